@@ -35,8 +35,8 @@ class Case(NamedTuple):
     dispatch: DispatchChoice = Dispatch.STATIC
     cap: int | None = None
     goal: float = 0.99
-    """Of the share of an oracle that is one iteration late, in a trace by iterations: a directive
-    is in force in the iteration after the first slow one. Else of the oracle's gain."""
+    """Of the share of an oracle that is one iteration late, where that is printed: a directive is
+    in force in the iteration after the first slow one. Else of the oracle's gain."""
 
     def __str__(self) -> str:
         cap = "no limit" if self.cap is None else f"limit {self.cap}"
@@ -44,16 +44,16 @@ class Case(NamedTuple):
 
 
 NARROW: dict[Telemetry, float] = {"exact": 0.97, "python": 0.97, "device": 0.93}
-BY_ITERATIONS = ("nine-faults", "narrow")
+WITH_LATE_ORACLE = ("nine-faults", "narrow", "redrawn")
 CASES = (
     *(Case("nine-faults", each) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, cap=CAP) for each in get_args(Telemetry)),
     Case("nine-faults", "python", Dispatch.ONLINE, goal=0.98),
-    Case("redrawn", "python", goal=0.97),
+    Case("redrawn", "python", goal=0.995),
     *(Case("narrow", each, goal=NARROW[each]) for each in get_args(Telemetry)),
-    Case("redrawn", "python", Dispatch.ONLINE, goal=1.0),
+    Case("redrawn", "python", Dispatch.ONLINE, goal=1.025),
     Case("nine-faults", "python", "auto"),
-    Case("redrawn", "python", "auto", goal=0.97),
+    Case("redrawn", "python", "auto", goal=0.995),
     Case("congestion", "python", goal=1.1),
     Case("congestion", "python", "auto", goal=1.1),
     Case("congestion", "python", Dispatch.ONLINE, goal=1.1),
@@ -90,7 +90,7 @@ def main() -> int:
     cases = CASES[:1] if args.quick else [case for case in CASES if args.only in str(case)]
     missed, rows = [], []
     late: dict[tuple[str, int | None], float] = {}
-    for trace, cap in dict.fromkeys((c.trace, c.cap) for c in cases if c.trace in BY_ITERATIONS):
+    for trace, cap in dict.fromkeys((c.trace, c.cap) for c in cases if c.trace in WITH_LATE_ORACLE):
         late[trace, cap] = late_share(*_given(trace, cap))
         print(f"{trace}, limit {cap}: an oracle one iteration late gets {late[trace, cap]:.1%}")
     print(f"{'':58} {'static s':>9} {'adaptive s':>10} {'oracle s':>9} {'share':>7} {'changes':>8}")

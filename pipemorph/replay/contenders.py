@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -12,7 +12,7 @@ from pipemorph.control import AdaptationRecord
 from pipemorph.control.decide.forecast import EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.replay.trace import TAIL, LinkTrace
+from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
 from pipemorph.replay.trainer import (
     AdaptiveTrainer,
     DispatchChoice,
@@ -113,13 +113,15 @@ class Oracle:
     """Knows the trace: runs the best plan for the delays of the iteration that begins, directly
     or with the slow links delegated, at once and at no cost.
 
-    ``late``: runs it in the iteration after that one. Nothing that has to see a fault first, and
-    changes between iterations, is quicker than this.
+    ``late``: learns which links are slow from an iteration that began so, which runs the plan of
+    the one before. Nothing that has to see a fault first, and changes between iterations, is
+    quicker than this.
     """
 
     def __init__(self, problem: Problem, links: Links, static: Plan, *, late: bool = False) -> None:
         self._problem, self._links, self._static = problem, links, static
         self._late, self._last = late, static
+        self._slow: frozenset[int] = frozenset()
         self._made = cache(self._make)
         self._pace = links.pace()
         self._begins = Costs.of(problem).begins()
@@ -127,13 +129,16 @@ class Oracle:
     def step(self, iteration: int, now: float) -> float:
         """Seconds of an iteration that begins ``now``, seconds since training did."""
         ran = [(self._static, self._run(self._static, iteration, now))]
-        lasts = ran[0][1].makespan
-        for each in self._plans(iteration, now, lasts):
+        # States that change within the iteration: plan for their mean.
+        span = ran[0][1].makespan / 16
+        moments = [self._links.changed(iteration, now + k * span) for k in range(16)]
+        for each in self._plans(moments):
             ran.append((each, self._run(each, iteration, now)))
         best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
-        if self._late:
+        slow = frozenset(moments[0])
+        if self._late and slow != self._slow:
             quickest = self._run(self._last, iteration, now)
-        self._last = best
+        self._last, self._slow = best, slow
         return self._pace.follow(quickest)
 
     def _run(self, plan: Plan, iteration: int, now: float) -> Simulation:
@@ -145,9 +150,7 @@ class Oracle:
             return ran.makespan
         return max(ops[-1].end - begin for ops, begin in zip(ran.stages, self._begins, strict=True))
 
-    def _plans(self, iteration: int, now: float, lasts: float) -> list[Plan]:
-        # States that change within the iteration: plan for their mean.
-        moments = [self._links.changed(iteration, now + lasts * k / 16) for k in range(16)]
+    def _plans(self, moments: Sequence[Mapping[int, LinkState]]) -> list[Plan]:
         if not any(moments):
             return []
         states = [[each.get(link) for each in moments] for link in range(len(self._problem.links))]
@@ -192,8 +195,9 @@ def _train(iterations: int, step: Callable[[int, float], float]) -> float:
 
 
 def late_share(problem: Problem, trace: LinkTrace) -> float:
-    """The share of an oracle that is an iteration late: most that can be had by seeing a fault.
-    ``problem`` is in milliseconds, and ``trace`` by iterations."""
+    """The share of an oracle that is an iteration late: most that can be had by seeing a fault,
+    except by plans that suit the delays within an iteration better than one for their mean does.
+    ``problem`` is in milliseconds."""
     problem = in_seconds(problem)
     links = Links(problem, trace)
     static = _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)

@@ -229,16 +229,16 @@ class AdaptiveTrainer:
         self._pace = links.pace()
         self._rng = random.Random(seed)
         self._plan = initial_plan(spec)
-        self._prepared: tuple[float, Plan] | None = None
-        """The newest plan, and when all ranks hold it."""
+        self._prepared: list[tuple[float, Plan]] = []
+        """Plans to come, oldest first, and when all ranks hold them."""
         self._observed = self._sequence = self._iteration = 0
         self._now = 0.0
 
     def step(self) -> Iteration:
         """Run the next iteration."""
         index, began = self._iteration, self._now
-        if self._prepared is not None and began >= self._prepared[0]:
-            self._plan, self._prepared = self._prepared[1], None
+        while self._prepared and began >= self._prepared[0][0]:
+            self._plan = self._prepared.pop(0)[1]
         ran = self._links.run(self._plan, index, began, self._pace.before)
         seconds = self._pace.follow(ran)
         for end, samples in self._windows(ran, index, began, seconds):
@@ -408,7 +408,7 @@ class AdaptiveTrainer:
         directive = self.controller.directive(self._observed)
         if directive is not None:
             self._observed = directive.plan_version
-            self._prepared = (now + DELIVERY, directive.plan.plan())
+            self._prepared.append((now + DELIVERY, directive.plan.plan()))
 
 
 def _mean(times: Sequence[float]) -> float:

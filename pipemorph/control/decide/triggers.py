@@ -64,8 +64,8 @@ class Judgement:
     """Whether plan 0 is for assumed op times, since the spec has none."""
     _after: int | None = None
     """The newest finished iteration at the last decision."""
-    _of_steady: bool = False
-    """Whether the cause of the last decision was a constant delay."""
+    _cause: Cause | None = None
+    """Of the last decision."""
     _barrier: bool = True
     """Whether the plan for healthy links expects a barrier between iterations."""
     _profiled_at: int | None = None
@@ -91,7 +91,7 @@ class Judgement:
     def made(self, cause: Cause, situation: Situation, last: int) -> None:
         """Record a decision for ``cause``, made after iteration ``last``."""
         self.situation, self._after = situation, last
-        self._of_steady = cause == "steady"
+        self._cause = cause
         if cause in ("profile", "memory"):
             self._profiled_at, self._readings = last, ()
         if not any(situation.slow):
@@ -165,8 +165,8 @@ class Judgement:
         return barrier != self._barrier
 
     def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
-        since = self._after
-        if since is None or self._of_steady or wanted.all_routes == initial_routes(self.spec):
+        since, direct = self._after, wanted.all_routes == initial_routes(self.spec)
+        if since is None or self._cause == "steady" or direct:
             return False
         waited = progress.last - since
         return any(now.slow) and waited >= STEADY * max(HOLD, hold)
@@ -240,7 +240,7 @@ class Judgement:
             return True
         if cause in ("slow", "restart"):
             return pacing.may_hurry(finished)
-        if finished == self._after:
+        if finished == self._after and not (cause == "worse" and self._cause == "steady"):
             return False  # For a varying delay, at most one decision per iteration.
         if cause == "worse":
             return pacing.may_hurry(finished)

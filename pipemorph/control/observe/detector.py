@@ -18,6 +18,8 @@ series. Added are:
 - Stalls come in runs: as far as earlier suspicions of a healthy link went, an alarm takes more.
 - Congestion comes in runs, too: a link that is late often raises an alarm, however short its runs,
   and if its delay varies it takes longer until it counts as healthy.
+- A slow link may become slower. Of a delay that was steady, a step takes as many windows as an
+  alarm; until then the estimate stays, since a plan for half of the step would be wrong.
 
 Memory is bounded: sums, and at most ``RECENT`` and ``MEMORY`` values.
 """
@@ -30,7 +32,7 @@ from enum import StrEnum
 from math import erf, log2, sqrt
 from statistics import fmean, median, pstdev
 
-from pipemorph.control.observe.windows import MEMORY, RecentDelays, Within, likely
+from pipemorph.control.observe.windows import MEMORY, TRIM, RecentDelays, Within, likely
 
 ALARM = 3.0
 """Windows well above the threshold before an alarm: the fewest that one short stall does not
@@ -59,6 +61,9 @@ SHIFT = 12
 """Windows in a row on one side of the estimate before older ones are dropped. This is longer than
 jitter that changes every 400 ms stays on one side, so that jitter is averaged and a step
 followed."""
+STEADY = 20
+"""Windows in which a delay must have been the same for a step upwards to take fewer. Jitter that
+changes every 400 ms is hardly ever so steady."""
 NOISE_UP, NOISE_DOWN = 0.01, 0.001
 """How fast the noise estimate follows the windows, upwards and downwards: over about the last
 minute, with more weight on noisy times."""
@@ -137,7 +142,14 @@ class DelayDetector:
         self._turned_at: int | None = None
         """Mark of the first of the newest windows that all show the other level. A suspicion may be
         older, since it starts at half the threshold and single windows do not end it."""
+        self._slow_for = 0
+        """Windows since the link became slow."""
         self._side = 0
+        self._step: list[Within] = []
+        """The newest windows of a delay that was steady, if all are on one side of it: not in the
+        estimate yet."""
+        self._stepped = 0.0
+        """Evidence that they are a step upwards."""
         self._alarmed_at = 0.0  # The delay at the last alarm.
         self._memory = RecentDelays()
         """Above the base of their route."""
@@ -228,6 +240,12 @@ class DelayDetector:
             return None
         return value - slack - known.value > self.thresholds.of(known.value, known.noise)
 
+    def is_later(self, value: float, *, route: str, slack: float = 0.0) -> bool:
+        """Whether the link is slow, and a window longer than its present delay accounts for."""
+        if self.level is not Level.SLOW or self.base is None or route != self.route:
+            return False
+        return value - slack > self.wire_time + self._margin(self.threshold, self.delay)
+
     def observe(
         self,
         value: float,
@@ -268,7 +286,8 @@ class DelayDetector:
                 # The bound minus one op is certain, and from here on as good as an exact value.
                 value, slack = within.low, 0.0
         if self.level is Level.SLOW:
-            self._observe_slow(known, value, within, mark, 0.0 if exact else slack)
+            slack = 0.0 if exact else slack
+            self._observe_slow(known, value, within, mark, slack=slack, weight=weight)
         else:
             self._observe_healthy(known, value, within, mark, weight)
 
@@ -327,6 +346,8 @@ class DelayDetector:
             )
         self.route = route
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
+        self._side, self._stepped = 0, 0.0
+        self._step.clear()
 
     def _learn(self, value: float, exact: bool, mark: int) -> None:
         assert self.route is not None
@@ -407,11 +428,12 @@ class DelayDetector:
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
     def _observe_slow(
-        self, known: _Base, value: float, within: Within, mark: int, slack: float
+        self, known: _Base, value: float, within: Within, mark: int, *, slack: float, weight: float
     ) -> None:
         """Process a window while slow. If ``slack`` is above 0, ``value`` is an upper bound: below
         the line it is stronger evidence than a noisy value; above it, it is none if the true value
         may be below."""
+        self._slow_for += 1
         if known.guessed:
             # If the guess is too high, low values of a varying delay would look like recovery.
             known.value = min(known.value, value + 3 * known.noise)
@@ -428,14 +450,14 @@ class DelayDetector:
         elif self._suspected_at is None:
             self._suspected_at = mark
         if self._sum >= CLEAR and self._sum >= self._clear(known):
-            if len(self._since) < RECENT and not known.guessed:
+            if self._slow_for < RECENT and not known.guessed:
                 # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
             known.guessed = False
             self._since.clear()
             self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
         else:
-            self._follow(within, threshold)
+            self._follow(within, threshold, weight)
 
     def _clear(self, known: _Base) -> float:
         """Windows of evidence for a recovery."""
@@ -445,17 +467,39 @@ class DelayDetector:
         may_vary = known.guessed and len(self._memory) < RECENT
         return 2 * CLEAR if may_vary else CLEAR
 
-    def _follow(self, within: Within, threshold: float) -> None:
+    def _follow(self, within: Within, threshold: float, weight: float) -> None:
         """Update the estimate: an average, restarted when the delay has changed permanently."""
-        if self._since:
-            estimate = fmean(likely(self._since))
-            margin = max(threshold / 2, 0.2 * (estimate - (self.base or 0.0)))
-            side = (within.low > estimate + margin) - (within.high < estimate - margin)
-            self._side = self._side + side if side * self._side > 0 else side
-        self._since.append(within)
-        if abs(self._side) >= SHIFT:
-            self._since = deque(list(self._since)[-SHIFT:], RECENT)
-            self._side = 0
+        if not self._since:
+            self._since.append(within)
+            return
+        estimate = fmean(likely(self._since))
+        margin = self._margin(threshold, estimate - (self.base or 0.0))
+        side = _side(within, estimate, margin)
+        if side * self._side <= 0:
+            self._side, self._stepped = 0, 0.0
+            self._since.extend(self._step)  # It was jitter.
+            self._step.clear()
+        self._side += side
+        if side and (self._step or self._is_steady(estimate, margin)):
+            self._step.append(within)
+            self._stepped += weight if side > 0 else 0.0
+        else:
+            self._since.append(within)
+        if abs(self._side) >= SHIFT or self._stepped >= self.alarm:
+            self._since = deque(self._step or list(self._since)[-SHIFT:], RECENT)
+            self._side, self._stepped = 0, 0.0
+            self._step.clear()
+
+    def _margin(self, threshold: float, delay: float) -> float:
+        """By how much windows of a slow link may differ from its delay without being a change."""
+        return max(threshold / 2, 0.2 * delay)
+
+    def _is_steady(self, estimate: float, margin: float) -> bool:
+        """Whether hardly any window of the estimate is outside its ``margin``."""
+        if len(self._since) < STEADY or self.recent:
+            return False
+        outside = sum(_side(window, estimate, margin) != 0 for window in self._since)
+        return outside <= TRIM * len(self._since)
 
     def _remember(self, within: Within, base: float) -> None:
         """Keep a window of a link that is slow, or was lately."""
@@ -478,6 +522,14 @@ class DelayDetector:
     def _become(self, level: Level, mark: int | None) -> None:
         self.level = level
         self.changed_at = mark
-        self._sum, self._side, self._peak, self._late = 0.0, 0, 0.0, 0.0
+        self._sum, self._peak, self._late = 0.0, 0.0, 0.0
+        self._slow_for, self._side, self._stepped = 0, 0, 0.0
         self._lately.clear()
+        self._step.clear()
         self._suspected_at = self._turned_at = None
+
+
+def _side(within: Within, middle: float, margin: float) -> int:
+    """1 if a wire time is above the margin around the middle, -1 if it is below, 0 if it may be
+    within."""
+    return (within.low > middle + margin) - (within.high < middle - margin)

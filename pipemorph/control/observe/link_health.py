@@ -228,7 +228,10 @@ class LinkBook:
                 window.series.judged_at = now
             if late:
                 window.series.late_at = now
-            late_ones.append(late is True)
+            later = window.series.detector.is_later(
+                window.value, route=window.route, slack=window.slack
+            )
+            late_ones.append(late is True or later)
         common = any(late_ones) and self._most_are_late(now)
         for window, late in zip(windows, late_ones, strict=True):
             doubted = late and (common or self._is_explained(window, now, ends))
@@ -280,13 +283,14 @@ class LinkBook:
     def _is_explained(self, window: _Window, now: float, ends: Ends) -> bool:
         """Whether a window may be late because one of its ranks had no processor. Nothing delays
         the latency but the link and the sender."""
-        base = window.series.detector.base
-        if base is None:
+        detector = window.series.detector
+        if detector.base is None:
             return False
-        least = EXPLAINS * (window.value - window.slack - base)
+        least = EXPLAINS * (window.value - window.slack - detector.wire_time)
         sent, received = (self._waits(rank, now) for rank in (window.sender, window.receiver))
         well = window.series.well
-        if window.latency is not None and well and window.latency - median(well) >= least:
+        usual = median(well) + detector.delay if well else None
+        if window.latency is not None and usual is not None and window.latency - usual >= least:
             return sent >= least
         if max(sent, received) >= least:
             return True

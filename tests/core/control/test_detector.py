@@ -15,6 +15,7 @@ from pipemorph.control.observe.detector import (
     ALARM,
     CLEAR,
     RECENT,
+    STEADY,
     DelayDetector,
     Level,
     Thresholds,
@@ -305,6 +306,66 @@ def test_a_slow_link_that_gets_slower_is_followed() -> None:
     assert run.detector.delay == pytest.approx(0.060, abs=0.003)
     run.feed(noisy(rng, 14, BASE + 0.010))
     assert run.detector.delay == pytest.approx(0.010, abs=0.003)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_a_steady_delay_a_step_is_followed_as_soon_as_an_alarm_and_not_by_halves(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    run = learned(rng)
+    run.feed(noisy(rng, STEADY + 10, BASE + 0.030))
+    seen = []
+    for value in noisy(rng, 10, BASE + 0.060):
+        run.feed([value])
+        seen.append(run.detector.delay)
+    followed = next(i for i, delay in enumerate(seen) if delay > 0.04)
+    assert followed < ALARM
+    assert seen[:followed] == [pytest.approx(0.030, abs=0.001)] * followed
+    assert seen[followed:] == [pytest.approx(0.060, abs=0.001)] * (10 - followed)
+
+
+def test_two_late_windows_of_a_slow_link_are_no_step() -> None:
+    rng = random.Random(4)
+    run = learned(rng)
+    run.feed(noisy(rng, STEADY + 10, BASE + 0.030))
+    for _ in range(3):
+        run.feed(noisy(rng, 2, BASE + 0.060))
+        assert run.detector.delay == pytest.approx(0.030, abs=0.003)
+        run.feed(noisy(rng, 20, BASE + 0.030))
+        assert run.detector.delay == pytest.approx(0.030, abs=0.003)
+
+
+def test_a_delay_that_has_not_been_steady_is_averaged() -> None:
+    """It may be redrawn all the time."""
+    rng = random.Random(4)
+    run = learned(rng)
+    run.feed(noisy(rng, 8, BASE + 0.030))
+    run.feed(noisy(rng, 5, BASE + 0.060))
+    assert 0.035 < run.detector.delay < 0.055
+
+
+def test_a_step_that_something_else_explains_takes_more_evidence() -> None:
+    rng = random.Random(4)
+    run = learned(rng)
+    run.feed(noisy(rng, STEADY + 10, BASE + 0.030))
+    for value in noisy(rng, 6, BASE + 0.060):
+        run.detector.observe(value, mark=0, route="direct", weight=1 / 8)
+    assert run.detector.delay == pytest.approx(0.030, abs=0.001)
+    for value in noisy(rng, 6, BASE + 0.060):
+        run.detector.observe(value, mark=0, route="direct", weight=1 / 8)
+    assert run.detector.delay == pytest.approx(0.060, abs=0.001), "however explained, it lasts"
+
+
+def test_a_recovery_soon_after_a_step_is_no_short_stall() -> None:
+    """Or the fault would count as noise of the link, and the next one of its size be missed."""
+    rng = random.Random(4)
+    run = learned(rng)
+    run.feed(noisy(rng, RECENT, BASE + 0.030))
+    run.feed(noisy(rng, 5, BASE + 0.060))
+    run.feed(noisy(rng, 30))
+    assert run.detector.level is Level.HEALTHY
+    assert run.detector.threshold < 0.003
 
 
 def test_upper_bounds_raise_no_alarm_within_one_op() -> None:

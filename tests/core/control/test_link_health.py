@@ -247,3 +247,31 @@ def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
     job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
     slow = job.book.states(job.now)[3]
     assert slow.wire_time == pytest.approx(slow.delay + 0.001)
+
+
+def test_a_stall_does_not_make_a_slow_link_slower() -> None:
+    """As little as it makes other links slow."""
+    job = Job()
+    job.until_slow({3}, lambda link: 0.03 * (link == 3), most=6)
+    job.run(30, lambda link: 0.03 * (link == 3))
+
+    def delay() -> float:
+        return job.book.states(job.now)[3].delay
+
+    assert delay() == pytest.approx(0.03, abs=0.002)
+    job.run(4, lambda link: 0.03 + 0.03 * (link == 3))
+    assert delay() == pytest.approx(0.03, abs=0.002)
+    job.run(20, lambda link: 0.03 * (link == 3))
+    job.run(4, lambda link: 0.06 * (link == 3))
+    assert delay() == pytest.approx(0.06, abs=0.002), "this time it is the link alone"
+
+
+def test_a_slow_link_whose_receiver_waits_for_a_processor_is_not_slower() -> None:
+    job = Job()
+    job.until_slow({3}, lambda link: 0.03 * (link == 3), most=6)
+    job.run(30, lambda link: 0.03 * (link == 3))
+    for _ in range(4):
+        job.now += 0.05
+        sample = job.sample(3, 0, 0.06).model_copy(update={"waited": 0.025})
+        job.report([sample, job.sample(3, 1, 0.03)])
+    assert job.book.states(job.now)[3].delay == pytest.approx(0.03, abs=0.002)

@@ -46,6 +46,19 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert last.iteration >= 53
 
 
+@pytest.mark.parametrize("phase", [8, 10])
+@pytest.mark.parametrize("link", [3, 6])
+def test_a_slow_link_that_gets_slower_is_answered_in_one_iteration(phase: int, link: int) -> None:
+    """Also if other decisions fall into the iteration in which it does."""
+    lines = [
+        json.dumps({"at_iteration": k * phase, "links": {link: {"delay_ms": 30 * k}}})
+        for k in (1, 2)
+    ]
+    problem = load_problem(str(TRACES / "problem.yaml"))
+    found = replay(problem, parse_trace("\n".join(lines), 7), iterations=3 * phase)
+    assert [change.iteration for change in found.changes] == [phase + 1, 2 * phase + 1]
+
+
 def test_recomputation_makes_room_for_slackness_and_is_left_when_the_link_has_recovered() -> None:
     tight = TIMES.model_copy(update={"in_flight_limit": 4})
     room = TIMES.model_copy(update={"in_flight_limit": 4, "recompute_limit": 48})
