@@ -401,22 +401,25 @@ def _has_failed(
     middle = median(after)
     spread = max(promised.spread, 1.4826 * median(abs(each - middle) for each in after))
     half = KEPT_PROMISE * promised.seconds
+    shorter = False
     if old := before or part:
         least = min(half, PAYS * median(old))
         noise = SIGMAS * spread * sqrt(1 / len(old) + 1 / len(after))
         saved = median(old) - middle
+        shorter = saved > least
         # The whole of the iteration in ``part`` would have taken longer, so it is no proof of
         # failure.
-        if abs(saved - least) >= noise and (before or saved > least):
-            return saved < least
+        if abs(saved - least) >= noise and (before or shorter):
+            return not shorter
         if before:
             return None
+    if promised.if_wrong is None:
+        return None  # What iterations take beyond their prediction is not known.
     # Compare with the two predictions for the new plan: with the evidence, and without it.
     noise = SIGMAS * spread / sqrt(len(after))
-    if middle - promised.after > half + noise:
+    most = promised.after + max(half, MODEL_ERROR * promised.after)
+    if not shorter and middle - most > noise:
         return True
-    if promised.if_wrong is None:
-        return None
     if abs(promised.after - promised.if_wrong) < MODEL_ERROR * promised.after:
         return None
     between = (promised.after + promised.if_wrong) / 2
