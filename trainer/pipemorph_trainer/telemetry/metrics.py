@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipemorph.planning import Schedule
@@ -35,8 +35,8 @@ MOST_PORTS = 64
 class RankMetrics:
     """The metrics of one rank, from its telemetry and its plans.
 
-    ``stage``: the first of its stages; ``held``: all of them, default: this one. ``clock``:
-    monotonic, seconds. Raises ImportError without prometheus-client.
+    ``stage``: the first of its stages. ``clock``: monotonic, seconds. Raises ImportError without
+    prometheus-client.
     """
 
     def __init__(
@@ -45,13 +45,11 @@ class RankMetrics:
         stage: int,
         replica: int,
         *,
-        held: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
         self.registry = CollectorRegistry()
-        self._held = held or (stage,)
         self._busy: dict[int, float] = {}
         """Seconds of all ops of a microbatch, by stage."""
         self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
@@ -278,18 +276,14 @@ def metered(
         return control
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
-    metrics = serve(
-        job, coordinate.stage, coordinate.column, context.metrics_port, host, held=coordinate.held
-    )
+    metrics = serve(job, coordinate.stage, coordinate.column, context.metrics_port, host)
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 
-def serve(
-    job: str, stage: int, replica: int, port: int, host: str, *, held: Sequence[int] = ()
-) -> RankMetrics | None:
+def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
     """Serve metrics at ``host:port``. None, and a warning, if that fails."""
     try:
-        metrics = RankMetrics(job, stage, replica, held=held)
+        metrics = RankMetrics(job, stage, replica)
         from prometheus_client import start_http_server
 
         start_http_server(port, host, registry=metrics.registry)
