@@ -36,10 +36,11 @@ NAMES = (
     "varying",
     "operator_scale",
     "large_jobs",
+    "plan_handout",
 )
 CHECKED = {
     "compiled", "drain", "engine", "engine_idle", "large_jobs", "operator_scale",
-    "optimistic_step", "slow_link",
+    "optimistic_step", "plan_handout", "slow_link",
 }  # fmt: skip
 """They hold their figures to their goals with --check only."""
 

@@ -52,6 +52,17 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, bool]:
     return found
 
 
+# --- a change of plan to all ranks ----------------------------------------------------------
+
+
+def test_every_played_rank_gets_its_part() -> None:
+    sizes = ("--stages", 8, "--replicas", 4, "--microbatches", 12, "--check")
+    done = run(BENCHMARKS / "plan_handout.py", *sizes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "32 ranks, connected" in done.stdout
+    assert "at most 20 MB: holds" in done.stdout
+
+
 # --- all of them ---------------------------------------------------------------------------
 
 
