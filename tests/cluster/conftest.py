@@ -81,7 +81,10 @@ def _programs(items: Sequence[pytest.Item]) -> dict[str, Sequence[str]]:
     wanted: dict[str, Sequence[str]] = {}
     # For the user's own cluster, programs are looked for when they are used.
     if marked("cluster") and "cluster" not in skipped and not os.environ.get(FOREIGN):
-        wanted["cluster"] = tools.API_TOOLS + (tools.KWOK_TOOLS if marked("kwok") else ())
+        more = {"kwok": tools.KWOK_TOOLS, "kueue": tools.KUEUE_TOOLS}
+        wanted["cluster"] = tools.API_TOOLS + tuple(
+            tool for marker, needed in more.items() if marked(marker) for tool in needed
+        )
     if marked("node") and "node" not in skipped:
         wanted["node"] = tools.NODE_TOOLS
     return wanted

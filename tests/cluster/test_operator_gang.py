@@ -1,10 +1,11 @@
-"""PodGroups of the coscheduling plugin on a real API server; no scheduler looks at them here."""
+"""PodGroups of the coscheduling plugin, with its own CRD; no scheduler looks at them here."""
 
 from collections.abc import Iterator
 
 import pytest
 from operator_support import FULL_NAME, SYSTEM, Jobs, manifest, wait_for_kind
 from testbed import Cluster, wait_for
+from testbed.manifests import installed, kinds
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -16,39 +17,14 @@ CRD = f"podgroups.{GROUP}"
 @pytest.fixture(scope="module", autouse=True)
 def pod_groups(cluster: Cluster) -> Iterator[None]:
     """The kind, and the rights on it that the chart's ``rbac.coscheduling`` gives."""
-    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {
-        "name": "v1alpha1",
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": anything},
-    }
-    kind = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        # The group is one of those that only the Kubernetes project may define.
-        "metadata": {
-            "name": CRD,
-            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
-        },
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {"kind": "PodGroup", "listKind": "PodGroupList", "plural": "podgroups"},
-            "versions": [version],
-        },
-    }
-    cluster.apply(kind)
-    cluster.wait("crds", CRD, "Established")
-    wait_for_kind(cluster, CRD)
-    rights = ("create", "clusterrole", "groups", "--verb=create,patch", f"--resource={CRD}")
-    cluster.kubectl(*rights)
-    account = f"--serviceaccount={SYSTEM}:{FULL_NAME}"
-    cluster.kubectl("create", "clusterrolebinding", "groups", "--clusterrole=groups", account)
-    yield
-    cluster.kubectl("delete", "clusterrolebinding,clusterrole", "groups")
-    cluster.kubectl("delete", "crd", CRD, "--wait=false")
-    cluster.wait("crds", CRD, "deleted")
+    with installed(cluster, kinds("coscheduling")):
+        wait_for_kind(cluster, CRD)
+        rights = ("create", "clusterrole", "groups", "--verb=create,patch", f"--resource={CRD}")
+        cluster.kubectl(*rights)
+        account = f"--serviceaccount={SYSTEM}:{FULL_NAME}"
+        cluster.kubectl("create", "clusterrolebinding", "groups", "--clusterrole=groups", account)
+        yield
+        cluster.kubectl("delete", "clusterrolebinding,clusterrole", "groups")
 
 
 @pytest.mark.timeout(900)  # The garbage collector hears of a new kind every 30 s.

@@ -1,6 +1,6 @@
 """The testbed by hand: build its programs, or keep a cluster open to look around in.
 
-PYTHONPATH=tests/cluster python -m testbed build [api|node|kwok|PROGRAM ...]
+PYTHONPATH=tests/cluster python -m testbed build [api|node|kwok|kueue|PROGRAM ...]
 PYTHONPATH=tests/cluster python -m testbed up [api|node [--images]]
 """
 

@@ -51,11 +51,13 @@ TOOLS = {
     "coredns": Tool("coredns", "."),
     "helm": Tool("helm", "helm.sh/helm/v4/cmd/helm"),
     "kwok": Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+    "kueue": Tool("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
 }
 API_TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm")
 NODE_TOOLS = (*API_TOOLS, "kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns")
 
 KWOK_TOOLS = ("kwok", "kube-scheduler")
+KUEUE_TOOLS = ("kueue",)
 
 # The module whose version names a build, and where it wants that version linked in. An API server
 # that calls itself v0.0.0 fails every `kubeVersion` a chart asks for.
@@ -63,6 +65,7 @@ _VERSIONED = {
     "kubernetes": "k8s.io/kubernetes",
     "helm": "helm.sh/helm/v4",
     "kwok": "sigs.k8s.io/kwok",
+    "kueue": "sigs.k8s.io/kueue",
     "coredns": "github.com/coredns/coredns",
 }
 
@@ -177,6 +180,22 @@ def _in_assets(name: str) -> Path | None:
     if name.startswith("kube") and name != "kubectl" and (assets / "kube-apiserver").is_file():
         _check_skew(assets)
     return None
+
+
+def go(*arguments: str | Path, **environment: str) -> str:
+    """What a go command prints."""
+    return output(
+        [_go()[0], *arguments],
+        environment={"GOWORK": "off", "GOFLAGS": "", **environment},
+        deadline=300.0,
+    )
+
+
+def source(module: str) -> Path:
+    """The folder of the module's main requirement as Go has it, with all its files."""
+    # Downloads it if only the programs are left of an earlier build.
+    found = go("-C", MODULES / module, "mod", "download", "-json", _VERSIONED[module])
+    return Path(json.loads(found)["Dir"])
 
 
 def find(name: str) -> Path:
