@@ -176,8 +176,8 @@ def choose_panels(
         delays = {link["link"]: link["delay"] for link in late if link["replica"] == column}
         panels = [
             Panel(record.detectable_at - 1, "undisturbed", {}, column),
-            Panel(applied - 1, "disturbed, old plan", delays, column),
-            Panel(applied + 1, f"disturbed, plan v{record.plan_version}", delays, column),
+            Panel(applied - 1, "disturbed", delays, column),
+            Panel(applied + 1, "disturbed", delays, column),
         ]
         drawn = [panel for panel in panels if panel.iteration in here]
         if len(drawn) > 1:
@@ -187,7 +187,7 @@ def choose_panels(
             delayed = {fault.link: fault.delay_ms / 1e3}
             panels = [
                 Panel(fault.from_iteration - 1, "undisturbed", {}, fault.replica),
-                Panel(fault.from_iteration + 1, "disturbed, same plan", delayed, fault.replica),
+                Panel(fault.from_iteration + 1, "disturbed", delayed, fault.replica),
             ]
             drawn = [panel for panel in panels if panel.iteration in here]
             if drawn:
@@ -203,7 +203,8 @@ def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> lis
     for panel in panels:
         rows = [stage for stage in traces[panel.iteration] if stage.replica == panel.column]
         column = run.job.spec.parallelism.mesh.column_name(panel.column)
-        title = [text for text in (f"iteration {panel.iteration}", column, panel.label) if text]
+        about = (f"iteration {panel.iteration}", column, panel.label)
+        title = [*filter(None, about), f"plan v{rows[0].plan_version}"]
         if (sample := samples.get(panel.iteration)) is not None:
             title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
         made.append(Timeline([s.ops for s in rows], ", ".join(title), messages(rows, panel.delays)))

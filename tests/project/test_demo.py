@@ -1,0 +1,62 @@
+"""The demo says, in its exit status too, when a slow link was not answered."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(*adaptations: dict[str, Any], loss: float = 1.0) -> dict[str, Any]:
+    iterations = [{"seconds": 1.0, "loss": loss} for _ in range(36)]
+    return {"iterations": iterations, "adaptations": list(adaptations)}
+
+
+ANSWER = {
+    "applied_at_iteration": 11, "detected_at_iteration": 10, "links": [{"link": 0}],
+    "plan_version": 1, "warmup_before": [3, 1], "warmup_after": [4, 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        (report(ANSWER), None),
+        (report(), "no plan answered it"),
+        (report(ANSWER | {"applied_at_iteration": None}), "no plan answered it"),
+        (report(ANSWER | {"links": [{"link": 1}]}), "no plan answered it"),
+        (report(ANSWER, loss=2.0), "losses of the two runs are not the same"),
+    ],
+)
+def test_its_exit_status(
+    *,
+    demo: ModuleType,
+    ours: dict[str, Any],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports = {demo.OURS: ours, demo.BASELINE: report()}
+    monkeypatch.setattr(demo, "train", lambda policy, stages, out: reports[policy])
+    monkeypatch.setattr(demo, "emulate", lambda out: 0)
+    monkeypatch.setattr(demo, "draw", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["demo.py", "--out", str(tmp_path)])
+    assert demo.main() == (said is not None)
+    shown = capsys.readouterr().out
+    assert said is None or said in shown
+    assert "nan" not in shown
