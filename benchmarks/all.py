@@ -34,6 +34,7 @@ NAMES = (
     "replay",
     "replica_plans",
     "varying",
+    "planning_service",
     "operator_scale",
     "large_jobs",
     "plan_handout",

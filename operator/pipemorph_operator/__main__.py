@@ -18,7 +18,7 @@ from typing import Any
 import kopf
 
 from pipemorph.errors import InputError
-from pipemorph.ingest import ProcessPlanner
+from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
@@ -135,8 +135,8 @@ async def run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await Cluster.configured() as cluster:
-        planner = ProcessPlanner(1, limit_seconds=LIMIT_SECONDS)
-        plans = Plans(planner.first_plan, queue.add)
+        planner = FirstPlanner(limit_seconds=LIMIT_SECONDS)
+        plans = Plans(planner, queue.add)
         reconciler = Reconciler(cluster, config, owned.jobs, plans)
         ready = asyncio.Event()
         loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watches", 5 * LOOK_SECONDS)

@@ -39,8 +39,28 @@ PERSIST_SECONDS = Histogram(
     "pipemorph_ingest_persist_seconds", "Time to persist a directive.", buckets=_FAST
 )
 PLAN_SECONDS = Histogram(
-    "pipemorph_ingest_plan_seconds", "Time to make a decision, with queueing.", buckets=_FAST
+    "pipemorph_ingest_plan_seconds",
+    "Time to make a decision, without queueing.",
+    ["size"],
+    buckets=_FAST,
 )
+PLAN_WAIT_SECONDS = Histogram(
+    "pipemorph_ingest_plan_wait_seconds",
+    "Time a decision waits for a planner process.",
+    ["size"],
+    buckets=_FAST,
+)
+DECISIONS = Counter(
+    "pipemorph_ingest_decisions_total",
+    "Decisions: planned, shared with an equal one in progress, or known.",
+    ["how"],
+)
+OVER_BUDGET = Counter(
+    "pipemorph_ingest_planning_over_budget_total",
+    "Times a job used its processor time for decisions and had to wait.",
+    _BY_NAMESPACE,
+)
+PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for a process.")
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
 TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")

@@ -1,7 +1,8 @@
 """``python -m pipemorph.control.planner_worker``: a worker process of the planner pool.
 
-Reads pickled pairs of a function and its argument from standard input and writes the pickled
-results to standard output, each preceded by its length in 8 bytes. Exits at the end of its input.
+Reads pickled pairs of a function and its argument from standard input. Writes pickled pairs to
+standard output: the pickled result, and the processor time that it took in seconds. Each pair is
+preceded by its length in 8 bytes. Exits at the end of its input.
 Host and worker are the same version of the same program, connected by a pipe.
 """
 
@@ -11,9 +12,12 @@ import logging
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import BinaryIO, TypeVar
 
+# Imported now, and not with the first decision.
+import pipemorph.control.decide.replan  # noqa: F401
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
 
@@ -45,8 +49,10 @@ def answer(function: Callable[[Asked], Found], asked: Asked) -> Found | InputErr
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until the end of input."""
     while len(header := questions.read(HEADER_BYTES)) == HEADER_BYTES:
+        began = time.process_time()
         function, asked = pickle.loads(questions.read(int.from_bytes(header, "big")))
-        answers.write(frame(answer(function, asked)))
+        found = pickle.dumps(answer(function, asked), protocol=pickle.HIGHEST_PROTOCOL)
+        answers.write(frame((found, time.process_time() - began)))
         answers.flush()
 
 

@@ -2,7 +2,7 @@
 
 ``handler`` implements the protocol without sockets, ``app`` serves it over aiohttp, ``connections``
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
-of jobs, persistence of directives.
+of jobs, persistence of directives. ``planner_pool`` makes the decisions of many jobs in turn.
 """
 
 from pipemorph.ingest.app import IngestServer, Join, make_app
@@ -17,7 +17,9 @@ from pipemorph.ingest.interfaces import (
     MemoryStore,
     Refused,
 )
-from pipemorph.ingest.planner_pool import Planner, PlannerLost, ProcessPlanner
+from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
+from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
+from pipemorph.ingest.processors import most_planners
 
 __all__ = [
     "Acceptor",
@@ -25,6 +27,8 @@ __all__ = [
     "BearerAuthenticator",
     "ConnectionLimits",
     "ControlledJob",
+    "Decided",
+    "FirstPlanner",
     "Identity",
     "IngestHandler",
     "IngestServer",
@@ -34,8 +38,9 @@ __all__ = [
     "MemoryStore",
     "Planner",
     "PlannerLost",
-    "ProcessPlanner",
+    "PlannerPool",
     "Refused",
     "Reply",
     "make_app",
+    "most_planners",
 ]

@@ -34,9 +34,11 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
-from pipemorph.ingest.planner_pool import Planner, PlannerLost, plan_here
+from pipemorph.ingest.planner_pool import Planner, plan_here
+from pipemorph.ingest.planner_processes import PlannerLost
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,
@@ -99,7 +101,6 @@ class _JobSession:
     served: Directive | None
     tokens: float
     refilled: float
-    planning: bool = False
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
 
@@ -123,6 +124,14 @@ class _JobSession:
                 waiter.set_result(None)
 
 
+class _Deciding(NamedTuple):
+    """A decision that a job waits for."""
+
+    job: ControlledJob
+    asked: Replan
+    task: asyncio.Task[None]
+
+
 class IngestHandler:
     """Answers all requests of the ingest. For use in one event loop.
 
@@ -142,6 +151,7 @@ class IngestHandler:
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
         self._closing = False
+        self._deciding: dict[tuple[str, str], _Deciding] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def report(self, namespace: str, name: str, body: bytes) -> Reply:
@@ -256,28 +266,44 @@ class IngestHandler:
             self._sessions[job] = session
         return session
 
+    def sweep(self) -> None:
+        """Drop decisions of jobs that the host no longer has. The host calls this now and then."""
+        for (namespace, name), deciding in list(self._deciding.items()):
+            if self._store.lookup(namespace, name) is not deciding.job:
+                deciding.task.cancel()
+
     def _plan(self, namespace: str, name: str, job: ControlledJob, session: _JobSession) -> None:
-        """Start the planner if the job waits for a decision; one decision at a time."""
-        if job.replan is None or session.planning or self._closing:
+        """Start the planner if the job waits for a decision; one decision at a time. A decision
+        that the job no longer waits for, such as for an earlier attempt, is dropped."""
+        key, asked = (namespace, name), job.replan
+        deciding = self._deciding.get(key)
+        if deciding is not None and deciding.job is job and deciding.asked is asked:
             return
-        session.planning = True
-        task = asyncio.create_task(self._settle(namespace, name, job, session))
+        if deciding is not None:
+            deciding.task.cancel()
+            del self._deciding[key]
+        if asked is None or self._closing:
+            return
+        task = asyncio.create_task(self._settle(key, job, session, asked))
+        self._deciding[key] = _Deciding(job, asked, task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _settle(
-        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+        self, key: tuple[str, str], job: ControlledJob, session: _JobSession, asked: Replan
     ) -> None:
-        asked = job.replan
-        assert asked is not None
+        namespace, name = key
         try:
-            proposal = await self._planner(asked)
+            proposal = await self._planner(key, asked)
         except (PlannerLost, OSError) as error:
             # The next report or tick retries.
             log.error("%s/%s: %s", namespace, name, error)
             return
         finally:
-            session.planning = False
+            # What follows must not be dropped with the decision.
+            deciding = self._deciding.get(key)
+            if deciding is not None and deciding.task is asyncio.current_task():
+                del self._deciding[key]
         job.settle(asked, proposal, time.time())
         if self._store.lookup(namespace, name) is job:
             await self._publish(namespace, name, job, session)

@@ -1,48 +1,45 @@
-"""Runs the planner in worker processes, so that plans do not block the event loop.
+"""Makes the decisions of all jobs of a host: in turn, in as many processes as it has processors.
 
-A decision takes up to a thousand times as long as a report, and a Python thread that computes
-blocks the event loop just as the loop's own code would.
+- Whose decision is next says :class:`~pipemorph.ingest.fair_queue.FairQueue`.
+- A short decision does not wait behind long ones: one more process makes short ones only.
+- Equal problems are planned once: what was asked before is remembered, and what is being planned is
+  shared (:mod:`pipemorph.ingest.memo`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import pickle
-import signal
-import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.cost import estimated_seconds
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.first_plan import (
-    FirstSchedule,
-    check_schedule,
-    planning_rules,
-    schedule_for_others,
-)
-from pipemorph.control.planner_worker import HEADER_BYTES, Asked, Found, answer, frame
-from pipemorph.errors import InputError
+from pipemorph.control.planner_worker import answer
+from pipemorph.ingest.fair_queue import Entry, FairQueue, Key
+from pipemorph.ingest.memo import Memo, comparable, digest
+from pipemorph.ingest.planner_processes import Answer, PlannerLost, PlannerProcesses
 
 log = logging.getLogger("pipemorph.ingest")
 
-Planner = Callable[[Replan], Awaitable[Proposal]]
-"""Makes a proposal. Raises :class:`PlannerLost` if the caller should retry."""
+Planner = Callable[[Key, Replan], Awaitable[Proposal]]
+"""Makes a proposal for a job. Raises :class:`PlannerLost` if the caller should retry."""
 
-PROCESSES = 2
-"""More than one, so that one large job does not delay all others."""
 LIMIT_SECONDS = 60.0
 """Time limit of a plan: after this the network has probably changed."""
+SHORT_SECONDS = 0.3
+"""Estimated processor time up to which a decision is short: of 8 stages with the thorough search,
+of 64 stages with the quick one."""
+BUDGET_SECONDS = 20.0
+"""Processor time of the decisions of one job in a minute."""
+MEMO_BYTES = 64 << 20
+WARM = 3
+"""Processes that are started at once; the others when needed."""
 
 
-class PlannerLost(Exception):
-    """The worker process died or exceeded its time limit."""
-
-
-async def plan_here(asked: Replan) -> Proposal:
+async def plan_here(key: Key, asked: Replan) -> Proposal:
     """A :data:`Planner` that plans in this process, for a host of one job."""
     return _proposal(answer(propose, asked))
 
@@ -51,105 +48,191 @@ def _proposal(found: Proposal | Exception) -> Proposal:
     return found if isinstance(found, Proposal) else Proposal(None, None, (NoPlan(str(found)),))
 
 
-class ProcessPlanner:
-    """A :data:`Planner` with up to ``processes`` worker processes, started when first needed or by
-    :meth:`warm_up`.
+class Decided(NamedTuple):
+    """How a decision was made. ``short``: by its estimated time. ``how``: in a process of its own,
+    in that of an equal one, or from memory. ``waited``, ``planned``: seconds."""
 
-    Requests are served in order. Close it when done; workers exit by themselves if their host dies.
-    """
+    short: bool
+    how: Literal["planned", "shared", "known"]
+    waited: float
+    planned: float
 
-    def __init__(self, processes: int = PROCESSES, *, limit_seconds: float = LIMIT_SECONDS) -> None:
-        self._limit = limit_seconds
-        self._processes = processes
-        self._turns = asyncio.Semaphore(processes)
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._busy: set[asyncio.subprocess.Process] = set()
+
+@dataclass(eq=False)
+class _Run:
+    """A decision that waits or is being made, for all jobs that asked for it. ``estimate``: its
+    processor time, seconds; ``result``: the proposal, or why there is none; ``waiting``: the jobs'
+    entries in the queue."""
+
+    mark: bytes
+    asked: Replan
+    estimate: float
+    result: asyncio.Future[Proposal]
+    waiting: set[Entry[_Run]] = field(default_factory=set)
+    started_at: float | None = None
 
     @property
-    def running(self) -> list[asyncio.subprocess.Process]:
-        """The current worker processes."""
-        return [*self._busy, *self._idle]
+    def short(self) -> bool:
+        return self.estimate <= SHORT_SECONDS
 
-    async def __call__(self, asked: Replan) -> Proposal:
-        try:
-            return _proposal(await self._answer(propose, asked))
-        except TimeoutError:
-            return _proposal(TimeoutError(f"it took longer than {self._limit:g} s"))
 
-    async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> FirstSchedule | None:
-        """A job's initial schedule; None if not ``wanted``, to check only that one exists. Raises
-        :class:`~pipemorph.errors.InputError` if the spec allows none, and :class:`PlannerLost` if
-        the caller should retry."""
-        rules = planning_rules(spec)
-        make: Callable[[JobSpec], FirstSchedule | None] = schedule_for_others
-        try:
-            found = await self._answer(make if wanted else check_schedule, rules)
-        except TimeoutError:
-            raise PlannerLost(f"no plan was found within {self._limit:g} s") from None
-        if isinstance(found, InputError):
-            raise found
-        return found
+class PlannerPool:
+    """A :data:`Planner` with ``processes`` worker processes, and one more for short decisions.
 
-    async def _answer(self, function: Callable[[Asked], Found], asked: Asked) -> Found | InputError:
-        """Let a worker answer. Raises TimeoutError, :class:`PlannerLost`."""
-        async with self._turns:
-            process = self._idle.pop() if self._idle else await self._start()
-            self._busy.add(process)
-            try:
-                async with asyncio.timeout(self._limit):
-                    found = await _ask(process, function, asked)
-            except TimeoutError:
-                await self._end(process)
-                raise
-            except (OSError, asyncio.IncompleteReadError):
-                await self._end(process)
-                raise PlannerLost(f"the planner exited ({process.returncode})") from None
-            except BaseException:
-                # The pipe may contain half a request, so the worker is unusable.
-                await self._end(process)
-                raise
-            self._busy.discard(process)
-            self._idle.append(process)
+    ``on_decided`` is called for every decision, ``on_over_budget`` once for a job that has used its
+    budget and waits. Close it when done.
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        *,
+        limit_seconds: float = LIMIT_SECONDS,
+        budget_seconds: float = BUDGET_SECONDS,
+        memo_bytes: int = MEMO_BYTES,
+        on_decided: Callable[[Decided], None] = lambda _: None,
+        on_over_budget: Callable[[Key], None] = lambda _: None,
+    ) -> None:
+        self._limit = limit_seconds
+        self._budget = budget_seconds
+        self._free = {"any": processes, "short": 1}
+        """Processes that may be used now, by the decisions that they make."""
+        self.processes = PlannerProcesses()
+        self._queue: FairQueue[_Run] = FairQueue(budget_seconds)
+        self._memo = Memo(memo_bytes)
+        self._runs: dict[bytes, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_decided = on_decided
+        self._on_over_budget = on_over_budget
+
+    @property
+    def waiting(self) -> int:
+        """Decisions that wait for a process."""
+        return len(self._queue)
+
+    async def __call__(self, key: Key, asked: Replan) -> Proposal:
+        """If the caller is cancelled, and nobody else waits for the decision, it is dropped unless
+        a process works on it."""
+        asked = comparable(asked)
+        mark = digest(asked)
+        known = self._memo.get(mark)
+        run = self._runs.get(mark)
+        if known is not None:
+            found = _proposal(Answer[Proposal](known, 0.0).read())
+            self._on_decided(Decided(estimated_seconds(asked) <= SHORT_SECONDS, "known", 0.0, 0.0))
             return found
+        now, shares = self._now(), run is not None
+        if run is None:
+            result = asyncio.get_running_loop().create_future()
+            # Also if nobody waits any more when it fails.
+            result.add_done_callback(lambda done: done.cancelled() or done.exception())
+            run = self._runs[mark] = _Run(mark, asked, estimated_seconds(asked), result)
+        entry = None
+        if run.started_at is None:
+            # Every job that asks has its turn: the first that comes up is for all.
+            cost = self._queue.cost(key, run.estimate)
+            entry = self._queue.put(key, run, cost, now)
+            run.waiting.add(entry)
+            self._start_some()
+        try:
+            proposal = await asyncio.shield(run.result)
+        finally:
+            if entry in run.waiting:
+                self._give_up(run, entry)
+        started = run.started_at if run.started_at is not None else now
+        how: Literal["planned", "shared"] = "shared" if shares else "planned"
+        self._on_decided(
+            Decided(run.short, how, max(0.0, started - now), self._now() - max(now, started))
+        )
+        return proposal
 
     async def warm_up(self) -> None:
-        """Start the processes now, which takes a second, so that the first decision is not
-        delayed."""
-        missing = self._processes - len(self.running)
-        self._idle += await asyncio.gather(*(self._start() for _ in range(missing)))
+        """Start some processes now, so that the first decisions are not delayed."""
+        await self.processes.warm_up(min(WARM, sum(self._free.values())))
 
     async def close(self) -> None:
-        """Kill the processes. Requests in progress fail."""
-        for process in self.running:
-            await self._end(process)
-        self._idle.clear()
+        """Kill the processes. Decisions in progress fail."""
+        self._free = dict.fromkeys(self._free, 0)
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for run in self._runs.values():
+            run.result.cancel()
+        await self.processes.close()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _give_up(self, run: _Run, entry: Entry[_Run]) -> None:
+        """Drop a decision that nobody waits for."""
+        run.waiting.discard(entry)
+        self._queue.drop(entry)
+        if not run.waiting:
+            del self._runs[run.mark]
+            run.result.cancel()
+
+    def _start_some(self) -> None:
+        """Give what waits to the processes that are free."""
+        now = self._now()
+        for lane, longest in (("short", SHORT_SECONDS), ("any", float("inf"))):
+            while self._free[lane] and (entry := self._queue.take(now, longest)) is not None:
+                self._free[lane] -= 1
+                run = entry.item
+                run.started_at = now
+                for other in run.waiting - {entry}:
+                    self._queue.drop(other)
+                run.waiting.clear()
+                task = asyncio.create_task(self._make(entry, lane))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        for key in self._queue.newly_over_budget(now):
+            log.warning(
+                "%s/%s: its decisions took more than %g s of a processor in a minute; the next ones"
+                " wait, at most a minute each",
+                *key, self._budget,
+            )  # fmt: skip
+            self._on_over_budget(key)
+        due = self._queue.due(now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(due, self._start_some)
+
+    async def _make(self, entry: Entry[_Run], lane: str) -> None:
+        """Let a process make a decision."""
+        run = entry.item
+        assert run.started_at is not None
+        used: float | None = None
+        try:
+            made = await self.processes.answer(propose, run.asked, self._limit)
+            used = made.seconds
+            found = made.read()
+            if isinstance(found, Proposal):
+                self._memo.put(run.mark, made.pickled)
+            self._settle(run, _proposal(found))
+        except TimeoutError:
+            self._settle(run, _proposal(TimeoutError(f"it took longer than {self._limit:g} s")))
+        except (PlannerLost, OSError) as error:
+            self._settle(run, error)
+        finally:
+            now = self._now()
+            if used is None:
+                used = now - run.started_at
+            self._queue.settle(entry, run.estimate, used, now)
+            self._free[lane] += 1
+            self._runs.pop(run.mark, None)
+            run.result.cancel()  # If none of the above.
+        self._start_some()
 
     @staticmethod
-    async def _start() -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pipemorph.control.planner_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._busy.discard(process)
-        if process.returncode is None:
-            # Not process.kill(): it polls, and could reap the exit status that asyncio waits for.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
-async def _ask(
-    process: asyncio.subprocess.Process, function: Callable[[Asked], Found], asked: Asked
-) -> Found | InputError:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(frame((function, asked)))
-    await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
-    found: Found | InputError = pickle.loads(await process.stdout.readexactly(length))
-    return found
+    def _settle(run: _Run, found: Proposal | Exception) -> None:
+        if run.result.done():
+            return
+        if isinstance(found, Exception):
+            run.result.set_exception(found)
+        else:
+            run.result.set_result(found)

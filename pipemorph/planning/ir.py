@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
+from hashlib import sha256
 from typing import Literal, NamedTuple
 
 from pipemorph.errors import InputError
@@ -100,6 +102,11 @@ class Schedule:
     @property
     def stage_count(self) -> int:
         return len(self.stages)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal valid schedules only. Kept, since large ones have millions of ops."""
+        return sha256(f"{self.microbatches}:{','.join(self.encode())}".encode()).hexdigest()
 
     def warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""

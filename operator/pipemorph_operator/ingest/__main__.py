@@ -14,10 +14,15 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.first_plan import is_quick
 from pipemorph.errors import InputError
-from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
+from pipemorph.ingest import (
+    ConnectionLimits,
+    Decided,
+    FirstPlanner,
+    IngestServer,
+    PlannerPool,
+    most_planners,
+)
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster, path, reason_of
@@ -25,7 +30,16 @@ from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.write_budget import look_interval
-from pipemorph_operator.metrics import PLAN_SECONDS, REFUSED, REPORT_SECONDS, REPORTS
+from pipemorph_operator.metrics import (
+    DECISIONS,
+    OVER_BUDGET,
+    PLAN_SECONDS,
+    PLAN_WAIT_SECONDS,
+    PLANS_WAITING,
+    REFUSED,
+    REPORT_SECONDS,
+    REPORTS,
+)
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -95,6 +109,7 @@ async def tick(server: IngestServer, store: ClusterStore, ticked: Heartbeat) -> 
     while True:
         keys = store.keys
         ticked.beat()
+        server.handler.sweep()
         round_seconds = look_interval(len(keys))
         start = clock()
         for i, key in enumerate(keys):
@@ -134,11 +149,13 @@ def count_response(kind: str, status: int, seconds: float) -> None:
         REPORT_SECONDS.observe(seconds)
 
 
-async def decide(small: Planner, large: Planner, asked: Replan) -> Proposal:
-    """Make a decision in a planner process, and record its duration. Large jobs, which may take a
-    minute, have their own planner and do not delay small ones."""
-    with PLAN_SECONDS.time():
-        return await (small if is_quick(asked.spec) else large)(asked)
+def count_decision(decided: Decided) -> None:
+    """Count a decision in the metrics. Only a planned one has taken a process."""
+    DECISIONS.labels(how=decided.how).inc()
+    if decided.how == "planned":
+        size = "short" if decided.short else "long"
+        PLAN_WAIT_SECONDS.labels(size=size).observe(decided.waited)
+        PLAN_SECONDS.labels(size=size).observe(decided.planned)
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -148,18 +165,24 @@ async def run(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     context = certificate(options)
     async with await Cluster.configured() as cluster:
-        # A separate planner: first plans must not delay decisions for running jobs.
-        first = ProcessPlanner(1, limit_seconds=FIRST_PLAN_SECONDS)
-        store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first.first_plan)
-        small, large = ProcessPlanner(), ProcessPlanner()
-        await small.warm_up()
+        first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
+        store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first)
+        processes = options.planners or most_planners()
+        planner = PlannerPool(
+            processes,
+            on_decided=count_decision,
+            on_over_budget=lambda key: OVER_BUDGET.labels(job_namespace=key[0]).inc(),
+        )
+        PLANS_WAITING.set_function(lambda: planner.waiting)
+        await planner.warm_up()
+        log.info("%d planner processes, and one for short decisions", processes)
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, store.expected),
             host=options.host,
             port=options.port,
             tls=context,
-            planner=partial(decide, small, large),
+            planner=planner,
             on_answer=count_response,
             connections=ConnectionLimits(
                 in_all=options.max_connections, per_source=options.max_connections_per_source
@@ -202,8 +225,8 @@ async def run(options: argparse.Namespace) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            for planner in (small, large, first):
-                await planner.close()
+            await planner.close()
+            await first.close()
             await http.cleanup()
 
 
@@ -231,6 +254,12 @@ def parser() -> argparse.ArgumentParser:
         type=_positive,
         default=ConnectionLimits.per_source,
         help="limit per client address; a NAT may hide all agents (default: %(default)s)",
+    )
+    made.add_argument(
+        "--planners",
+        type=_positive,
+        help="processes that plan, beside one for short decisions (default: as many as processors"
+        " that this process may use, within half of its memory limit)",
     )
     return made
 

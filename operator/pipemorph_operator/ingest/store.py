@@ -63,7 +63,7 @@ PLAN_AGAIN_SECONDS = 5.0
 Key = tuple[str, str]
 
 FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
-"""The interface of :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
+"""The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
 
 @dataclass

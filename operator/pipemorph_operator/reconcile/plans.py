@@ -38,7 +38,7 @@ class Plannable:
 
 
 class FirstPlanner(Protocol):
-    """The interface of :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
+    """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
     def __call__(self, spec: JobSpec, *, wanted: bool) -> Awaitable[Any]: ...
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from pipemorph.api.spec import JobSpec
+from pipemorph.api.spec import Adaptation, Parallelism, ScheduleSpec, Transport
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.control.decide.replica_links import ReplicaLinks, folded
 from pipemorph.control.decide.varying import Varying
@@ -48,6 +48,22 @@ EFFORT, THOROUGH_CELLS = 10, 3072
 takes at most about 0.1 s with it. Plan 0 takes the usual one, since all ranks compute it."""
 STRAIN = 0.15
 """By how much more a delay may turn out to be than it was measured to be, as a fraction."""
+
+
+class Rules(Protocol):
+    """The sections of a job's spec that a decision depends on."""
+
+    @property
+    def schedule(self) -> ScheduleSpec: ...
+
+    @property
+    def parallelism(self) -> Parallelism: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def adaptation(self) -> Adaptation: ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,7 @@ class Option(NamedTuple):
 class Forecast:
     """Predictions for one situation of one job."""
 
-    def __init__(self, spec: JobSpec, situation: Situation) -> None:
+    def __init__(self, spec: Rules, situation: Situation) -> None:
         self._spec = spec
         self._situation = situation
         warmup = spec.schedule.warmup

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, truth
-from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, Rules, Situation, runnable
 from pipemorph.control.decide.replica_links import together
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
@@ -57,7 +56,7 @@ class Replan:
     at several moments, for cause ``profile``, in each of which a gain must show.
     """
 
-    spec: JobSpec
+    spec: Rules
     cause: Cause
     situation: Situation
     current: Plan

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +23,21 @@ from pipemorph.control.first_plan import (
     share,
 )
 from pipemorph.errors import InputError
-from pipemorph.ingest import IngestHandler, MemoryStore, PlannerLost, ProcessPlanner
+from pipemorph.ingest import (
+    Decided,
+    FirstPlanner,
+    IngestHandler,
+    MemoryStore,
+    PlannerLost,
+    PlannerPool,
+)
 from pipemorph.ingest.planner_pool import plan_here
+from pipemorph.ingest.planner_processes import NICE, Answer
 from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 STAGES = 4
+JOB = ("default", "gpt")
 
 
 def controller() -> JobController:
@@ -126,7 +137,7 @@ def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
     slow_down(job)
     assert job.replan is not None
     monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", broken)
-    job.settle(job.replan, asyncio.run(plan_here(job.replan)), 1000.0)
+    job.settle(job.replan, asyncio.run(plan_here(JOB, job.replan)), 1000.0)
     assert job.plan_version == 0
     assert job.decisions[-1].kind == "keep"
     assert "ZeroDivisionError: by a delay" in job.decisions[-1].reason
@@ -140,7 +151,7 @@ class Held:
         self.go = asyncio.Event()
         self.lost = False
 
-    async def __call__(self, asked: Replan) -> Proposal:
+    async def __call__(self, key: tuple[str, str], asked: Replan) -> Proposal:
         self.asked.append(asked)
         if self.lost:
             raise PlannerLost("the planner exited (-9)")
@@ -213,42 +224,44 @@ def asked_of_one() -> Replan:
     return job.replan
 
 
+async def with_pool(pool: PlannerPool, test: Callable[[PlannerPool], Awaitable[None]]) -> None:
+    try:
+        await asyncio.wait_for(test(pool), 60)
+    finally:
+        await pool.close()
+
+
 def test_a_process_proposes_the_same_as_this_one() -> None:
-    async def run() -> None:
-        planner = ProcessPlanner()
+    async def test(pool: PlannerPool) -> None:
         asked = asked_of_one()
-        assert asked.spec.template is None, "a pod template travels with every decision"
-        proposals = await asyncio.gather(*(planner(asked) for _ in range(5)))
+        assert asked.spec.template is None, "a pod template travels with every decision"  # type: ignore[attr-defined]
+        proposals = await asyncio.gather(*(pool(("d", f"{i}"), asked) for i in range(5)))
         assert proposals == [propose(asked)] * 5
         assert proposals[0].chosen is not None
-        await planner.close()
 
-    asyncio.run(run())
+    asyncio.run(with_pool(PlannerPool(2), test))
 
 
 def test_a_fault_in_a_process_is_told_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        planner = ProcessPlanner(1)
-        asked = asked_of_one()
+    async def test(pool: PlannerPool) -> None:
         monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", int)
-        monkeypatch.setattr("pipemorph.ingest.planner_pool.schedule_for_others", int)
-        (finding,) = (await planner(asked)).found
-        assert isinstance(finding, NoPlan)
-        assert finding.why.startswith("the planner failed: TypeError: int() argument")
-        with pytest.raises(InputError, match="the planner failed: TypeError"):
-            await planner.first_plan(asked.spec)
-        assert len(planner.running) == 1, "it goes on"
-        await planner.close()
+        for _ in range(2):
+            (finding,) = (await pool(JOB, asked_of_one())).found
+            assert isinstance(finding, NoPlan)
+            assert finding.why.startswith("the planner failed: TypeError: int() argument")
+        assert len(pool.processes.running) == 1, "it goes on"
+        monkeypatch.undo()
+        assert (await pool(JOB, asked_of_one())).chosen is not None, "a fault is not remembered"
 
-    asyncio.run(run())
+    asyncio.run(with_pool(PlannerPool(1), test))
 
 
-def test_a_process_makes_the_same_first_plan_as_this_one() -> None:
+def test_a_process_makes_the_same_first_plan_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        planner = ProcessPlanner(1)
+        planner = FirstPlanner(limit_seconds=60)
         spec = controller().spec
-        assert await planner.first_plan(spec) == initial_schedule(spec)
-        assert await planner.first_plan(spec, wanted=False) is None
+        assert await planner(spec) == initial_schedule(spec)
+        assert await planner(spec, wanted=False) is None
         schedule = {"warmup": [4] * STAGES, "inFlightLimit": 1}
         fixed = spec.model_copy(
             update={"schedule": ScheduleSpec(microbatches=12, **schedule)}  # type: ignore[arg-type]
@@ -256,7 +269,10 @@ def test_a_process_makes_the_same_first_plan_as_this_one() -> None:
         with pytest.raises(InputError, match="in_flight_limit allows 1") as refused:
             initial_schedule(fixed)
         with pytest.raises(InputError, match=f"^{re.escape(str(refused.value))}$"):
-            await planner.first_plan(fixed)
+            await planner(fixed)
+        monkeypatch.setattr("pipemorph.ingest.planner_processes.schedule_for_others", int)
+        with pytest.raises(InputError, match="the planner failed: TypeError"):
+            await planner(spec)
         await planner.close()
 
     asyncio.run(run())
@@ -264,9 +280,9 @@ def test_a_process_makes_the_same_first_plan_as_this_one() -> None:
 
 def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
     async def run() -> None:
-        planner = ProcessPlanner(1, limit_seconds=0.001)
+        planner = FirstPlanner(limit_seconds=0.001)
         with pytest.raises(PlannerLost, match=r"no plan was found within 0\.001 s"):
-            await planner.first_plan(controller().spec)
+            await planner(controller().spec)
         await planner.close()
 
     asyncio.run(run())
@@ -282,31 +298,190 @@ def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
 
 
 def test_a_process_that_dies_is_replaced() -> None:
-    async def run() -> None:
-        planner = ProcessPlanner(1)
-        asked = asked_of_one()
-        await planner.warm_up()
-        (process,) = planner.running
-        await planner(asked)
-        assert planner.running == [process], "the one that is warm is used"
+    async def test(pool: PlannerPool) -> None:
+        await pool(JOB, asked_of_one())
+        (process,) = pool.processes.running
+        asked = replace(asked_of_one(), remaining=1000)
+        await pool(JOB, asked)
+        assert pool.processes.running == [process], "the one that is warm is used"
         process.kill()
+        asked = replace(asked, remaining=2000)
         with pytest.raises(PlannerLost, match=r"exited \(-9\)"):
-            await planner(asked)
-        assert (await planner(asked)).chosen is not None
-        (other,) = planner.running
+            await pool(JOB, asked)
+        assert (await pool(JOB, asked)).chosen is not None
+        (other,) = pool.processes.running
         assert other.pid != process.pid
-        await planner.close()
+        assert os.getpriority(os.PRIO_PROCESS, other.pid) == os.nice(0) + NICE
+        await pool.close()
         assert other.returncode is not None
 
-    asyncio.run(run())
+    asyncio.run(with_pool(PlannerPool(1), test))
 
 
 def test_a_plan_that_takes_too_long_is_none() -> None:
-    async def run() -> None:
-        planner = ProcessPlanner(1, limit_seconds=0.001)
-        proposal = await planner(asked_of_one())
+    async def test(pool: PlannerPool) -> None:
+        proposal = await pool(JOB, asked_of_one())
         assert proposal == Proposal(None, None, (NoPlan("it took longer than 0.001 s"),))
-        assert not planner.running, "it would still be at it"
-        await planner.close()
+        assert not pool.processes.running, "it would still be at it"
 
-    asyncio.run(run())
+    asyncio.run(with_pool(PlannerPool(1, limit_seconds=0.001), test))
+
+
+# --- in turn, and once ------------------------------------------------------------------------
+
+
+class Workers:
+    """In place of the processes: each decision ends when the test says so."""
+
+    def __init__(self, pool: PlannerPool) -> None:
+        self.working: dict[int, asyncio.Future[float]] = {}
+        """By the number of remaining iterations, which tells the decisions apart here."""
+        pool.processes = self  # type: ignore[assignment]
+
+    async def answer(self, function: Any, asked: Replan, limit: float) -> Answer[Proposal]:
+        mine = self.working[asked.remaining] = asyncio.get_running_loop().create_future()
+        try:
+            seconds = await mine
+        finally:
+            del self.working[asked.remaining]
+        made = Proposal(None, None, (NoPlan(f"for {asked.remaining}"),))
+        return Answer(pickle.dumps(made), seconds)
+
+    async def close(self) -> None: ...
+
+    async def settled(self) -> list[int]:
+        """The decisions in progress, once nothing else happens."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return list(self.working)
+
+
+def long_one(number: int) -> Replan:
+    """A decision of a large problem, unlike that of any other number."""
+    asked = asked_of_one()
+    schedule = asked.spec.schedule.model_copy(update={"microbatches": 100_000})
+    spec = asked.spec.model_copy(update={"schedule": schedule})  # type: ignore[attr-defined]
+    return replace(asked, spec=spec, remaining=number)
+
+
+def short_one(number: int) -> Replan:
+    return replace(asked_of_one(), remaining=number)
+
+
+def test_a_short_decision_does_not_wait_behind_long_ones() -> None:
+    async def test(pool: PlannerPool) -> None:
+        workers = Workers(pool)
+        asks = [asyncio.create_task(pool(("a", f"{i}"), long_one(i))) for i in range(4)]
+        assert await workers.settled() == [0, 1]
+        quick = asyncio.create_task(pool(("a", "quick"), short_one(10)))
+        assert await workers.settled() == [0, 1, 10]
+        workers.working[10].set_result(0.01)
+        assert (await quick).found == (NoPlan("for 10"),)
+        assert await workers.settled() == [0, 1], "no third long one"
+        workers.working[1].set_result(3.0)
+        assert await workers.settled() == [0, 2]
+        for ask in asks:
+            ask.cancel()
+
+    asyncio.run(with_pool(PlannerPool(2), test))
+
+
+def test_equal_decisions_are_made_once_and_remembered() -> None:
+    seen: list[Decided] = []
+
+    async def test(pool: PlannerPool) -> None:
+        workers = Workers(pool)
+        # The versions of plans tell nothing, and differ between jobs.
+        asked = [short_one(7) for _ in range(100)]
+        asked = [replace(a, current=replace(a.current, version=i)) for i, a in enumerate(asked)]
+        asks = [asyncio.create_task(pool(("a", f"{i}"), a)) for i, a in enumerate(asked)]
+        assert await workers.settled() == [7]
+        assert pool.waiting == 0
+        workers.working[7].set_result(0.01)
+        assert {(await ask).found for ask in asks} == {(NoPlan("for 7"),)}
+        assert (await pool(("b", "later"), short_one(7))).found == (NoPlan("for 7"),)
+        hows = [each.how for each in seen]
+        assert [hows.count(how) for how in ("planned", "shared", "known")] == [1, 99, 1]
+
+    asyncio.run(with_pool(PlannerPool(2, on_decided=seen.append), test))
+
+
+def test_a_decision_that_nobody_waits_for_is_dropped_from_the_queue() -> None:
+    async def test(pool: PlannerPool) -> None:
+        workers = Workers(pool)
+        asks = [asyncio.create_task(pool(("a", f"{i}"), long_one(i))) for i in (0, 1)]
+        same = asyncio.create_task(pool(("b", "1"), long_one(1)))
+        assert await workers.settled() == [0]
+        assert pool.waiting == 2
+        asks[1].cancel()
+        await workers.settled()
+        assert pool.waiting == 1, "the other job still waits for it"
+        same.cancel()
+        await workers.settled()
+        assert pool.waiting == 0
+        asks[0].cancel()
+        workers.working[0].set_result(1.0)
+        assert await workers.settled() == []
+        assert (await pool(("c", "0"), long_one(0))).found == (NoPlan("for 0"),), "not for nothing"
+
+    asyncio.run(with_pool(PlannerPool(1), test))
+
+
+def test_a_job_over_its_budget_waits_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    over: list[tuple[str, str]] = []
+
+    async def test(pool: PlannerPool) -> None:
+        workers = Workers(pool)
+        first = asyncio.create_task(pool(JOB, short_one(0)))
+        await workers.settled()
+        workers.working[0].set_result(6060.0)
+        await first
+        asks = [asyncio.create_task(pool(JOB, short_one(i))) for i in (1, 2)]
+        asks.append(asyncio.create_task(pool(("default", "other"), short_one(3))))
+        assert await workers.settled() == [3], "others go on"
+        assert over == [JOB]
+        assert caplog.text.count("default/gpt: its decisions took more than 6000 s") == 1
+        # 0.6 s of real time give it as much as it owes.
+        while 1 not in await workers.settled():
+            await asyncio.sleep(0.01)
+        for ask in asks:
+            ask.cancel()
+
+    pool = PlannerPool(1, budget_seconds=6000.0, on_over_budget=over.append)
+    asyncio.run(with_pool(pool, test))
+
+
+def test_the_decision_of_a_job_that_is_gone_is_dropped() -> None:
+    async def run() -> None:
+        pool = PlannerPool(1)
+        workers = Workers(pool)
+        store = MemoryStore()
+        handler = IngestHandler(store, planner=pool)
+        busy = asyncio.create_task(pool(("a", "busy"), long_one(0)))
+        jobs = [controller() for _ in range(3)]
+        for i, job in enumerate(jobs):
+            slow_down(job)
+            store.add("default", f"{i}", job)
+            pool._free["short"] = 0
+            await handler.tick("default", f"{i}")
+        assert await workers.settled() == [0]
+        assert pool.waiting == 3
+        store.remove("default", "0")
+        handler.sweep()
+        await workers.settled()
+        assert pool.waiting == 2
+        jobs[1].begin_attempt(1)
+        await handler.tick("default", "1")
+        await workers.settled()
+        assert pool.waiting == 1, "what the ranks of the last attempt were to do"
+        again = controller()
+        slow_down(again)
+        store.add("default", "2", again)
+        await handler.tick("default", "2")
+        await workers.settled()
+        assert pool.waiting == 1, "that of the one in its place"
+        handler.close()
+        busy.cancel()
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

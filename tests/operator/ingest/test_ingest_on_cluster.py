@@ -6,20 +6,21 @@ import asyncio
 import base64
 import copy
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from operator_objects import body
 from plant_support import settle
+from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
+from pipemorph.ingest import Decided
 from pipemorph.wire import LinkHealthReport, PlanMessage
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import snapshot_codec, store, write_budget
-from pipemorph_operator.ingest.__main__ import decide
+from pipemorph_operator.ingest.__main__ import count_decision, parser
 from pipemorph_operator.ingest.condition_events import ConditionEvents
 from pipemorph_operator.ingest.fence import Overtaken
 from pipemorph_operator.ingest.store import ClusterStore
@@ -384,20 +385,21 @@ def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
     assert writes_per_second <= write_budget.WRITES_PER_SECOND
 
 
-def test_decisions_of_large_jobs_hold_up_large_jobs_only() -> None:
-    async def run() -> None:
-        asked: list[str] = []
+def test_decisions_are_counted_by_how_they_were_made() -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"pipemorph_ingest_{name}", labels) or 0.0
 
-        async def small(replan: Any) -> Any:
-            asked.append("small")
+    before = value("decisions_total", how="shared"), value("plan_seconds_count", size="short")
+    count_decision(Decided(short=True, how="planned", waited=0.1, planned=0.2))
+    count_decision(Decided(short=True, how="shared", waited=0.1, planned=0.2))
+    assert value("decisions_total", how="shared") == before[0] + 1
+    assert value("plan_seconds_count", size="short") == before[1] + 1
+    assert value("plan_wait_seconds_count", size="short") >= 1
 
-        async def large(replan: Any) -> Any:
-            asked.append("large")
 
-        for stages, microbatches in ((64, 64), (64, 65)):
-            many = body(stages=stages, schedule={"microbatches": microbatches})
-            replan: Any = SimpleNamespace(spec=JobSpec.model_validate(many["spec"]))
-            await decide(small, large, replan)
-        assert asked == ["small", "large"]
-
-    asyncio.run(run())
+@pytest.mark.parametrize("text", ["0", "-1", "two"])
+def test_the_number_of_planners_is_positive(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--planners", text])
+    assert f"'{text}' is not a positive integer" in capsys.readouterr().err
+    assert parser().parse_args([]).planners is None

@@ -1,0 +1,40 @@
+"""Estimates what a decision costs before it is made, to tell short ones from long ones."""
+
+from __future__ import annotations
+
+from pipemorph.control.decide.forecast import THOROUGH_CELLS
+from pipemorph.control.decide.replan import Replan
+from pipemorph.planning.search.variants import allows_variants, steps
+
+ANY = 0.002
+THOROUGH, THOROUGH_CELL = 0.04, 0.1e-3
+"""Seconds of a search with the thorough effort, per choice of routes: of the smallest problem of
+more than two stages, and per stage × microbatch."""
+CELL = 8e-6
+"""With the usual effort."""
+VARIANTS_CELL, VARIANTS = 40e-6, 3
+"""Where activations may leave the device, or backwards may be fused: per stage × microbatch of each
+plan that is tried, and how many are tried at least, beside changes of them."""
+VARYING = 3
+"""Times as long if a delay varies: plans are made for longer delays as well."""
+
+
+def estimated_seconds(asked: Replan) -> float:
+    """Processor time of :func:`~pipemorph.control.decide.replan.propose`, roughly: mostly within a
+    factor of three."""
+    rules, situation = asked.spec, asked.situation
+    cut = rules.parallelism
+    cells = cut.stages * rules.schedule.microbatches
+    if asked.previous is not None or cut.stages == 2:
+        one = CELL * cells
+    elif allows_variants(situation.stages):
+        one = VARIANTS_CELL * cells * (VARIANTS + steps(cells))
+    elif cells <= THOROUGH_CELLS and cut.stages_per_rank == 1:
+        one = THOROUGH + THOROUGH_CELL * cells
+    else:
+        one = CELL * cells
+    choices = 2 if rules.transport.route == "auto" and rules.adaptation.allow_delegation else 1
+    if any(situation.recent):
+        one *= VARYING
+    parts = max(1, len({each.slow for each in situation.own}))
+    return ANY + one * choices * parts
