@@ -9,7 +9,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
+from pipemorph_operator.cluster.election import DURATION_SECONDS, Election
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
@@ -47,21 +49,36 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
     while True:
         key = await queue.get()
         started = time.monotonic()
-        failed = False
+        failed = True
         again: float | None = None
         try:
             again = await reconciler.reconcile(*key)
+            failed = False
         except REQUEST_ERRORS as error:
-            failed = True
             log.warning("%s/%s: will retry: %s", *key, reason_of(error))
         except Exception:
             # An unexpected error in one job must not stop the others.
-            failed = True
             log.exception("%s/%s: reconcile failed", *key)
+        finally:
+            # Also if it was cancelled, because this process does not lead any more.
+            queue.done(key, failed=failed)
         RECONCILES.labels(result="error" if failed else "ok").observe(time.monotonic() - started)
-        queue.done(key, failed=failed)
         if again is not None and not failed:
             queue.add_after(key, max(again, GAP_SECONDS))
+
+
+async def lead(
+    queue: WorkQueue[Key], reconciler: Reconciler, jobs: Callable[[], list[Key]], workers: int
+) -> None:
+    """Reconcile all ``jobs``, then those that change, until cancelled."""
+    # An earlier leader may have ended in the middle of a reconcile, or waiting for its next.
+    queue.open(jobs())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workers):
+                group.create_task(work(queue, reconciler))
+    finally:
+        queue.close()
 
 
 async def resync(
@@ -106,11 +123,17 @@ async def first_of(*events: asyncio.Event) -> None:
         each.cancel()
 
 
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Set ``stop`` on SIGTERM and SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
 def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
     """Stop the process when a task fails: it cannot work without that task."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        log.error("the watch of Jobs failed; exiting", exc_info=error)
+        log.error("a background task failed; exiting", exc_info=error)
         stop.set()
 
 
@@ -132,18 +155,40 @@ async def run(options: argparse.Namespace) -> None:
     owned = OwnedJobs(queue, options.namespace, watched.watchdog)
     stop = asyncio.Event()
     identity: Any = socket.gethostname()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop_on_signals(stop)
     async with await Cluster.configured() as cluster:
         planner = FirstPlanner(limit_seconds=LIMIT_SECONDS)
         plans = Plans(planner, queue.add)
-        reconciler = Reconciler(cluster, config, owned.jobs, plans)
+        name = options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
+        election = Election(
+            cluster, options.lease[0], options.lease[1], name, seconds=options.lease_seconds
+        )
+        reconciler = Reconciler(cluster.permitted(election.permit), config, owned.jobs, plans)
+        queue.close()
+
         ready = asyncio.Event()
+
+        async def elect() -> None:
+            # Until the Jobs are listed, an unknown one may exist: this process cannot lead.
+            await first_of(owned.synced, stop)
+            await first_of(ready, stop)
+            # kopf has taken over the signals, and gives tasks that it does not know 5 s to end.
+            stop_on_signals(stop)
+            await election.run(
+                partial(lead, queue, reconciler, watched.jobs, options.workers), stop
+            )
+
         loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watches", 5 * LOOK_SECONDS)
-        checks = (loop_monitor, looked, queue.overdue, watched.watchdog.trouble)
-        http = await health_server.start(options.host, options.metrics_port, ready.is_set, checks)
+        http = await health_server.start(
+            options.host,
+            options.metrics_port,
+            lambda: ready.is_set() and election.known,
+            (loop_monitor, looked, queue.overdue, watched.watchdog.trouble),
+            election.state,
+        )
+        electing = asyncio.create_task(elect())
         tasks = [asyncio.create_task(owned.follow(cluster, each)) for each in owned.watches]
-        for task in tasks:
+        for task in (electing, *tasks):
             task.add_done_callback(partial(_end, stop))
         watchdog = watched.watchdog
         tasks.append(
@@ -152,11 +197,6 @@ async def run(options: argparse.Namespace) -> None:
         tasks.append(asyncio.create_task(loop_monitor.run()))
         try:
             await until_listed(cluster, stop)
-            await first_of(owned.synced, stop)
-            if owned.synced.is_set():  # Until then, an unknown Job may exist but not be listed yet.
-                tasks += [
-                    asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)
-                ]
             # kopf does not cancel tasks that were started before it.
             await kopf.operator(
                 registry=registry(queue, watched),
@@ -169,6 +209,8 @@ async def run(options: argparse.Namespace) -> None:
                 ready_flag=ready,
             )
         finally:
+            stop.set()
+            await asyncio.wait([electing])  # It releases the Lease.
             for task in tasks:
                 task.cancel()
             for task in tasks:
@@ -190,8 +232,40 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
     made.add_argument("--host", help="address of metrics and probes (default: all)")
     made.add_argument("--metrics-port", type=int, default=8080)
+    made.add_argument(
+        "--lease",
+        type=_namespaced,
+        required=True,
+        metavar="NAMESPACE/NAME",
+        help="the Lease that the acting replica holds; it is made if it does not exist",
+    )
+    made.add_argument(
+        "--lease-seconds",
+        type=_seconds,
+        default=DURATION_SECONDS,
+        help="a replica takes the Lease of another that has not renewed it for so long"
+        " (default: %(default)s)",
+    )
+    made.add_argument(
+        "--identity",
+        help="name of this process in the Lease, such as its pod's; no two may have the same one"
+        " at a time (default: random)",
+    )
     made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled concurrently")
     return made
+
+
+def _namespaced(text: str) -> tuple[str, str]:
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAMESPACE/NAME")
+    return namespace, name
+
+
+def _seconds(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 3600")
+    return int(text)
 
 
 def main() -> None:

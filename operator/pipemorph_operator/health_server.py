@@ -108,25 +108,30 @@ async def start(
     port: int,
     is_ready: Callable[[], bool],
     checks: Sequence[Check] = (),
+    state: Callable[[], str] = str,
 ) -> HealthServer:
     """Start the server, on every address of the pod if ``host`` is None.
 
     ``/healthz`` returns 503 with the problems that ``checks`` find; ``/readyz`` returns 503 until
-    ``is_ready``. Raises OSError if the port is taken.
+    ``is_ready``. Both add the line ``state`` to their "ok". Raises OSError if the port is taken.
     """
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    def well() -> web.Response:
+        said = state()
+        return web.Response(text=f"ok\n{said}\n" if said else "ok\n")
+
     async def healthy(_: web.Request) -> web.Response:
         wrong = [found for check in checks if (found := check())]
         if not wrong:
-            return web.Response(text="ok\n")
+            return well()
         log.error("unhealthy: %s", "; ".join(wrong))
         return web.Response(status=503, text="\n".join(wrong) + "\n")
 
     async def ready(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if is_ready() else web.Response(status=503)
+        return well() if is_ready() else web.Response(status=503)
 
     app = web.Application(middlewares=[_once])
     app.router.add_get("/metrics", metrics)

@@ -23,6 +23,7 @@ JOBS = {
 RECONCILES = Histogram(
     "pipemorph_operator_reconcile_seconds", "Time of one reconcile.", ["result"], buckets=_FAST
 )
+LEADS = Gauge("pipemorph_operator_leads", "1 if this replica leads, 0 if it stands by.")
 QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
 
 # --- ingest -------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/pipemorph-operator"
 RELEASE, SYSTEM = "pm", "pipemorph-system"
 FULL_NAME = f"{RELEASE}-pipemorph-operator"
+LEASE = f"{SYSTEM}/{FULL_NAME}"
 
 Object = dict[str, Any]
 
@@ -123,6 +124,10 @@ class Program:
         families = text_string_to_metric_families(self._get("/metrics")[1])
         return [sample for family in families for sample in family.samples]
 
+    def says(self) -> str:
+        """What it answers when it is asked whether it is ready."""
+        return self._get("/readyz")[1]
+
     def _ready(self) -> bool:
         try:
             return self._get("/readyz")[0] == 200
@@ -150,13 +155,7 @@ class Installation:
             (folder / key).write_bytes(base64.b64decode(value))
         self.trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         self.port = free_port()
-        self.operator = Program(
-            "operator",
-            "pipemorph_operator",
-            ["--ingest-url=https://ingest:8443", f"--ingest-ca={folder / 'ca.crt'}"],
-            folder,
-            self._account(FULL_NAME),
-        )
+        self.operator = self.replica("operator", self.account())
         self.ingest = Program(
             "ingest",
             "pipemorph_operator.ingest",
@@ -166,10 +165,22 @@ class Installation:
                 f"--tls-key={folder / 'tls.key'}",
             ],
             folder,
-            self._account(f"{FULL_NAME}-ingest"),
+            self.account(f"{FULL_NAME}-ingest"),
         )
 
-    def _account(self, name: str) -> Path:
+    def replica(self, identity: str, kube: Path, *, lease_seconds: int = 6) -> Program:
+        """A replica of the operator. One that starts again has its Lease at once."""
+        arguments = [
+            "--ingest-url=https://ingest:8443",
+            f"--ingest-ca={self.folder / 'ca.crt'}",
+            f"--lease={LEASE}",
+            f"--lease-seconds={lease_seconds}",
+            f"--identity={identity}",
+        ]
+        return Program(identity, "pipemorph_operator", arguments, self.folder, kube)
+
+    def account(self, name: str = FULL_NAME) -> Path:
+        """A kubeconfig of the operator's service account, or of another."""
         token = self.cluster.service_account_token(SYSTEM, name, seconds=7200)
         return self.cluster.kubeconfig_of_token(token, name)
 

@@ -267,7 +267,9 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
         document["roleRef"]["name"] for document in made if document["kind"] == "ClusterRoleBinding"
     ]
     assert bound == [f"{FULL_NAME.replace(RELEASE, 'x')}-sys-tokenreview"]
-    assert {d["metadata"]["namespace"] for d in made if d["kind"] == "Role"} == {"a", "b"}
+    roles = {d["metadata"]["namespace"]: d["rules"] for d in made if d["kind"] == "Role"}
+    assert set(roles) == {"a", "b", "sys"}
+    assert {kind for rule in roles["sys"] for kind in rule["resources"]} == {"leases", "events"}
     arguments = [
         argument
         for document in made
@@ -283,6 +285,7 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
     values = ["crds.enabled=false", f"watchNamespaces={{{jobs.namespace}}}"]
     release = f"ns-{jobs.namespace}"
     account = f"{release}-pipemorph-operator"
+    lease = f"--lease={jobs.namespace}/{account}"
     cluster.helm(
         "install", release, str(CHART), "-n", jobs.namespace, *(f"--set={v}" for v in values)
     )
@@ -290,7 +293,7 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
     program = Program(
         "namespaced",
         "pipemorph_operator",
-        ["--ingest-url=https://ingest:8443", f"--namespace={jobs.namespace}"],
+        ["--ingest-url=https://ingest:8443", f"--namespace={jobs.namespace}", lease],
         tmp_path,
         cluster.kubeconfig_of_token(token, release),
     )

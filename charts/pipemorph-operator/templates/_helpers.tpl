@@ -66,8 +66,13 @@ securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
+tolerations:
+{{- /* Kubernetes adds 300 s where there is none. */}}
+{{- range $taint := list "not-ready" "unreachable" }}
+- {key: node.kubernetes.io/{{ $taint }}, operator: Exists, effect: NoExecute, tolerationSeconds: {{ $.Values.lostNodeSeconds | int }}}
+{{- end }}
 {{- with .Values.tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
+{{ toYaml . }}
 {{- end }}
 {{- with .Values.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
@@ -77,6 +82,22 @@ priorityClassName: {{ . }}
 {{- end }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: 20
+{{- end -}}
+
+{{- /* Replicas of a component on different nodes and in different zones, where there are such. */}}
+{{- define "pipemorph.apart" -}}
+{{- $root := index . 0 }}
+topologySpreadConstraints:
+{{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "pipemorph.selector" $root | nindent 6 }}
+      app.kubernetes.io/component: {{ index $ 1 }}
+  matchLabelKeys: [pod-template-hash]
+{{- end }}
 {{- end -}}
 
 {{- define "pipemorph.probes" -}}

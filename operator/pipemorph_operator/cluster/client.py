@@ -8,6 +8,7 @@ with the API server's message.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import random
@@ -44,6 +45,7 @@ _PLURALS = {
     "Pod": ("v1", "pods"),
     "Event": ("v1", "events"),
     "Job": ("batch/v1", "jobs"),
+    "Lease": ("coordination.k8s.io/v1", "leases"),
     "PipeMorphJob": (f"{API_GROUP}/{VERSION}", PLURAL),
 }
 
@@ -96,6 +98,7 @@ class Cluster:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self._client: ApiClient | None = None
+        self._permit: Callable[[], float] | None = None
 
     @staticmethod
     async def configured() -> Cluster:
@@ -127,6 +130,13 @@ class Cluster:
         if self._client is not None:
             await self._client.close()  # type: ignore[no-untyped-call]
             self._client = None
+
+    def permitted(self, permit: Callable[[], float]) -> Cluster:
+        """This client, open as it is, for one who may write as long as ``permit`` says: it returns
+        the seconds left, or raises. It is asked right before each write."""
+        made = copy.copy(self)
+        made._permit = permit
+        return made
 
     # --- one request ----------------------------------------------------------------------
 
@@ -197,6 +207,10 @@ class Cluster:
                 return None
             raise
 
+    async def replace(self, obj: Object) -> Object:
+        """Replace an object as it was read. Fails with 409 if it has changed since."""
+        return await self._json("PUT", path_of(obj), {}, obj)
+
     async def post(self, url: str, body: Object) -> Object:
         return await self._json("POST", url, {}, body)
 
@@ -252,6 +266,8 @@ class Cluster:
             headers["authorization"] = auth["BearerToken"]["value"] or ""
         whole = f"{self._configuration.host}{url}" + (f"?{urlencode(query)}" if query else "")
         limit = timeout or aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        if self._permit is not None and method != "GET":
+            limit = aiohttp.ClientTimeout(total=min(REQUEST_SECONDS, self._permit()))
         answer = await self._client.rest_client.request(  # type: ignore[no-untyped-call]
             method, whole, headers=headers, body=body, _request_timeout=limit
         )

@@ -1,4 +1,4 @@
-"""Writes Kubernetes events about a job, which ``kubectl describe`` shows."""
+"""Writes Kubernetes events, which ``kubectl describe`` shows."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ MAX_MESSAGE = 1024
 
 @dataclass(frozen=True)
 class Event:
-    """One Kubernetes event about the job."""
+    """One Kubernetes event about an object."""
 
     kind: Kind
     reason: str
     message: str
 
 
-async def emit(cluster: Cluster, job: Mapping[str, Any], event: Event, component: str) -> None:
-    """Write ``event``; ``job`` is the job's metadata. A rejected event is only logged, since status
-    has the same information. Raises connection errors."""
+async def emit(
+    cluster: Cluster,
+    about: Mapping[str, Any],
+    event: Event,
+    component: str,
+    *,
+    kind: str = names.KIND,
+    api_version: str = names.API_VERSION,
+) -> None:
+    """Write ``event``; ``about`` is the metadata of the object, by default a job. A rejected event
+    is only logged, since status has the same information. Raises connection errors."""
     now = format_time(datetime.now(UTC))
     # kubectl sorts events of the same second by name, so the name contains the time.
-    name = f"{job['name']}.{time.time_ns():x}"
+    name = f"{about['name']}.{time.time_ns():x}"
     try:
         await cluster.create(
             {
                 "apiVersion": "v1",
                 "kind": "Event",
-                "metadata": {"name": name, "namespace": job["namespace"]},
+                "metadata": {"name": name, "namespace": about["namespace"]},
                 "involvedObject": {
-                    "apiVersion": names.API_VERSION,
-                    "kind": names.KIND,
-                    **{k: job[k] for k in ("name", "namespace", "uid")},
+                    "apiVersion": api_version,
+                    "kind": kind,
+                    **{k: about[k] for k in ("name", "namespace", "uid")},
                 },
                 "type": event.kind,
                 "reason": event.reason,

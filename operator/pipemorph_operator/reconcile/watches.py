@@ -45,6 +45,10 @@ class Watched:
         self._seen: dict[Key, int] = {}
         self.watchdog = Watchdog()
 
+    def jobs(self) -> list[Key]:
+        """All jobs that the watch has delivered, and perhaps some that are gone."""
+        return [*self._seen]
+
     def is_relevant(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
         """Whether a watch event can change the decision. ``kind`` None: the job was listed."""
         if kind == "DELETED":

@@ -6,7 +6,7 @@ A failed job is retried after a growing delay, without blocking the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 from pipemorph_operator.metrics import QUEUED
@@ -24,6 +24,7 @@ class WorkQueue(Generic[Key]):
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self._gap = gap
+        self._open = True
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
         self._working: dict[Key, float] = {}
@@ -33,8 +34,27 @@ class WorkQueue(Generic[Key]):
         self._failures: dict[Key, int] = {}
         self._ended: dict[Key, float] = {}
 
+    def open(self, keys: Iterable[Key]) -> None:
+        """Take keys from now on, these first."""
+        self._open = True
+        for key in keys:
+            self.add(key)
+
+    def close(self) -> None:
+        """Forget what is queued and take no keys: nobody works."""
+        self._open = False
+        for key in [*self._timers]:
+            self._cancel(key)
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._waiting.clear()
+        self._failures.clear()
+        QUEUED.set(0)
+
     def add(self, key: Key) -> None:
         """Queue ``key`` now."""
+        if not self._open:
+            return
         if key in self._working:
             self._again.add(key)
             return
@@ -52,6 +72,8 @@ class WorkQueue(Generic[Key]):
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Queue ``key`` in ``seconds``, unless it is queued earlier."""
+        if not self._open:
+            return
         when = self._now() + max(0.0, seconds)
         timer = self._timers.get(key)
         if timer is not None and timer.when() <= when:

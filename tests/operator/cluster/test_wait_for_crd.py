@@ -115,6 +115,7 @@ def operator(folder: Path, server: str) -> Iterator[Path]:
         )
     )
     command = ["-m", "pipemorph_operator", "--ingest-url=https://i", "--host=127.0.0.1"]
+    command.append("--lease=system/operator")
     path = os.pathsep.join(str(ROOT / part) for part in ("operator", "trainer", "."))
     log = folder / "log"
     with (

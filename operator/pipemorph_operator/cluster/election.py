@@ -1,0 +1,228 @@
+"""Leader election by a Lease (coordination.k8s.io/v1): of several replicas one acts at a time.
+
+The rules are those of Kubernetes' own controllers. The holder renews the Lease and stops acting if
+it could not for two thirds of the Lease's duration. Another replica takes the Lease when it has not
+seen it change for the whole duration, or at once if it was released. Each replica judges by its own
+clock only, so clocks need not agree; a write is based on the resourceVersion that was read, so of
+two replicas that take the Lease one succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
+from pipemorph_operator.cluster.events import Event, emit
+from pipemorph_operator.metrics import LEADS
+from pipemorph_operator.names import OPERATOR_OWNER
+
+log = logging.getLogger("pipemorph.election")
+
+API_VERSION, KIND = "coordination.k8s.io/v1", "Lease"
+DURATION_SECONDS = 6
+"""Default duration. Longer ones, as of controllers that exit when they lose their lease, would only
+delay a takeover: a replica that loses it stands by and goes on when the API server is back."""
+ACT_PART, RETRY_PART = 2 / 3, 1 / 6
+"""Parts of the duration: how long the holder may act after a renewal; the time between tries."""
+CONFLICT = 409
+
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class NotLeader(ConnectionError):
+    """This process may not write: it does not hold the Lease, or could not renew it in time."""
+
+
+def clock() -> float:
+    """Seconds that also pass while the machine is suspended, unlike those of time.monotonic."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Election:
+    """A candidate. ``identity`` must be unique among living processes; one that starts again under
+    its identity takes its Lease at once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        seconds: int = DURATION_SECONDS,
+        clock: Callable[[], float] = clock,
+    ) -> None:
+        """``seconds``: duration of the Lease."""
+        self._cluster = cluster
+        self._about = {"namespace": namespace, "name": name}
+        self._identity = identity
+        self._seconds = seconds
+        self._clock = clock
+        self._act_until = float("-inf")
+        self._lease: dict[str, Any] | None = None
+        """As last read or written; None if it does not exist, or must be read again."""
+        self._spec: dict[str, Any] | None = None
+        self._changed_at = 0.0
+        self.known = False
+        """Whether the Lease has been read once."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process may act now."""
+        return self._clock() < self._act_until
+
+    def permit(self) -> float:
+        """Seconds for which this process may still act. Raises :class:`NotLeader`."""
+        left = self._act_until - self._clock()
+        if left <= 0:
+            raise NotLeader(f"this replica does not lead any more: {self.state()}")
+        return left
+
+    @property
+    def holder(self) -> str:
+        """Identity of the leader, as far as known; empty if nobody leads."""
+        return (self._spec or {}).get("holderIdentity") or ""
+
+    def state(self) -> str:
+        """Who leads, in one line."""
+        if self.leads:
+            return f"{self._identity} leads"
+        other = self.holder if self.holder != self._identity else ""
+        return f"{self._identity} stands by; {other or 'nobody'} leads"
+
+    async def run(self, lead: Work, stop: asyncio.Event) -> None:
+        """Run ``lead`` whenever this process leads, until ``stop`` is set.
+
+        ``lead`` runs until it is cancelled, because the Lease was lost or the process stops; the
+        Lease is then released. Raises what ``lead`` raises.
+        """
+        while not stop.is_set():
+            if await self._round():
+                await self._lead(lead, stop)
+            await self._pause(stop)
+
+    async def _lead(self, lead: Work, stop: asyncio.Event) -> None:
+        log.info("%s leads", self._identity)
+        LEADS.set(1)
+        work = asyncio.create_task(lead())
+        tell = asyncio.create_task(self._tell())
+        try:
+            while self.leads and not stop.is_set() and not work.done():
+                await self._pause(stop, work)
+                if not stop.is_set():
+                    await self._round()
+            if work.done():
+                work.result()
+                raise RuntimeError("the leader's work has ended")
+        finally:
+            for task in (work, tell):
+                task.cancel()
+            await asyncio.wait((work, tell))
+            LEADS.set(0)
+            if self.leads:
+                await self._release()
+            log.warning("%s does not lead any more", self._identity)
+
+    async def _pause(self, stop: asyncio.Event, *ends: asyncio.Future[None]) -> None:
+        """Wait for the next try, ``stop``, or the first of ``ends``."""
+        seconds = self._seconds * RETRY_PART * random.uniform(0.8, 1.2)
+        free_in = self._free_at() - self._clock()
+        if not self.leads and free_in > 0:
+            seconds = min(seconds, free_in + 0.01)
+        stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopping, *ends), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
+    # --- the Lease ------------------------------------------------------------------------
+
+    async def _round(self) -> bool:
+        """Read the Lease, and take or renew it if this process may. Returns whether it holds it."""
+        began = self._clock()
+        limit = self._seconds * ACT_PART / 2
+        if self.leads:
+            limit = min(limit, self._act_until - began)
+        try:
+            async with asyncio.timeout(limit):
+                if not self.leads or self._lease is None:
+                    self._observe(await self._cluster.get(path(KIND, **self._about)))
+                if not self._may_take():
+                    self._act_until = float("-inf")
+                    return False
+                await self._write(self._identity)
+        except ApiRefused as refused:
+            if refused.status != CONFLICT:
+                log.warning("the Lease could not be written: %s", refused)
+            self._lease = None  # Somebody else wrote it: it has to be read again.
+            return False
+        except REQUEST_ERRORS as error:
+            log.warning("the Lease could not be renewed: %s", reason_of(error))
+            self._lease = None
+            return False
+        self._act_until = began + self._seconds * ACT_PART
+        return True
+
+    def _observe(self, lease: dict[str, Any] | None) -> None:
+        self.known = True
+        self._lease = lease
+        spec = lease.get("spec") or {} if lease is not None else None
+        if spec != self._spec:
+            self._spec, self._changed_at = spec, self._clock()
+
+    def _free_at(self) -> float:
+        """When the Lease of another holder may be taken, if it does not change until then."""
+        return self._changed_at + ((self._spec or {}).get("leaseDurationSeconds") or self._seconds)
+
+    def _may_take(self) -> bool:
+        return self.holder in ("", self._identity) or self._clock() >= self._free_at()
+
+    async def _write(self, holder: str) -> None:
+        """Write the Lease, based on what was read. Raises :class:`ApiRefused` with 409 if somebody
+        else has written it since."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # For people to read.
+        before = self._spec or {}
+        spec: dict[str, Any] = before | {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": self._seconds if holder else 1,
+            "renewTime": now,
+        }
+        if holder and self.holder != holder:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = before.get("leaseTransitions", -1) + 1
+        if self._lease is not None:
+            self._observe(await self._cluster.replace(self._lease | {"spec": spec}))
+            return
+        lease = {"apiVersion": API_VERSION, "kind": KIND, "metadata": self._about, "spec": spec}
+        made = await self._cluster.create(lease, OPERATOR_OWNER)
+        if made is None:
+            raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
+        self._observe(made)
+
+    async def _release(self) -> None:
+        """Let another replica take the Lease at once. It takes it a little later if this fails."""
+        limit = self._act_until - self._clock()
+        self._act_until = float("-inf")
+        try:
+            async with asyncio.timeout(limit):
+                if self._lease is None:
+                    self._observe(await self._cluster.get(path(KIND, **self._about)))
+                if self.holder == self._identity:
+                    await self._write("")
+        except REQUEST_ERRORS as error:
+            log.warning("the Lease could not be released: %s", reason_of(error))
+
+    async def _tell(self) -> None:
+        about = dict((self._lease or {}).get("metadata") or {})
+        said = Event("Normal", "LeaderElection", f"{self._identity} became leader")
+        try:
+            await emit(
+                self._cluster, about, said, OPERATOR_OWNER, kind=KIND, api_version=API_VERSION
+            )
+        except REQUEST_ERRORS as error:
+            log.warning("the event could not be written: %s", reason_of(error))

@@ -1,0 +1,135 @@
+"""A way to the API server that writes down what is asked, and can be cut.
+
+A program that is given :attr:`ApiProxy.kubeconfig` speaks plain HTTP to the proxy; its token is
+passed on. What passes can so be told from what another program with the same rights asks.
+"""
+
+import asyncio
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import yaml
+from aiohttp import web
+from testbed import Cluster, wait_for
+
+Request = tuple[str, str]
+"""Method and path."""
+
+HOP = frozenset({"host", "connection", "transfer-encoding", "content-length"})
+
+
+class ApiProxy:
+    """See the module. What is held is answered when the proxy is opened again."""
+
+    def __init__(self, cluster: Cluster, kubeconfig: Path, copy: Path) -> None:
+        self.kubeconfig = copy
+        self._document = yaml.safe_load(kubeconfig.read_text())
+        self._server = cluster.server
+        self._asked: list[Request] = []
+        self._holds: Callable[[str, str], bool] = lambda *_: False
+        self._held = 0
+        self._loop = asyncio.new_event_loop()
+        self._released = asyncio.Event()
+
+    @property
+    def asked(self) -> list[Request]:
+        """Everything that was passed on, in order."""
+        return list(self._asked)
+
+    def writes(self) -> list[Request]:
+        """What was to change an object, except for the Lease and events about it."""
+        return [r for r in self.asked if r[0] != "GET" and "/pipemorph-system/" not in r[1]]
+
+    def hold(self, which: Callable[[str, str], bool]) -> None:
+        """Answer no request from now on for which ``which(method, path)`` is true: those that read
+        are asked now and answered later, and the others not even passed on."""
+        self._holds, self._held = which, 0
+        self._loop.call_soon_threadsafe(self._released.clear)
+
+    def wait_held(self) -> None:
+        """Until a request is held."""
+        wait_for("a request that is held", lambda: self._held > 0, 60.0, interval=0.005)
+
+    def open(self) -> None:
+        """Pass everything on again."""
+        self._holds = lambda *_: False
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._passed(request)
+        except (ConnectionError, aiohttp.ClientError):
+            return web.Response(status=502)  # Either side has hung up.
+
+    async def _passed(self, request: web.Request) -> web.StreamResponse:
+        held = self._holds(request.method, request.path)
+        if held and request.method != "GET":
+            self._held += 1
+            await self._released.wait()
+        self._asked.append((request.method, request.path))
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
+        async with self._session.request(
+            request.method,
+            f"{self._server}{request.path_qs}",
+            headers=headers,
+            data=await request.read() or None,
+        ) as answer:
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            if held and request.method == "GET":
+                self._held += 1
+                await self._released.wait()
+            await response.prepare(request)
+            async for part in answer.content.iter_any():
+                if self._holds(request.method, request.path):
+                    await self._released.wait()
+                await response.write(part)
+            await response.write_eof()
+            return response
+
+    async def _serve(self, ready: threading.Event) -> None:
+        trust = ssl.create_default_context()
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+        connector = aiohttp.TCPConnector(ssl=trust, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False
+        ) as self._session:
+            app = web.Application(client_max_size=8 << 20)
+            app.router.add_route("*", "/{path:.*}", self._pass)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            assert site._server is not None
+            port = site._server.sockets[0].getsockname()[1]
+            self._document["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{port}"}
+            self.kubeconfig.write_text(yaml.safe_dump(self._document))
+            self._end = asyncio.Event()
+            ready.set()
+            await self._end.wait()
+            self._released.set()
+            await runner.cleanup()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+@contextmanager
+def api_proxy(cluster: Cluster, kubeconfig: Path, copy: Path) -> Iterator[ApiProxy]:
+    """A proxy for who has ``kubeconfig``; ``copy`` becomes one that leads to the proxy."""
+    proxy, ready = ApiProxy(cluster, kubeconfig, copy), threading.Event()
+    thread = threading.Thread(target=proxy._loop.run_until_complete, args=(proxy._serve(ready),))
+    thread.start()
+    try:
+        assert ready.wait(30.0), "the proxy does not start"
+        yield proxy
+    finally:
+        proxy._loop.call_soon_threadsafe(proxy._end.set)
+        thread.join(30.0)
+        proxy._loop.close()

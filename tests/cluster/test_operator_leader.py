@@ -1,0 +1,223 @@
+"""Two replicas of the operator: one acts, and the other takes over, however the first one ends."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from api_proxy import api_proxy
+from operator_support import DEADLINE, FULL_NAME, SYSTEM, Jobs, Object, Program, manifest
+from testbed import wait_for
+from testbed.waiting import patience
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+SHORT = 2
+"""Seconds of a Lease where what is tried is the order of things, not how long they take."""
+
+
+def leads(program: Program) -> bool:
+    return program.metric("pipemorph_operator_leads") == 1.0
+
+
+def wait_leads(program: Program) -> float:
+    """Until it leads; the seconds that took."""
+    began = time.monotonic()
+    wait_for(
+        f"{program.process.name} to lead",
+        lambda: leads(program),
+        DEADLINE,
+        interval=0.02,
+        details=program.process.log_end,
+    )
+    return time.monotonic() - began
+
+
+def lease(jobs: Jobs) -> Object:
+    found: Object = jobs.cluster.client.get("leases", FULL_NAME, SYSTEM)["spec"]
+    return found
+
+
+@contextmanager
+def two(
+    jobs: Jobs, *, lease_seconds: int = SHORT, through: Path | None = None
+) -> Iterator[tuple[Program, Program]]:
+    """Replicas that run in place of the installation's one, of which the first leads; ``through``:
+    its way to the API server, if not the usual one."""
+    jobs.installation.operator.process.stop()
+    kube = jobs.installation.account()
+    both = (
+        jobs.installation.replica("first", through or kube, lease_seconds=lease_seconds),
+        jobs.installation.replica("second", kube, lease_seconds=lease_seconds),
+    )
+    try:
+        for program in both:
+            program.start()
+            wait_leads(both[0])
+        yield both
+    finally:
+        for program in reversed(both):
+            program.process.stop()
+
+
+def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs: Jobs) -> None:
+    """As of a node that is lost: nobody says a word. With the duration that the chart sets."""
+    with two(jobs, lease_seconds=6) as (first, second):
+        assert second.says() == "ok\nsecond stands by; first leads\n"
+        jobs.apply(manifest("handed", stages=2, failurePolicy={"maxRestarts": 1}))
+        pods = jobs.run("handed", 2)
+        jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
+        time.sleep(random.Random(3).uniform(0.0, 0.15))  # A moment inside the restart.
+        first.kill()
+        took = wait_leads(second)
+        assert took < 10.0 * patience(), f"another led after {took:.1f} s"
+        jobs.run("handed", 2, attempt=1)
+        status = jobs.get("handed")["status"]
+        assert (status["attempt"], status["restarts"]) == (1, 1), "an attempt was counted twice"
+        assert [a["attempt"] for a in status["attempts"]] == [0]
+        assert second.says() == "ok\nsecond leads\n"
+        assert "second became leader" in jobs.cluster.events("leases", FULL_NAME, SYSTEM)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_leader_is_killed_in_every_transition(jobs: Jobs) -> None:
+    chance = random.Random(4)
+    name = "killed"
+    with two(jobs) as (leader, other):
+
+        def strike() -> None:
+            nonlocal leader, other
+            time.sleep(chance.uniform(0.0, 0.15))
+            leader.kill()
+            wait_leads(other)
+            leader, other = other, leader
+            other.start()
+
+        jobs.apply(manifest(name, stages=2, failurePolicy={"maxRestarts": 1}))
+        strike()  # creation
+        for pod in jobs.pods(name, 2):
+            jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"])
+        strike()  # running
+        jobs.wait(name, "Running")
+        jobs.patch(name, {"suspend": True})
+        strike()  # suspending
+        jobs.wait(name, "Suspended")
+        jobs.expect_none_left(name)
+        jobs.patch(name, {"suspend": False})
+        strike()  # resuming
+        pods = jobs.run(name, 2, attempt=1)
+        jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
+        strike()  # restarting
+        pods = jobs.run(name, 2, attempt=2)
+        status = jobs.get(name)["status"]
+        assert (status["attempt"], status["restarts"]) == (2, 1), "an attempt was counted twice"
+        jobs.succeed(pods)
+        strike()  # completing
+        jobs.wait(name, "Complete")
+        jobs.cluster.client.delete("pipemorphjobs", name, jobs.namespace)
+        strike()  # deleting
+        jobs.wait(name, "deleted")
+        jobs.expect_none_left(name)
+
+
+def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Stopped between what it read and what it would have made of it."""
+    kube = jobs.installation.account()
+    with (
+        api_proxy(jobs.cluster, kube, tmp_path / "kubeconfig") as proxy,
+        two(jobs, through=proxy.kubeconfig) as (first, second),
+    ):
+        proxy.hold(lambda method, path: path.endswith("/pipemorphjobs/asleep"))
+        jobs.apply(manifest("asleep", stages=1))
+        proxy.wait_held()  # It has been asked for the job, to create what belongs to it.
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            wait_leads(second)
+            pods = jobs.run("asleep", 1)
+            written = proxy.writes()
+            proxy.open()
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        stands_by = "ok\nfirst stands by; second leads\n"
+        wait_for("the first to stand by", lambda: first.says() == stands_by, DEADLINE)
+        # Whatever it still had in hand has come to an end.
+        log = first.process.log
+        wait_for(
+            "the first to give up",
+            lambda: "first does not lead any more" in log.read_text(),
+            DEADLINE,
+            details=first.process.log_end,
+        )
+        assert proxy.writes() == written
+        assert ("GET", jobs.cluster.client.path("pipemorphjobs", jobs.namespace, "asleep")) in (
+            proxy.asked
+        )
+        # It still follows: as soon as it leads again, it goes on from there.
+        second.process.stop()
+        wait_leads(first)
+        jobs.succeed(pods)
+        jobs.wait("asleep", "Complete")
+        assert len(proxy.writes()) > len(written)
+
+
+def test_a_leader_that_is_cut_off_stops_before_another_leads(jobs: Jobs, tmp_path: Path) -> None:
+    kube = jobs.installation.account()
+    with (
+        api_proxy(jobs.cluster, kube, tmp_path / "kubeconfig") as proxy,
+        two(jobs, through=proxy.kubeconfig, lease_seconds=6) as (first, second),
+    ):
+        proxy.hold(lambda *_: True)
+        written = proxy.writes()
+        ends = wait_for(
+            "the first to stop",
+            lambda: None if leads(first) else time.monotonic(),
+            DEADLINE,
+            interval=0.02,
+        )
+        assert lease(jobs)["holderIdentity"] == "first", "another led too early"
+        wait_leads(second)
+        assert time.monotonic() > ends
+        jobs.apply(manifest("alone", stages=1))
+        pods = jobs.run("alone", 1)
+        proxy.open()
+        stands_by = "ok\nfirst stands by; second leads\n"
+        wait_for("the first to stand by", lambda: first.says() == stands_by, DEADLINE)
+        assert proxy.writes() == written
+        # A clean end leaves nobody waiting.
+        second.process.stop()
+        assert lease(jobs)["holderIdentity"] in ("", "first")
+        wait_leads(first)
+        jobs.succeed(pods)
+        jobs.wait("alone", "Complete")
+
+
+@pytest.mark.soak
+def test_the_api_server_is_away_for_a_while_and_one_leads_when_it_is_back(jobs: Jobs) -> None:
+    plane = jobs.cluster.control_plane
+    if plane is None:
+        pytest.skip("the control plane is not ours to stop")
+    with two(jobs) as both:
+        jobs.apply(manifest("before", stages=1))
+        pods = jobs.run("before", 1)
+        plane.stop_apiserver()
+        try:
+            for program in both:
+                wait_for("nobody to lead", lambda p=program: not leads(p), DEADLINE)
+        finally:
+            plane.start_apiserver()
+        plane.wait_for_controllers()
+        wait_for("one to lead", lambda: any(map(leads, both)), DEADLINE)
+        assert not all(map(leads, both))
+        jobs.succeed(pods)
+        jobs.wait("before", "Complete")
+        jobs.apply(manifest("after", stages=1))
+        jobs.run("after", 1)
+        assert all(program.process.running for program in both)

@@ -1,0 +1,316 @@
+"""Of several replicas one acts at a time: the rules of the Lease, on clocks that tests set."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from kubernetes.aio.client import Configuration
+
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.election import Election, NotLeader
+
+PATIENCE = 15.0
+SECONDS = 6
+ACT = 4.0
+"""For how long the holder of such a Lease may act after it has renewed it."""
+
+Object = dict[str, Any]
+
+
+class Api:
+    """The one Lease of an API server, with versions as it counts them."""
+
+    def __init__(self) -> None:
+        self.lease: Object | None = None
+        self.version = 0
+        self.away = False
+        self.before_write: Callable[[], None] | None = None
+
+    def written(self, lease: Object) -> Object:
+        self.version += 1
+        self.lease = copy.deepcopy(lease)
+        self.lease["metadata"] |= {"resourceVersion": str(self.version), "uid": "lease"}
+        return copy.deepcopy(self.lease)
+
+    @property
+    def spec(self) -> Object:
+        assert self.lease is not None
+        spec: Object = self.lease["spec"]
+        return spec
+
+
+class Client(Cluster):
+    """What a candidate asks of the API server."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+
+    async def get(self, url: str) -> Object | None:
+        assert url == "/apis/coordination.k8s.io/v1/namespaces/system/leases/operator"
+        if self.api.away:
+            raise ConnectionRefusedError("away")
+        return copy.deepcopy(self.api.lease)
+
+    async def create(self, obj: Object, owner: str) -> Object | None:
+        if obj["kind"] == "Event":
+            return None
+        self._meanwhile()
+        return None if self.api.lease is not None else self.api.written(obj)
+
+    async def replace(self, obj: Object) -> Object:
+        self._meanwhile()
+        if self.api.lease is None or obj["metadata"] != self.api.lease["metadata"]:
+            raise ApiRefused(409, "Conflict", "the object has been modified")
+        return self.api.written(obj)
+
+    def _meanwhile(self) -> None:
+        if self.api.away:
+            raise ConnectionRefusedError("away")
+        action, self.api.before_write = self.api.before_write, None
+        if action is not None:
+            action()
+
+
+class Candidate:
+    """A replica with a clock of its own."""
+
+    def __init__(self, api: Api, name: str, *, clock: float = 0.0, seconds: int = SECONDS) -> None:
+        self.now = clock
+        self.election = Election(
+            Client(api), "system", "operator", name, seconds=seconds, clock=lambda: self.now
+        )
+
+    def tries(self, *, after: float = 0.0) -> bool:
+        """Whether it leads after another try, ``after`` seconds later."""
+        self.now += after
+        return asyncio.run(self.election._round())
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), PATIENCE)
+
+    asyncio.run(bounded())
+
+
+def test_one_leads_and_another_waits_until_it_has_seen_no_change_for_a_whole_duration() -> None:
+    api = Api()
+    # Clocks that have nothing in common.
+    first, second = Candidate(api, "a"), Candidate(api, "b", clock=1e6)
+    assert first.tries()
+    assert api.spec["leaseTransitions"] == 0
+    assert not second.tries()
+    for _ in range(20):  # Renewals count from when they are seen.
+        assert first.tries(after=3.0)
+        assert not second.tries(after=3.0)
+    assert not second.tries(after=SECONDS - 0.1)
+    assert second.tries(after=0.2)
+    assert (api.spec["holderIdentity"], api.spec["leaseTransitions"]) == ("b", 1)
+    assert not first.tries(after=SECONDS)
+    assert not first.election.leads
+
+
+@pytest.mark.parametrize("renewed", ["1999-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"])
+def test_times_in_the_lease_mean_nothing(renewed: str) -> None:
+    api = Api()
+    api.written({"metadata": {}, "spec": {"holderIdentity": "a", "renewTime": renewed}})
+    other = Candidate(api, "b")
+    assert not other.tries()
+    assert not other.tries(after=SECONDS - 0.1)
+    assert other.tries(after=0.2)
+
+
+def test_the_holder_stops_acting_before_another_can_take_the_lease() -> None:
+    api = Api()
+    first, second = Candidate(api, "a"), Candidate(api, "b")
+    first.tries()
+    second.tries()
+    api.away = True
+    for each in (first, second):
+        assert not each.tries(after=ACT - 0.1)
+    assert 0 < first.election.permit() < 0.2
+    first.now += 0.2
+    with pytest.raises(NotLeader, match="a stands by; nobody leads"):
+        first.election.permit()
+    api.away = False
+    assert not second.tries(after=SECONDS - ACT - 0.1)
+    assert second.tries(after=0.4)
+    assert first.election.state() == "a stands by; nobody leads"
+    assert not first.tries()
+    assert first.election.state() == "a stands by; b leads"
+
+
+def test_the_time_a_renewal_takes_counts_for_others() -> None:
+    """The Lease may have been written at the beginning of the request."""
+    api = Api()
+    holder = Candidate(api, "a")
+
+    def slow() -> None:
+        holder.now += 3.0
+
+    api.before_write = slow
+    assert holder.tries()
+    assert holder.election.permit() == pytest.approx(ACT - 3.0)
+
+
+def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
+    api = Api()
+    first = Candidate(api, "a")
+    taken: list[bool] = []
+
+    def other() -> None:
+        api.written({"metadata": {}, "spec": {"holderIdentity": "b", "leaseDurationSeconds": 9}})
+        taken.append(True)
+
+    for _ in range(2):  # It does not exist; it is free.
+        api.before_write = other
+        assert not first.tries()
+        assert taken.pop()
+        assert not first.tries(), "the other one's was taken"
+        api.spec["holderIdentity"] = ""
+
+
+def test_an_edit_by_hand_does_not_end_the_leaders_turn() -> None:
+    api = Api()
+    holder = Candidate(api, "a")
+    holder.tries()
+    assert api.lease is not None
+    api.lease["metadata"]["labels"] = {"seen": "by hand"}
+    api.written(api.lease)
+    assert not holder.tries(after=1.0)
+    assert holder.election.leads
+    assert holder.tries(after=1.0)
+    assert api.lease["metadata"]["labels"] == {"seen": "by hand"}
+
+
+def test_the_holders_own_duration_counts() -> None:
+    """As while the setting is being changed."""
+    api = Api()
+    long, short = Candidate(api, "a", seconds=60), Candidate(api, "b")
+    long.tries()
+    assert not short.tries()
+    assert not short.tries(after=59.0)
+    assert short.tries(after=2.0)
+
+
+def test_one_that_starts_again_under_its_name_goes_on_at_once() -> None:
+    api = Api()
+    assert Candidate(api, "a").tries()
+    assert Candidate(api, "a").tries()
+    assert api.spec["leaseTransitions"] == 0
+
+
+def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
+    api = Api()
+    first = Candidate(api, "a")
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append(str(api.spec["holderIdentity"]))
+
+    async def test() -> None:
+        stop = asyncio.Event()
+        turn = asyncio.create_task(first.election.run(work, stop))
+        while not first.election.leads:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        stop.set()
+        await turn
+
+    run(test)
+    assert ended == ["a"], "the lease was released before the work had ended"
+    assert api.spec["holderIdentity"] == ""
+    assert Candidate(api, "b").tries()
+
+
+def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
+    api = Api()
+    first = Candidate(api, "a", seconds=1)
+    turns: list[str] = []
+
+    async def work() -> None:
+        turns.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            turns.append("ended")
+
+    async def until(count: int) -> None:
+        while len(turns) < count:
+            await asyncio.sleep(0.01)
+
+    async def test() -> None:
+        stop = asyncio.Event()
+        turn = asyncio.create_task(first.election.run(work, stop))
+        await until(1)
+        spec = {"holderIdentity": "b", "leaseDurationSeconds": 1}
+        api.written({"metadata": {}, "spec": spec})
+        await until(2)
+        assert not first.election.leads
+        first.now += 2.0  # b does not renew it.
+        await until(3)
+        stop.set()
+        await turn
+
+    run(test)
+    assert turns == ["begun", "ended", "begun", "ended"]
+
+
+def test_work_that_fails_is_raised() -> None:
+    async def work() -> None:
+        raise ZeroDivisionError
+
+    async def test() -> None:
+        api = Api()
+        with pytest.raises(ZeroDivisionError):
+            await Candidate(api, "a").election.run(work, asyncio.Event())
+        assert api.spec["holderIdentity"] == ""
+
+    run(test)
+
+
+def test_who_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    holder = Candidate(api, "a")
+    sent: list[tuple[str, float]] = []
+
+    async def test() -> None:
+        async with Cluster(Configuration()) as cluster:
+            assert cluster._client is not None
+
+            async def request(method: str, *_: Any, _request_timeout: Any, **__: Any) -> Any:
+                sent.append((method, _request_timeout.total))
+                raise ConnectionRefusedError
+
+            monkeypatch.setattr(cluster._client.rest_client, "request", request)
+            acting = cluster.permitted(holder.election.permit)
+            url = "/api/v1/namespaces/a/secrets/b"
+            writes: list[Callable[[], Awaitable[object]]] = [
+                lambda: acting.delete(url),
+                lambda: acting.post(url, {}),
+                lambda: acting.apply({"kind": "Secret", "apiVersion": "v1", "metadata": {
+                    "namespace": "a", "name": "b"}}, "me"),
+            ]  # fmt: skip
+            for write in writes:
+                with pytest.raises(NotLeader):
+                    await write()
+            assert not sent
+            with pytest.raises(ConnectionRefusedError):
+                await acting.get(url)
+            await holder.election._round()
+            holder.now += 1.0
+            for write in writes:
+                with pytest.raises(ConnectionRefusedError):
+                    await write()
+
+    run(test)
+    assert sent[0] == ("GET", 30.0)
+    assert [limit for _, limit in sent[1:]] == [pytest.approx(ACT - 1.0)] * 3
