@@ -417,8 +417,7 @@ def _has_failed(
         return None  # What iterations take beyond their prediction is not known.
     # Compare with the two predictions for the new plan: with the evidence, and without it.
     noise = SIGMAS * spread / sqrt(len(after))
-    most = promised.after + max(half, MODEL_ERROR * promised.after)
-    if not shorter and middle - most > noise:
+    if not shorter and middle - promised.after > half + noise:
         return True
     if abs(promised.after - promised.if_wrong) < MODEL_ERROR * promised.after:
         return None
