@@ -425,6 +425,9 @@ class DelayDetector:
             certain = median(window.low for window in self._since) - known.value
             if certain >= threshold:
                 self._alarmed_at = certain
+                # The first late window may have messages from before the change.
+                line = known.value + certain / 2
+                self._since = deque((w for w in self._since if w.high >= line), RECENT)
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
     def _observe_slow(

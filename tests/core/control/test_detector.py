@@ -100,6 +100,14 @@ def test_a_change_begins_after_the_last_window_that_shows_none() -> None:
     assert run.detector.changed_at == fell
 
 
+def test_messages_from_before_the_change_do_not_shorten_the_delay() -> None:
+    """The first late window has some of them, and a plan is made as soon as there is an alarm."""
+    run = Run()
+    run.feed([BASE] * 20)
+    assert run.feed([BASE + 0.015, BASE + 0.060, BASE + 0.060]) == 3
+    assert run.detector.delay == pytest.approx(0.060)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_recovery_takes_more_evidence_than_the_alarm(seed: int) -> None:
     rng = random.Random(seed)
