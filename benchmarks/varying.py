@@ -24,7 +24,7 @@ from replay import CAP, TRACES, with_cap
 
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
-from pipemorph.replay.contenders import replay
+from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import LinkTrace, parse_trace
 from pipemorph.replay.trainer import DispatchChoice
 
@@ -92,16 +92,18 @@ def main() -> int:
     for kind in KINDS:
         for cap in (None, CAP):
             for seed in range(args.seeds):
-                found = [
-                    replay(
-                        with_cap(problem, cap),
-                        trace(kind, seed),
-                        telemetry="python",
-                        dispatch=dispatch,
-                        iterations=ITERATIONS,
+                found: list[Replay] = []
+                for dispatch in DISPATCHES:
+                    found.append(
+                        replay(
+                            with_cap(problem, cap),
+                            trace(kind, seed),
+                            telemetry="python",
+                            dispatch=dispatch,
+                            iterations=ITERATIONS,
+                            known=found[0] if found else None,
+                        )
                     )
-                    for dispatch in DISPATCHES
-                ]
                 for dispatch, each in zip(DISPATCHES, found, strict=True):
                     took[dispatch].append(each.seconds["adaptive"])
                     shares[dispatch].append(each.share("adaptive") or 0.0)

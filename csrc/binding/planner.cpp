@@ -192,14 +192,14 @@ Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
 std::tuple<std::vector<nb::bytes>, double, double> run_search(
     const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
     const std::vector<int>& paper_warmup, const std::vector<nb::bytes>& start, long listing_effort,
-    long shifting_effort) {
+    long shifting_effort, double near) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     const Order from = to_order(start, costs);
     expect(paper_warmup.size() == costs.caps.size(), "expected a paper warm-up per stage");
     Found found;
     {
         const nb::gil_scoped_release release;
-        found = search(costs, paper_warmup, from, {listing_effort, shifting_effort});
+        found = search(costs, paper_warmup, from, {listing_effort, shifting_effort, near});
     }
     std::vector<nb::bytes> order;
     for (const auto& kinds : found.order) order.emplace_back(kinds.data(), kinds.size());
@@ -249,7 +249,7 @@ NB_MODULE(_planner, module) {
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
                "fused"_a, "slots"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
-               "start"_a, "listing_effort"_a, "shifting_effort"_a);
+               "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
     module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
                "effort"_a);

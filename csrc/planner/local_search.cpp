@@ -67,14 +67,14 @@ void move(std::vector<unsigned char>& kinds, int from, int to) {
 }  // namespace
 
 double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng, double unit,
-             double bound, long effort, Order& order, double makespan) {
+             double enough, long effort, Order& order, double makespan) {
     Order present = order;
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
     double length = executor.run(present);
     effort -= executor.ops_run();
     trace(costs, executor, present, rng, blocks);
-    while (effort > 0 && makespan > bound * (1 + kSame) && !blocks.empty()) {
+    while (effort > 0 && makespan > enough && !blocks.empty()) {
         const auto [stage, first, last] = blocks[rng.below(static_cast<int>(blocks.size()))];
         int from = first, to = first + 1;
         switch (rng.below(4)) {

@@ -14,9 +14,9 @@
 namespace pipemorph::planner {
 
 // Starts from `order`, whose makespan is `makespan`, and leaves the shortest it finds there.
-// Stops at `bound`, or once `effort` ops were run. The makespan. Only where the directions of
+// Stops at `enough`, or once `effort` ops were run. The makespan. Only where the directions of
 // every link are independent.
 double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng, double unit,
-             double bound, long effort, Order& order, double makespan);
+             double enough, long effort, Order& order, double makespan);
 
 }  // namespace pipemorph::planner

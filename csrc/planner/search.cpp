@@ -125,7 +125,7 @@ class Search {
         return found_;
     }
 
-    bool at_bound() const { return found_.makespan <= found_.bound * (1 + kSame); }
+    bool at_bound() const { return found_.makespan <= found_.bound * (1 + effort_.near); }
     bool done() const { return at_bound() || (effort_.listing <= 0 && tries_ > 0); }
 
     Tuning in_order() const {
@@ -211,7 +211,8 @@ class Search {
         const double ops = static_cast<double>(kKinds) * costs_.microbatches * costs_.stages;
         const double steps = static_cast<double>(effort_.shifting) / ops;
         if (at_bound() || costs_.shares_queues() || steps < kFewestSteps) return;
-        found_.makespan = planner::shift(costs_, tails_, executor_, dice_, unit_, found_.bound,
+        const double enough = found_.bound * (1 + effort_.near);
+        found_.makespan = planner::shift(costs_, tails_, executor_, dice_, unit_, enough,
                                          effort_.shifting, found_.order, listed);
         shifted_ |= found_.makespan < listed;
     }

@@ -12,6 +12,8 @@ constexpr double kHeat = 1.0;
 
 struct Effort {
     long listing, shifting;  // ops
+    // Above the bound, as a fraction: what is no longer than this is short enough.
+    double near = kSame;
 };
 
 struct Found {

@@ -56,9 +56,11 @@ def search(
     start: Sequence[bytes],
     listing_effort: int,
     shifting_effort: int,
+    near: float,
 ) -> tuple[list[bytes], float, float]:
     """Order per stage, makespan and lower bound. ``warmup``: exact number of F before the first B,
-    or empty. ``start``: an order that the result must not be longer than, or empty."""
+    or empty. ``start``: an order that the result must not be longer than, or empty.
+    ``near``: above the bound, as a fraction, where the search stops."""
 
 def lower_bound(costs: Costs, caps: Sequence[int]) -> float:
     """Lower bound of the makespan of all schedules."""

@@ -58,6 +58,7 @@ def plan(
     *,
     time_limit: float | None = None,
     effort: int = 1,
+    near: float = 0.0,
     tight_bound: bool = False,
 ) -> PlannedSchedule:
     """Plan with ``policy``, or with the problem's own.
@@ -69,7 +70,8 @@ def plan(
     Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
     backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
     limits unchanged. ``effort``: times the usual number of orders that it tries, where it tries no
-    variants of offload and fused backwards. ``tight_bound``: where its plan is not proven shortest,
+    variants of offload and fused backwards; it stops at a plan that is longer than the lower bound
+    by ``near`` at most, as a fraction. ``tight_bound``: where its plan is not proven shortest,
     look for a larger ``lower_bound``, which does not change the plan and may take longer than it.
     Raises :class:`InputError` if the policy cannot plan the problem.
     """
@@ -82,7 +84,7 @@ def plan(
         best = best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
-        found = search(problem, effort=effort)
+        found = search(problem, effort=effort, near=near)
         schedule, bound = found.schedule, found.bound
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)

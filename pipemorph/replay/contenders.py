@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from pipemorph.control import AdaptationRecord
-from pipemorph.control.decide.forecast import EFFORT
+from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
@@ -79,12 +79,14 @@ def replay(
     dispatch: DispatchChoice = Dispatch.STATIC,
     iterations: int | None = None,
     seed: int = 0,
+    known: Replay | None = None,
 ) -> Replay:
     """Train through ``trace`` in every way. ``problem`` is in milliseconds.
 
     ``dispatch``: of ``adaptive``. ``iterations``: how many; by default until the last line of the
-    trace, and :data:`~pipemorph.replay.trace.TAIL` more. Raises :class:`InputError` for a problem
-    that a replay does not know.
+    trace, and :data:`~pipemorph.replay.trace.TAIL` more. ``known``: a replay of the same problem,
+    trace and iterations, whose other contenders need not run again. Raises :class:`InputError` for
+    a problem that a replay does not know.
     """
     spec = job_spec(problem, dispatch)
     problem = in_seconds(problem)
@@ -101,11 +103,14 @@ def replay(
     if iterations is None:
         iterations = _iterations(trace, links, fixed["static"])
 
-    seconds = {name: _train(iterations, _keep(links, made)) for name, made in fixed.items()}
     adaptive = AdaptiveTrainer(spec, links, telemetry, seed)
-    seconds["adaptive"] = _train(iterations, lambda _, __: adaptive.step().seconds)
-    oracle = Oracle(problem, links, fixed["static"])
-    seconds["oracle"] = _train(iterations, oracle.step)
+    took = {"adaptive": _train(iterations, lambda _, __: adaptive.step().seconds)}
+    if known is not None:
+        seconds = known.seconds | took
+    else:
+        seconds = {name: _train(iterations, _keep(links, made)) for name, made in fixed.items()}
+        oracle = Oracle(problem, links, fixed["static"])
+        seconds |= took | {"oracle": _train(iterations, oracle.step)}
     return Replay(iterations, seconds, [Change.of(each) for each in adaptive.controller.records])
 
 
@@ -173,7 +178,7 @@ class Oracle:
             )
         )
         problem = self._problem.model_copy(update={"links": links})
-        return plan(problem, effort=EFFORT).to_plan(0, routes)
+        return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
 
 
 def _plan(problem: Problem, policy: Policy) -> Plan:

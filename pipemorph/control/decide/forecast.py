@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, Protocol
 
 from pipemorph.api.spec import Adaptation, Parallelism, ScheduleSpec, Transport
@@ -24,6 +25,7 @@ from pipemorph.planning import (
     Problem,
     Route,
     StageTimes,
+    lower_bound,
     plan,
     predict,
     predict_period,
@@ -43,9 +45,12 @@ from pipemorph.planning.simulation.interleaved import (
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
-EFFORT, THOROUGH_CELLS = 10, 3072
-"""Times the usual search effort, and the largest number of stages × microbatches for which a plan
-takes at most about 0.1 s with it. Plan 0 takes the usual one, since all ranks compute it."""
+EFFORT, MOST_EFFORT, THOROUGH_CELLS = 5, 10, 3072
+"""Times the usual search effort for small and for larger problems, of which the usual one tries
+fewer orders; and the largest number of stages × microbatches for which a plan takes at most about
+0.2 s with it. Plan 0 takes the usual one, since all ranks compute it."""
+NEAR = 0.005
+"""More effort ends where a plan is so near to the lower bound, as a fraction."""
 STRAIN = 0.15
 """By how much more a delay may turn out to be than it was measured to be, as a fraction."""
 
@@ -300,20 +305,45 @@ class Forecast:
         limit = strained.of(other.plan).seconds * (1 + SAME)
         return option.seconds <= other.seconds and strained.of(option.plan).seconds <= limit
 
-    def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
+    def fresh(
+        self, routes: tuple[Route, ...], within: float = inf, effort: int = 1
+    ) -> list[Option]:
         """New plans for this situation: a plain one, and shorter ones with fused backwards, offload
-        or recomputation; and the same with online dispatch where the spec leaves it open. Raises
-        :class:`InputError` if there is none."""
-        made = self._planned(routes)
+        or recomputation; and the same with online dispatch where the spec leaves it open. None if
+        all are known to take longer than ``within`` seconds. ``effort``: of the search. Raises
+        :class:`InputError` if there is no plan."""
+        if self._is_simple and lower_bound(self.problem(routes)) > within:
+            return []
+        made = self._planned(routes, effort)
         if self._varying is not None:
             steady = replace(self._situation, recent=())
             for by in self._varying.longer():
-                made += self.under(steady.longer(by))._planned(routes)
+                made += self.under(steady.longer(by))._planned(routes, effort)
             made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
         if not self._may_go_online(routes):
             return made
         online = [replace(option.plan, dispatch=Dispatch.ONLINE) for option in made]
         return [*made, *(self.of(plan) for plan in online if self.excess(plan) is None)]
+
+    def longer_searched(self, best: Option) -> list[Option]:
+        """Plans on the routes of the best one so far that are searched for with more effort, if
+        they are shorter; none where that cannot pay, or takes too long."""
+        routes = best.plan.routes
+        problem = self.problem(routes)
+        cells = problem.stage_count * problem.microbatches
+        if problem.ranks is not None or has_variants(problem) or cells > THOROUGH_CELLS:
+            return []
+        if self._is_simple and best.seconds <= lower_bound(problem) * (1 + NEAR):
+            return []
+        made = self.fresh(routes, effort=min(MOST_EFFORT, max(EFFORT, cells // 64)))
+        return [option for option in made if option.seconds < best.seconds]
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether an iteration is one of the problem: no delay varies, and replicas are alike."""
+        return (
+            self._varying is None and not self.parts and self._spec.parallelism.stages_per_rank == 1
+        )
 
     def _may_go_online(self, routes: tuple[Route, ...]) -> bool:
         """Only while links are slow and delegated. On a direct route a late send holds up whatever
@@ -327,14 +357,13 @@ class Forecast:
             and all(route is Route.DELEGATED for route in slow)
         )
 
-    def _planned(self, routes: tuple[Route, ...]) -> list[Option]:
+    def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
         problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
         if problem.ranks is not None:
             return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]
         if not has_variants(problem):
-            cells = problem.stage_count * problem.microbatches
-            effort = EFFORT if cells <= THOROUGH_CELLS else 1
-            made = plan(problem, Policy.PIPEMORPH, effort=effort)
+            near = NEAR if effort > 1 else 0.0
+            made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             return [self.of(made.to_plan(0, routes, dispatch))]
         found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
         alike = self._varying is None and not self.parts

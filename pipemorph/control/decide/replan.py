@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from pipemorph.control.decide import findings, truth
@@ -39,6 +40,10 @@ CHECKED: frozenset[Cause] = frozenset(
 )
 """Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
 the plan for healthy links returns even if it is no faster."""
+
+MAY_EASE: frozenset[Cause] = frozenset({"steady", "recovered"})
+"""Causes for which a plan that is no faster may replace the current one: with fewer links
+delegated."""
 
 UNSEEN_CHANGE = 0.25
 """Assumed cost of a change of plan before one was measured, in iterations of the current plan."""
@@ -102,7 +107,7 @@ def propose(asked: Replan) -> Proposal:
         current = None if asked.lost else forecast.of(asked.current)
         if asked.previous is not None and current is not None:
             return _go_back(asked.previous, forecast, current)
-        options = _options(asked, forecast)
+        options = _options(asked, forecast, current)
         options += _own_plans(asked, forecast, options)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
@@ -164,14 +169,20 @@ def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:
     return Proposal(None if slower else option, current, (findings.GoesBack(slower),))
 
 
-def _options(asked: Replan, forecast: Forecast) -> list[Option]:
-    """All plans that could run. Raises :class:`InputError` if there is none."""
-    options = []
-    for routes in forecast.route_choices(asked.current.routes, asked.baseline.routes):
+def _options(asked: Replan, forecast: Forecast, current: Option | None) -> list[Option]:
+    """All plans that could run and be chosen. Raises :class:`InputError` if there is none."""
+    options: list[Option] = []
+    choices = forecast.route_choices(asked.current.routes, asked.baseline.routes)
+    # Mostly the fastest first: where no plan comes near it, none is looked for.
+    for routes in sorted(choices, key=lambda each: -each.count(Route.DELEGATED)):
         if forecast.excess(asked.baseline) is None:
             options.append(forecast.of(replace(asked.baseline, routes=routes)))
-        options += forecast.fresh(routes)
-    return options
+        within = min((option.seconds for option in options), default=inf) * (1 + SAME)
+        if current is not None and asked.cause in MAY_EASE:
+            within = max(within, current.seconds)
+        options += forecast.fresh(routes, within)
+    # First, since the first of equals is chosen.
+    return [*forecast.longer_searched(forecast.best(options)), *options]
 
 
 def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> list[Option]:
@@ -191,7 +202,7 @@ def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> 
         plan = next((each for each in known if strained.of(each).seconds <= longest), None)
         if plan is None:
             own = replace(asked, current=asked.current.of_replica(replicas[0]))
-            quickest = here.best(_options(own, here))
+            quickest = here.best(_options(own, here, None))
             longest, plan = max(longest, quickest.seconds), quickest.plan
             if longest > limit:
                 return []
@@ -231,7 +242,7 @@ def _choose(
     if gain >= asked.spec.adaptation.min_gain and gain > 0:
         return _if_it_pays(asked, current, quickest)
     # Not faster, but a recovered link can return to its direct route.
-    may_ease = asked.cause in ("steady", "recovered")
+    may_ease = asked.cause in MAY_EASE
     lighter = [
         option
         for option in options

@@ -27,7 +27,7 @@ from pipemorph.planning.policies.classic import paper_warmup, zero_bubble_warmup
 from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import hard_caps, lower_bound
+from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, lower_bound
 from pipemorph.planning.simulation.online import Rules
 
 # Effort of the two local searches in executed ops, in each of their rounds; the one with the list
@@ -59,11 +59,13 @@ def search(
     effort: int = 1,
     listing_effort: int | None = None,
     shifting_effort: int | None = None,
+    near: float = 0.0,
 ) -> Found:
     """The best order found for a problem. Times in the problem's unit.
 
     ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute in each
-    of their rounds, by default ``effort`` times their usual number.
+    of their rounds, by default ``effort`` times their usual number. ``near``: what is above the
+    lower bound by no more than this, as a fraction, is short enough.
     """
     costs, n = Costs.of(problem), problem.microbatches
     less = 0.0
@@ -84,7 +86,7 @@ def search(
         # Where links are hardly ever busy, the order for as much delay may be the better one.
         delayed = problem.model_copy(update={"links": tuple(map(_as_delay, problem.links))})
         start = search(
-            delayed, listing_effort=listing_effort, shifting_effort=shifting_effort
+            delayed, listing_effort=listing_effort, shifting_effort=shifting_effort, near=near
         ).order
     elif not _plain(costs):
         start = _start(problem, costs, warmup)
@@ -96,6 +98,7 @@ def search(
         start,
         listing_effort,
         shifting_effort,
+        max(near, SAME),
     )
     return Found(order, makespan - less, bound - less, n)
 

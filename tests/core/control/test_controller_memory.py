@@ -374,7 +374,7 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
 
 
 def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fresh(self: Forecast, routes: tuple[Route, ...]) -> list[Option]:
+    def fresh(self: Forecast, routes: tuple[Route, ...], *_: float) -> list[Option]:
         return [Option(replace(first, routes=routes), 0.001)]
 
     job = plant(tight(host=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -10,7 +11,10 @@ from plant_support import spec
 
 from pipemorph.control.decide import forecast as module
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
+from pipemorph.control.decide.replan import Replan, propose
+from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
+from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.memory_limits import room
 from pipemorph.planning import (
     Dispatch,
@@ -216,16 +220,80 @@ def test_a_large_job_is_planned_for_the_mean() -> None:
 
 
 def test_the_controller_searches_longer_than_plan_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the problem is so large that it would take long."""
+    """Unless that cannot pay, where the usual plan is near the bound, or the problem is so large
+    that it would take long."""
     efforts = []
 
-    def recorded(problem: Problem, policy: Policy, *, effort: int) -> PlannedSchedule:
-        efforts.append(effort)
-        return plan(problem, policy, effort=effort)
+    def recorded(problem: Problem, policy: Policy, **fields: Any) -> PlannedSchedule:
+        efforts.append(fields.get("effort", 1))
+        return plan(problem, policy, **fields)
+
+    def searched() -> list[int]:
+        efforts.clear()
+        forecast = congested((), dispatch="static")
+        (usual,) = forecast.fresh(DIRECT)
+        forecast.longer_searched(usual)
+        return efforts
 
     monkeypatch.setattr(module, "plan", recorded)
-    congested((), dispatch="static").fresh(DIRECT)
+    assert searched() == [1], "near the bound"
+    monkeypatch.setattr(module, "NEAR", -1.0)
+    assert searched() == [1, module.EFFORT]
     monkeypatch.setattr(module, "THOROUGH_CELLS", STAGES * 24 - 1)
-    congested((), dispatch="static").fresh(DIRECT)
-    assert efforts == [module.EFFORT, 1]
-    assert module.EFFORT > 1
+    assert searched() == [1]
+
+
+def test_no_plan_is_made_for_routes_on_which_all_take_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "plan", None)
+    assert congested((), dispatch="static").fresh(DIRECT, within=0.5) == []
+
+
+def slow(delay: float, limit: int | None) -> Replan:
+    """What to do about a link that has become slow."""
+    delays = tuple(delay * (link == SLOW) for link in range(STAGES - 1))
+    op = StageTimes(
+        forward=0.01, backward_input=0.0105, backward_weight=0.0055, in_flight_limit=limit
+    )
+    job = spec(microbatches=24, stages=STAGES, schedule={"inFlightLimit": limit} if limit else {})
+    first = initial_plan(job)
+    return Replan(
+        spec=planning_rules(job),
+        cause="slow",
+        situation=Situation(
+            (op,) * STAGES, delays, delays, tuple(map(bool, delays)), (False,) * (STAGES - 1)
+        ),
+        current=first,
+        running=first,
+        baseline=first,
+        lost=False,
+        remaining=1000,
+        change_seconds=None,
+        evidence=Evidence(),
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 10, 16])
+@pytest.mark.parametrize("delay", [0.012, 0.02, 0.06])
+def test_what_is_not_searched_for_would_not_have_been_chosen(
+    delay: float, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = slow(delay, limit)
+    chosen = propose(asked).chosen
+    monkeypatch.setattr(module, "lower_bound", lambda _: 0.0)
+    of_all = propose(asked).chosen
+    assert chosen is not None and of_all is not None
+    assert chosen.plan.routes == of_all.plan.routes
+    assert chosen.seconds <= of_all.seconds * (1 + SAME)
+
+
+def test_what_a_longer_search_finds_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though plans so near to each other count as equal."""
+
+    def found(_: Forecast, best: Option) -> list[Option]:
+        return [Option(replace(best.plan, version=99), best.seconds * (1 - SAME / 2))]
+
+    monkeypatch.setattr(Forecast, "longer_searched", found)
+    chosen = propose(slow(0.06, 16)).chosen
+    assert chosen is not None and chosen.plan.version == 99

@@ -81,6 +81,17 @@ def test_what_the_search_finds(problem: Problem, effort: int) -> None:
     assert found.objective <= paper * (1 + SAME)
 
 
+def test_the_search_stops_near_the_bound_if_asked_to() -> None:
+    stopped = 0
+    for case in problem_set(2):
+        full, near = search(case.problem), search(case.problem, near=0.05)
+        validate(near.schedule, case.problem.in_flight_limits())
+        most = max(full.objective, full.bound * 1.05)
+        assert near.objective <= most * (1 + SAME), case.key
+        stopped += near.objective > full.objective * (1 + SAME)
+    assert stopped > 5, "it went on all the same"
+
+
 @given(problem=any_problem())
 @settings(max_examples=examples(60), deadline=None)
 def test_without_a_build_there_is_a_valid_plan(problem: Problem) -> None:
