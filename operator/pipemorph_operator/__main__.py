@@ -9,7 +9,6 @@ import logging
 import signal
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from itertools import count
@@ -21,9 +20,9 @@ import kopf
 from pipemorph.errors import InputError
 from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
-from pipemorph_operator import health_server
+from pipemorph_operator import health_server, names
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
-from pipemorph_operator.cluster.election import DURATION_SECONDS, Election
+from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
@@ -159,10 +158,7 @@ async def run(options: argparse.Namespace) -> None:
     async with await Cluster.configured() as cluster:
         planner = FirstPlanner(limit_seconds=LIMIT_SECONDS)
         plans = Plans(planner, queue.add)
-        name = options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
-        election = Election(
-            cluster, options.lease[0], options.lease[1], name, seconds=options.lease_seconds
-        )
+        election = Election.configured(cluster, options, names.OPERATOR_OWNER)
         reconciler = Reconciler(cluster.permitted(election.permit), config, owned.jobs, plans)
         queue.close()
 
@@ -232,40 +228,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
     made.add_argument("--host", help="address of metrics and probes (default: all)")
     made.add_argument("--metrics-port", type=int, default=8080)
-    made.add_argument(
-        "--lease",
-        type=_namespaced,
-        required=True,
-        metavar="NAMESPACE/NAME",
-        help="the Lease that the acting replica holds; it is made if it does not exist",
-    )
-    made.add_argument(
-        "--lease-seconds",
-        type=_seconds,
-        default=DURATION_SECONDS,
-        help="a replica takes the Lease of another that has not renewed it for so long"
-        " (default: %(default)s)",
-    )
-    made.add_argument(
-        "--identity",
-        help="name of this process in the Lease, such as its pod's; no two may have the same one"
-        " at a time (default: random)",
-    )
+    add_options(made)
     made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled concurrently")
     return made
-
-
-def _namespaced(text: str) -> tuple[str, str]:
-    namespace, slash, name = text.partition("/")
-    if not (namespace and slash and name) or "/" in name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAMESPACE/NAME")
-    return namespace, name
-
-
-def _seconds(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 3600")
-    return int(text)
 
 
 def main() -> None:

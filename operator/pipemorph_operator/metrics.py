@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pipemorph_operator.names import INGEST_OWNER, OPERATOR_OWNER
+
 _BY_NAMESPACE = ["job_namespace"]
 _BY_JOB = ["namespace", "name"]
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -23,7 +25,12 @@ JOBS = {
 RECONCILES = Histogram(
     "pipemorph_operator_reconcile_seconds", "Time of one reconcile.", ["result"], buckets=_FAST
 )
-LEADS = Gauge("pipemorph_operator_leads", "1 if this replica leads, 0 if it stands by.")
+LEADS = {
+    component: Gauge(
+        f"{component.replace('-', '_')}_leads", "1 if this replica leads, 0 if it stands by."
+    )
+    for component in (OPERATOR_OWNER, INGEST_OWNER)
+}
 QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
 
 # --- ingest -------------------------------------------------------------------------------

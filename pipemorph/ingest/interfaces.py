@@ -19,8 +19,8 @@ class Identity:
 
 
 class Refused(Exception):
-    """A caller is rejected: 401 (not authenticated), 403 (not authorized for this job) or 429 (too
-    many callers to check)."""
+    """A caller is rejected: 401 (not authenticated), 403 (not authorized for this job), 421
+    (another replica serves) or 429 (too many callers to check)."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)

@@ -154,18 +154,23 @@ class Installation:
         for key, value in secret.items():
             (folder / key).write_bytes(base64.b64decode(value))
         self.trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        self.port = free_port()
         self.operator = self.replica("operator", self.account())
-        self.ingest = Program(
-            "ingest",
-            "pipemorph_operator.ingest",
-            [
-                f"--port={self.port}",
-                f"--tls-cert={folder / 'tls.crt'}",
-                f"--tls-key={folder / 'tls.key'}",
-            ],
-            folder,
-            self.account(f"{FULL_NAME}-ingest"),
+        self.ingest, self.port = self.ingest_replica("ingest")
+
+    def ingest_replica(self, identity: str) -> tuple[Program, int]:
+        """A replica of the ingest, and its port. One that starts again has its Lease at once."""
+        port = free_port()
+        arguments = [
+            f"--port={port}",
+            f"--tls-cert={self.folder / 'tls.crt'}",
+            f"--tls-key={self.folder / 'tls.key'}",
+            f"--lease={LEASE}-ingest",
+            f"--identity={identity}",
+        ]
+        kube = self.account(f"{FULL_NAME}-ingest")
+        return (
+            Program(identity, "pipemorph_operator.ingest", arguments, self.folder, kube),
+            port,
         )
 
     def replica(self, identity: str, kube: Path, *, lease_seconds: int = 6) -> Program:
@@ -184,17 +189,24 @@ class Installation:
         token = self.cluster.service_account_token(SYSTEM, name, seconds=7200)
         return self.cluster.kubeconfig_of_token(token, name)
 
-    def connection(self) -> http.client.HTTPSConnection:
-        """To the ingest, over TLS that the chart's authority vouches for."""
+    def connection(self, port: int | None = None) -> http.client.HTTPSConnection:
+        """To the ingest, over TLS that the chart's authority vouches for; ``port``: that of another
+        replica."""
         return _Tunnel(
-            f"{FULL_NAME}-ingest.{SYSTEM}.svc", self.port, context=self.trust, timeout=40
+            f"{FULL_NAME}-ingest.{SYSTEM}.svc", port or self.port, context=self.trust, timeout=40
         )
 
     def request(
-        self, method: str, path: str, *, token: str | None = None, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        token: str | None = None,
+        body: bytes | None = None,
+        port: int | None = None,
     ) -> tuple[int, Object]:
         """One request to the ingest, over a connection of its own."""
-        connection = self.connection()
+        connection = self.connection(port)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             connection.request(method, path, body=body, headers=headers)

@@ -49,7 +49,7 @@ def test_the_chart_runs_and_passes_its_own_test(release: NodeCluster) -> None:
     said = release.helm("test", RELEASE, "--namespace", SYSTEM)
     assert "Succeeded" in said
     pods = release.client.list("pods", SYSTEM)
-    assert len(pods) == 3, "two of the operator, one of the ingest; helm test's pod is gone"
+    assert len(pods) == 4, "two of the operator, two of the ingest; helm test's pod is gone"
     for pod in pods:
         (status,) = pod["status"]["containerStatuses"]
         assert (status["ready"], status["restartCount"]) == (True, 0)

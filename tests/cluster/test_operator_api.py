@@ -245,6 +245,31 @@ def rendered(jobs: Jobs, **values: Any) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(text) if document]
 
 
+def test_both_processes_are_replaced_within_seconds_of_their_nodes_loss(jobs: Jobs) -> None:
+    extra = {"key": "gpu", "operator": "Exists"}
+    made = rendered(jobs, tolerations=[extra], lostNodeSeconds=7)
+    for document in (d for d in made if d["kind"] == "Deployment"):
+        *lost, own = document["spec"]["template"]["spec"]["tolerations"]
+        found = {(t["key"], t["effect"], t["tolerationSeconds"]) for t in lost}
+        keys = ("not-ready", "unreachable")
+        assert found == {(f"node.kubernetes.io/{key}", "NoExecute", 7) for key in keys}
+        assert own == extra
+    by_kind = {(d["kind"], d["metadata"]["name"]): d for d in made}
+    for name in ("x-pipemorph-operator", "x-pipemorph-operator-ingest"):
+        deployed = by_kind["Deployment", name]["spec"]
+        assert deployed["replicas"] == 2
+        assert deployed["strategy"]["type"] == "RollingUpdate"
+        pod = deployed["template"]["spec"]
+        assert f"--lease=sys/{name}" in pod["containers"][0]["args"]
+        labels = deployed["selector"]["matchLabels"]
+        spread = pod["topologySpreadConstraints"]
+        assert [s["labelSelector"]["matchLabels"] for s in spread] == [labels] * 2
+        budget = by_kind["PodDisruptionBudget", name]["spec"]
+        assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels)
+    alone = rendered(jobs, **{"operator.replicas": 1, "ingest.replicas": 1})
+    assert "PodDisruptionBudget" not in {d["kind"] for d in alone}
+
+
 def test_the_chart_grants_no_more_than_it_must(jobs: Jobs) -> None:
     for document in rendered(jobs):
         for rule in document.get("rules") or ():

@@ -1,4 +1,4 @@
-"""Two replicas of the operator: one acts, and the other takes over, however the first one ends."""
+"""Two replicas of each process: one acts, and the other takes over, however the first one ends."""
 
 import os
 import random
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_proxy import api_proxy
@@ -221,3 +222,64 @@ def test_the_api_server_is_away_for_a_while_and_one_leads_when_it_is_back(jobs: 
         jobs.apply(manifest("after", stages=1))
         jobs.run("after", 1)
         assert all(program.process.running for program in both)
+
+
+def test_another_ingest_serves_when_the_one_that_serves_is_killed(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks reach the replicas by one name, as a Service gives it: any of them, until one serves.
+    Plan versions only grow, and the directive that was served last is the one in status."""
+    installation = jobs.installation
+    first = installation.ingest
+    second, port = installation.ingest_replica("second-ingest")
+    ports, request = [installation.port, port], installation.request
+    chance = random.Random(1)
+    turned_away: list[str] = []
+
+    def by_name(*arguments: Any, **more: Any) -> tuple[int, Object]:
+        def look() -> tuple[int, Object] | None:
+            try:
+                answer = request(*arguments, **more, port=chance.choice(ports))
+            except OSError:
+                return None
+            if answer[0] == 421:
+                turned_away.append(answer[1]["error"])
+            # Another one first has to hear of the job.
+            return None if answer[0] in (421, 403) else answer
+
+        return wait_for("a replica that serves", look, DEADLINE, interval=0.01)
+
+    monkeypatch.setattr(installation, "request", by_name)
+    # So many iterations that a change of plan always pays, however long this takes.
+    endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
+    jobs.apply(manifest("dealt", trainer=endless))
+    pods = jobs.run("dealt", 4)
+    second.start()
+    try:
+        ranks = jobs.ranks("dealt", pods[0])
+        ranks.run(3)
+        assert turned_away[0] == "second-ingest stands by; ingest leads; connect again"
+        seen = [0]
+
+        def adapted() -> bool:
+            ranks.run(1)
+            return ranks.observed > seen[-1]
+
+        ranks.delays[1] = 0.06
+        ranks.run(2)  # While evidence is gathered, or the directive is on its way.
+        first.kill()
+        began = time.monotonic()
+        ranks.run(1)
+        took = time.monotonic() - began
+        assert took < 10.0 * patience(), f"another served after {took:.1f} s"
+        assert second.says() == "ok\nsecond-ingest leads\n"
+        wait_for("a directive", adapted, DEADLINE, interval=0.0)
+        seen.append(ranks.observed)
+        assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed
+        first.start()
+        ranks.delays[1] = 0.0
+        second.process.stop()  # A clean end: the Lease is free at once.
+        wait_for("another directive", adapted, DEADLINE, interval=0.0)
+        assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed > seen[-1]
+    finally:
+        second.process.stop()

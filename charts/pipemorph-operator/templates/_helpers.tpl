@@ -100,6 +100,27 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{- /* Of several replicas, a drain of nodes takes one after the other. */}}
+{{- define "pipemorph.budget" -}}
+{{- $root := index . 0 }}
+{{- $component := index . 1 }}
+{{- if gt (int (index $root.Values $component).replicas) 1 }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ index . 2 }}
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "pipemorph.labels" $root | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels:
+      {{- include "pipemorph.selector" $root | nindent 6 }}
+      app.kubernetes.io/component: {{ $component }}
+{{- end }}
+{{- end -}}
+
 {{- define "pipemorph.probes" -}}
 livenessProbe:
   httpGet: {path: /healthz, port: metrics}

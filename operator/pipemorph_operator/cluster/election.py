@@ -9,10 +9,13 @@ two replicas that take the Lease one succeeds.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import random
+import socket
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
@@ -56,22 +59,48 @@ class Election:
         name: str,
         identity: str,
         *,
+        component: str = OPERATOR_OWNER,
         seconds: int = DURATION_SECONDS,
+        goes_on: bool = False,
         clock: Callable[[], float] = clock,
     ) -> None:
-        """``seconds``: duration of the Lease."""
+        """``component``: who elects. ``seconds``: duration of the Lease. ``goes_on``: for a leader
+        whose writes are fenced otherwise; while it cannot renew the Lease, it works until it sees
+        another holder."""
         self._cluster = cluster
         self._about = {"namespace": namespace, "name": name}
         self._identity = identity
+        self._component = component
         self._seconds = seconds
+        self._goes_on = goes_on
         self._clock = clock
         self._act_until = float("-inf")
+        self.acts = False
+        """Whether ``lead`` runs."""
         self._lease: dict[str, Any] | None = None
         """As last read or written; None if it does not exist, or must be read again."""
         self._spec: dict[str, Any] | None = None
         self._changed_at = 0.0
+        self._failing = False
         self.known = False
         """Whether the Lease has been read once."""
+
+    @staticmethod
+    def configured(
+        cluster: Cluster, options: argparse.Namespace, component: str, *, goes_on: bool = False
+    ) -> Election:
+        """The candidate of ``options`` (:func:`add_options`)."""
+        namespace, name = options.lease
+        identity = options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
+        return Election(
+            cluster,
+            namespace,
+            name,
+            identity,
+            component=component,
+            seconds=options.lease_seconds,
+            goes_on=goes_on,
+        )
 
     @property
     def leads(self) -> bool:
@@ -92,7 +121,7 @@ class Election:
 
     def state(self) -> str:
         """Who leads, in one line."""
-        if self.leads:
+        if self.leads or (self.acts and self._has_turn()):
             return f"{self._identity} leads"
         other = self.holder if self.holder != self._identity else ""
         return f"{self._identity} stands by; {other or 'nobody'} leads"
@@ -110,11 +139,12 @@ class Election:
 
     async def _lead(self, lead: Work, stop: asyncio.Event) -> None:
         log.info("%s leads", self._identity)
-        LEADS.set(1)
+        LEADS[self._component].set(1)
+        self.acts = True
         work = asyncio.create_task(lead())
         tell = asyncio.create_task(self._tell())
         try:
-            while self.leads and not stop.is_set() and not work.done():
+            while self._has_turn() and not stop.is_set() and not work.done():
                 await self._pause(stop, work)
                 if not stop.is_set():
                     await self._round()
@@ -125,17 +155,21 @@ class Election:
             for task in (work, tell):
                 task.cancel()
             await asyncio.wait((work, tell))
-            LEADS.set(0)
+            LEADS[self._component].set(0)
+            self.acts = False
             if self.leads:
                 await self._release()
             log.warning("%s does not lead any more", self._identity)
 
+    def _has_turn(self) -> bool:
+        return self.leads or (self._goes_on and self.holder == self._identity)
+
     async def _pause(self, stop: asyncio.Event, *ends: asyncio.Future[None]) -> None:
         """Wait for the next try, ``stop``, or the first of ``ends``."""
         seconds = self._seconds * RETRY_PART * random.uniform(0.8, 1.2)
-        free_in = self._free_at() - self._clock()
-        if not self.leads and free_in > 0:
-            seconds = min(seconds, free_in + 0.01)
+        left = (self._act_until if self.leads else self._free_at()) - self._clock()
+        if left > 0:
+            seconds = min(seconds, left + 0.01)
         stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, *ends), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -156,15 +190,14 @@ class Election:
                     self._act_until = float("-inf")
                     return False
                 await self._write(self._identity)
-        except ApiRefused as refused:
-            if refused.status != CONFLICT:
-                log.warning("the Lease could not be written: %s", refused)
-            self._lease = None  # Somebody else wrote it: it has to be read again.
-            return False
         except REQUEST_ERRORS as error:
-            log.warning("the Lease could not be renewed: %s", reason_of(error))
-            self._lease = None
+            self._lease = None  # Somebody else may have written it: read it again.
+            conflict = isinstance(error, ApiRefused) and error.status == CONFLICT
+            if not (conflict or self._failing):
+                self._failing = True
+                log.warning("the Lease cannot be taken or renewed: %s", reason_of(error))
             return False
+        self._failing = False
         self._act_until = began + self._seconds * ACT_PART
         return True
 
@@ -199,7 +232,7 @@ class Election:
             self._observe(await self._cluster.replace(self._lease | {"spec": spec}))
             return
         lease = {"apiVersion": API_VERSION, "kind": KIND, "metadata": self._about, "spec": spec}
-        made = await self._cluster.create(lease, OPERATOR_OWNER)
+        made = await self._cluster.create(lease, self._component)
         if made is None:
             raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
         self._observe(made)
@@ -222,7 +255,43 @@ class Election:
         said = Event("Normal", "LeaderElection", f"{self._identity} became leader")
         try:
             await emit(
-                self._cluster, about, said, OPERATOR_OWNER, kind=KIND, api_version=API_VERSION
+                self._cluster, about, said, self._component, kind=KIND, api_version=API_VERSION
             )
         except REQUEST_ERRORS as error:
             log.warning("the event could not be written: %s", reason_of(error))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :meth:`Election.configured`."""
+    parser.add_argument(
+        "--lease",
+        type=_namespaced,
+        required=True,
+        metavar="NAMESPACE/NAME",
+        help="the Lease that the acting replica holds; it is made if it does not exist",
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=_seconds,
+        default=DURATION_SECONDS,
+        help="a replica takes the Lease of another that has not renewed it for so long"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--identity",
+        help="name of this process in the Lease, such as its pod's; no two may have the same one"
+        " at a time (default: random)",
+    )
+
+
+def _namespaced(text: str) -> tuple[str, str]:
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAMESPACE/NAME")
+    return namespace, name
+
+
+def _seconds(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 3600")
+    return int(text)

@@ -10,6 +10,7 @@ import signal
 import ssl
 from asyncio import sslproto
 from functools import cache, partial
+from http import HTTPStatus
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -21,13 +22,15 @@ from pipemorph.ingest import (
     FirstPlanner,
     IngestServer,
     PlannerPool,
+    Refused,
     most_planners,
 )
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster, path, reason_of
+from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
-from pipemorph_operator.ingest.auth import PodTokenAuthenticator
+from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.write_budget import look_interval
 from pipemorph_operator.metrics import (
@@ -40,6 +43,7 @@ from pipemorph_operator.metrics import (
     REPORT_SECONDS,
     REPORTS,
 )
+from pipemorph_operator.names import INGEST_OWNER
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -176,9 +180,19 @@ async def run(options: argparse.Namespace) -> None:
         PLANS_WAITING.set_function(lambda: planner.waiting)
         await planner.warm_up()
         log.info("%d planner processes, and one for short decisions", processes)
+        # Its writes are fenced; an API server that is away must not stop adaptation.
+        election = Election.configured(cluster, options, INGEST_OWNER, goes_on=True)
+
+        def expected(namespace: str, job: str) -> Expected | None:
+            if not election.acts:
+                REFUSED.labels(reason="standby").inc()
+                # The connection is closed, and the next may lead to the replica that leads.
+                raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{election.state()}; connect again")
+            return store.expected(namespace, job)
+
         server = IngestServer(
             store,
-            PodTokenAuthenticator(cluster, store.expected),
+            PodTokenAuthenticator(cluster, expected),
             host=options.host,
             port=options.port,
             tls=context,
@@ -196,30 +210,51 @@ async def run(options: argparse.Namespace) -> None:
             for namespace in [*options.namespace] or everywhere
         }
         loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
+        work = (ticked, *watched.values())
+
+        def problem() -> str:
+            return "; ".join(found for each in work if (found := each())) if election.acts else ""
+
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: serving and store.synced,
-            (loop_monitor, ticked, *watched.values()),
+            lambda: serving and (store.synced if election.acts else election.known),
+            (loop_monitor, problem),
+            election.state,
         )
-        tasks = [
-            asyncio.create_task(follow(cluster, store, namespace, alive))
-            for namespace, alive in watched.items()
-        ]
-        tasks.append(asyncio.create_task(loop_monitor.run()))
+
+        async def lead() -> None:
+            for each in work:
+                each.beat()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for namespace, alive in watched.items():
+                        group.create_task(follow(cluster, store, namespace, alive))
+                    group.create_task(tick(server, store, ticked))
+            finally:
+                # What this replica knows of jobs is out of date from now on: start again.
+                stop.set()
+
+        tasks = [asyncio.create_task(loop_monitor.run())]
         if context is not None:
             tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
         try:
             async with server:
                 serving = True
                 log.info("serving at %s", server.url)
-                tasks.append(asyncio.create_task(tick(server, store, ticked)))
+                electing = asyncio.create_task(election.run(lead, stop))
                 stopping = asyncio.create_task(stop.wait())
-                # A background task that ends before ``stop`` has failed: exit with its error.
-                await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                try:
+                    # A background task that ends before ``stop`` has failed: exit with its error.
+                    await asyncio.wait(
+                        [electing, *tasks, stopping], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in (electing, *tasks):
+                        if task.done():
+                            task.result()
+                finally:
+                    stop.set()
+                    await asyncio.wait([electing])  # It releases the Lease.
         finally:
             for task in tasks:
                 task.cancel()
@@ -243,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
         "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh with TLS"
     )
     made.add_argument("--metrics-port", type=int, default=8081)
+    add_options(made)
     made.add_argument(
         "--max-connections",
         type=_positive,

@@ -28,6 +28,7 @@ class Api:
         self.lease: Object | None = None
         self.version = 0
         self.away = False
+        self.asked = 0
         self.before_write: Callable[[], None] | None = None
 
     def written(self, lease: Object) -> Object:
@@ -51,6 +52,7 @@ class Client(Cluster):
 
     async def get(self, url: str) -> Object | None:
         assert url == "/apis/coordination.k8s.io/v1/namespaces/system/leases/operator"
+        self.api.asked += 1
         if self.api.away:
             raise ConnectionRefusedError("away")
         return copy.deepcopy(self.api.lease)
@@ -78,11 +80,20 @@ class Client(Cluster):
 class Candidate:
     """A replica with a clock of its own."""
 
-    def __init__(self, api: Api, name: str, *, clock: float = 0.0, seconds: int = SECONDS) -> None:
+    def __init__(
+        self,
+        api: Api,
+        name: str,
+        *,
+        clock: float = 0.0,
+        seconds: int = SECONDS,
+        goes_on: bool = False,
+    ) -> None:
         self.now = clock
         self.election = Election(
-            Client(api), "system", "operator", name, seconds=seconds, clock=lambda: self.now
-        )
+            Client(api), "system", "operator", name,
+            seconds=seconds, goes_on=goes_on, clock=lambda: self.now,
+        )  # fmt: skip
 
     def tries(self, *, after: float = 0.0) -> bool:
         """Whether it leads after another try, ``after`` seconds later."""
@@ -262,6 +273,44 @@ def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
 
     run(test)
     assert turns == ["begun", "ended", "begun", "ended"]
+
+
+def test_one_that_goes_on_works_until_it_sees_another_holder() -> None:
+    api = Api()
+    first = Candidate(api, "a", seconds=1, goes_on=True)
+    turns: list[str] = []
+
+    async def work() -> None:
+        turns.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            turns.append("ended")
+
+    async def test() -> None:
+        stop = asyncio.Event()
+        turn = asyncio.create_task(first.election.run(work, stop))
+        while not turns:
+            await asyncio.sleep(0.01)
+        api.away = True
+        first.now += 100.0
+        tries = asyncio.get_running_loop().time() + 1.0
+        while asyncio.get_running_loop().time() < tries:
+            await asyncio.sleep(0.05)
+        assert turns == ["begun"]
+        assert 2 < api.asked < 20, "it does not ask six times a second"
+        assert first.election.acts
+        assert first.election.state() == "a leads"
+        spec = {"holderIdentity": "b", "leaseDurationSeconds": 60}
+        api.written({"metadata": {}, "spec": spec})
+        api.away = False
+        while len(turns) < 2:
+            await asyncio.sleep(0.01)
+        assert first.election.state() == "a stands by; b leads"
+        stop.set()
+        await turn
+
+    run(test)
 
 
 def test_work_that_fails_is_raised() -> None:
