@@ -1,8 +1,10 @@
 """What users meet first: the chart, `kubectl explain`, good manifests taken, bad ones refused."""
 
 import asyncio
+import base64
 import copy
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from operator_support import (
     condition,
     manifest,
 )
-from testbed import TestbedError
+from testbed import TestbedError, wait_for
 
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph_operator.children import Attempt, objects
@@ -237,6 +239,57 @@ def test_the_chart_is_upgraded_with_its_crd_and_keeps_its_authority(jobs: Jobs) 
     assert after == before, "running ranks would no longer trust the ingest"
     crd = cluster.client.get("crds", "pipemorphjobs.pipemorph.io")
     assert len(crd["spec"]["versions"][0]["additionalPrinterColumns"]) == len(columns)
+
+
+def test_the_authority_is_rotated_without_a_moment_in_which_ranks_trust_nobody(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    def upgrade(rotation: str) -> dict[str, str]:
+        value = f"--set=ingest.tls.rotation={rotation}"
+        jobs.cluster.helm("upgrade", RELEASE, str(CHART), "--namespace", SYSTEM, value)
+        secret = jobs.cluster.client.get("secrets", f"{FULL_NAME}-ingest-tls", SYSTEM)
+        return {key: base64.b64decode(text).decode() for key, text in secret["data"].items()}
+
+    def trusts(authorities: str, certificate: str) -> bool:
+        for name, text in (("ca", authorities), ("crt", certificate)):
+            (tmp_path / name).write_text(text)
+        command = ["openssl", "verify", "-CAfile", tmp_path / "ca", tmp_path / "crt"]
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+    def others() -> list[dict[str, Any]]:
+        found = jobs.cluster.client.list("pipemorphjobs")
+        return [job for job in found if "deletionTimestamp" not in job["metadata"]]
+
+    # Those of other tests go with their namespaces.
+    wait_for("no other job to be there", lambda: not others(), 120.0)
+    before = upgrade("")
+    with pytest.raises(TestbedError, match="no new authority to switch to"):
+        upgrade("switch")
+    jobs.apply(manifest("early", stages=1))
+    jobs.run("early", 1)
+    begun = upgrade("begin")
+    assert begun["tls.crt"] == before["tls.crt"]
+    assert trusts(begun["ca.crt"], before["tls.crt"])
+    assert upgrade("begin") == begun, "a second authority was made"
+    with pytest.raises(TestbedError, match=f"ranks of {jobs.namespace}/early trust the old"):
+        upgrade("switch")
+    jobs.patch("early", {"suspend": True})
+    jobs.wait("early", "Suspended")
+    switched = upgrade("switch")
+    assert switched["tls.crt"] == begun["next-tls.crt"]
+    assert not trusts(before["ca.crt"], switched["tls.crt"])
+    for trusted in (begun["ca.crt"], switched["ca.crt"]):
+        for certificate in (before["tls.crt"], switched["tls.crt"]):
+            assert trusts(trusted, certificate), "attempts of these days would lose the ingest"
+    assert upgrade("switch") == switched
+    with pytest.raises(TestbedError, match="a rotation is not finished"):
+        upgrade("begin")
+    after = upgrade("")
+    assert after["tls.crt"] == switched["tls.crt"]
+    assert trusts(after["ca.crt"], after["tls.crt"])
+    assert not trusts(after["ca.crt"], before["tls.crt"])
+    assert set(after) == set(before)
+    assert upgrade("") == after
 
 
 def rendered(jobs: Jobs, **values: Any) -> list[dict[str, Any]]:

@@ -84,6 +84,15 @@ enableServiceLinks: false
 terminationGracePeriodSeconds: 20
 {{- end -}}
 
+{{- /* An authority and a certificate that it has signed, as JSON: ca, crt, key. Authorities have different
+names, since clients look them up by name. */}}
+{{- define "pipemorph.newPair" -}}
+{{- $names := index . 1 }}
+{{- $ca := genCA (printf "%s-ca-%s" (index . 0) (randAlphaNum 6 | lower)) 3650 }}
+{{- $cert := genSignedCert (first $names) nil $names 3650 $ca }}
+{{- dict "ca" $ca.Cert "crt" $cert.Cert "key" $cert.Key | toJson }}
+{{- end -}}
+
 {{- /* Replicas of a component on different nodes and in different zones, where there are such. */}}
 {{- define "pipemorph.apart" -}}
 {{- $root := index . 0 }}
