@@ -38,6 +38,7 @@ CONTENTS = {
         "how-to/megatron-core",
         "cuda",
         "operations",
+        "security",
         "/charts/pipemorph-operator/README",
         "schedules",
         "benchmarks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -146,6 +147,8 @@ async def run(options: argparse.Namespace) -> None:
             ca_pem=Path(options.ingest_ca).read_text() if options.ingest_ca else "",
             trainer_image=options.trainer_image,
             trainer_pull_policy=options.trainer_pull_policy,
+            network_policies=options.network_policies,
+            metrics_from=options.metrics_from,
         )
 
     config()  # Fail at start, with the file's name, if the CA file is missing.
@@ -226,11 +229,33 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ingest-ca", help="PEM file with the CA of the ingest's certificate")
     made.add_argument("--trainer-image", default="", help="default image of trainer containers")
     made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
+    made.add_argument(
+        "--network-policies",
+        action="store_true",
+        help="make a NetworkPolicy for each job: only its ranks reach each other",
+    )
+    made.add_argument(
+        "--metrics-from",
+        type=_peers,
+        default=(),
+        metavar="JSON",
+        help="who may read ranks' metrics under it, a list of NetworkPolicyPeer (default: anybody)",
+    )
     made.add_argument("--host", help="address of metrics and probes (default: all)")
     made.add_argument("--metrics-port", type=int, default=8080)
     add_options(made)
     made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled concurrently")
     return made
+
+
+def _peers(text: str) -> tuple[dict[str, Any], ...]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(peer, dict) for peer in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of objects")
+    return tuple(found)
 
 
 def main() -> None:

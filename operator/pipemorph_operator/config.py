@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class OperatorConfig:
     """``ca_pem``: CA of the ingest's certificate; empty for a public CA.
-    ``trainer_image``: image of jobs without a pod template; empty to reject such jobs."""
+    ``trainer_image``: image of jobs without a pod template; empty to reject such jobs.
+    ``network_policies``: whether each job gets a NetworkPolicy, which lets ``metrics_from`` (as in
+    its ``from``; empty for anybody) read the ranks' metrics."""
 
     ingest_url: str
     ca_pem: str = ""
     trainer_image: str = ""
     trainer_pull_policy: str = ""
+    network_policies: bool = False
+    metrics_from: tuple[dict[str, Any], ...] = ()

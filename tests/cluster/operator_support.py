@@ -181,6 +181,7 @@ class Installation:
             f"--lease={LEASE}",
             f"--lease-seconds={lease_seconds}",
             f"--identity={identity}",
+            "--network-policies",
         ]
         return Program(identity, "pipemorph_operator", arguments, self.folder, kube)
 

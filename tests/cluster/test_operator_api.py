@@ -329,6 +329,8 @@ def test_the_chart_grants_no_more_than_it_must(jobs: Jobs) -> None:
             assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
             if "secrets" in rule["resources"]:
                 assert set(rule["verbs"]) == {"create", "delete"}, "the operator reads secrets"
+            if "networkpolicies" in rule["resources"]:
+                assert rule["verbs"] == ["create"]
         if document["kind"] == "Deployment":
             pod = document["spec"]["template"]["spec"]
             assert pod["securityContext"]["runAsNonRoot"] is True
@@ -337,6 +339,25 @@ def test_the_chart_grants_no_more_than_it_must(jobs: Jobs) -> None:
                 assert container["securityContext"]["allowPrivilegeEscalation"] is False
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
                 assert {"livenessProbe", "readinessProbe", "resources"} <= set(container)
+
+
+def test_without_network_policies_of_jobs_there_is_no_right_to_make_any(jobs: Jobs) -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"team": "watch"}}}]
+    for enabled in (True, False):
+        made = rendered(
+            jobs, **{"networkPolicy.jobs.enabled": enabled, "networkPolicy.metricsFrom": peers}
+        )
+        text = json.dumps(made)
+        assert ('"networkpolicies"' in text) is enabled
+        assert ('"--network-policies"' in text) is enabled
+        arguments = [
+            argument
+            for d in made
+            if d["kind"] == "Deployment"
+            for argument in d["spec"]["template"]["spec"]["containers"][0]["args"]
+        ]
+        passed = [json.loads(a.partition("=")[2]) for a in arguments if "metrics-from" in a]
+        assert passed == ([peers] if enabled else [])
 
 
 def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
@@ -427,7 +448,7 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) 
         found.append(
             {(d["kind"], d["metadata"]["name"]) for d in made if "namespace" not in d["metadata"]}
         )
-    assert len(found[0]) == 8, "roles of both programs, for TokenReviews and for people"
+    assert len(found[0]) == 12, "roles of both programs, for TokenReviews and for people; policies"
     assert not found[0] & found[1]
 
 

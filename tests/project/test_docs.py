@@ -66,3 +66,11 @@ def test_files_that_are_named(name: str) -> None:
         if file not in LEFT_BY_A_RUN and not any(f"/{each}".endswith(f"/{file}") for each in FILES)
     ]
     assert not missing, f"{name} names files that do not exist"
+
+
+def test_the_threat_model_names_tests_that_exist() -> None:
+    found = re.findall(r"`([\w/]+\.py): (test_\w+)`", (ROOT / "docs/security.md").read_text())
+    assert len(found) > 20
+    for file, test in found:
+        path = ROOT / (file if "/" in file else f"tests/cluster/{file}")
+        assert re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), test

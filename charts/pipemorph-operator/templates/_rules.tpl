@@ -20,6 +20,11 @@
 - apiGroups: [""]
   resources: [configmaps, secrets]
   verbs: [create, delete]
+{{- if .Values.networkPolicy.jobs.enabled }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create]
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list]

@@ -1,4 +1,5 @@
-"""All objects of one attempt: Service, ConfigMap, Job, and a PodGroup if gang-scheduled.
+"""All objects of one attempt: Service, NetworkPolicy, ConfigMap, Job, and a PodGroup if
+gang-scheduled.
 
 The engine's Secret is random, so the reconciler creates it once and never applies it again.
 """
@@ -20,6 +21,8 @@ def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
     Raises :class:`Unbuildable`.
     """
     out = [service(attempt), config_map(attempt, config)]
+    if config.network_policies:
+        out.insert(0, network_policy(attempt, config))
     if (group := gang.pod_group(attempt)) is not None:
         out.append(group)
     return [*out, batch_job(attempt, config)]
@@ -37,6 +40,27 @@ def service(attempt: Attempt) -> Object:
             "publishNotReadyAddresses": True,
             "selector": {names.LABEL_JOB_UID: attempt.uid},
         },
+    }
+
+
+def network_policy(attempt: Attempt, config: OperatorConfig) -> Object:
+    """NetworkPolicy, the same for all attempts: only ranks of the job reach each other's ports, for
+    the rendezvous, collectives and the engine. Where ranks connect to is left to other policies:
+    their data and checkpoints may be anywhere."""
+    ranks = {"podSelector": {"matchLabels": {names.LABEL_JOB_UID: attempt.uid}}}
+    ingress: list[Object] = [{"from": [ranks]}]
+    spec = attempt.job.spec
+    if first := spec.trainer.metrics_port:
+        last = first + spec.parallelism.ranks_per_pod - 1
+        scrape: Object = {"ports": [{"port": first, "endPort": last}]}
+        if config.metrics_from:
+            scrape["from"] = list(config.metrics_from)
+        ingress.append(scrape)
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": service(attempt)["metadata"],
+        "spec": {**ranks, "policyTypes": ["Ingress"], "ingress": ingress},
     }
 
 

@@ -46,6 +46,7 @@ _PLURALS = {
     "Event": ("v1", "events"),
     "Job": ("batch/v1", "jobs"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
     "PipeMorphJob": (f"{API_GROUP}/{VERSION}", PLURAL),
 }
 

@@ -196,9 +196,13 @@ class Reconciler:
         unknown field with an internal error. An existing ConfigMap is a leftover of an interrupted
         reconcile, maybe before an edit; it is immutable and no pod uses it, so it is replaced.
         """
-        if obj["kind"] not in ("Job", "ConfigMap"):
+        if obj["kind"] not in ("Job", "ConfigMap", "NetworkPolicy"):
             return await self._cluster.apply(obj, names.OPERATOR_OWNER)
         made = await self._cluster.create(obj, names.OPERATOR_OWNER)
+        if obj["kind"] == "NetworkPolicy":
+            # That of an earlier attempt is the same. The operator may not change NetworkPolicies:
+            # the right to would cover those of everybody.
+            return made or obj
         if made is None and obj["kind"] == "ConfigMap":
             await self._cluster.delete(path_of(obj))
             made = await self._cluster.create(obj, names.OPERATOR_OWNER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,24 @@ def test_all_objects_are_owned_by_the_job_and_labelled() -> None:
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("PipeMorphJob", UID, True)
         assert obj["metadata"]["labels"]["pipemorph.io/job-uid"] == UID
         assert obj["metadata"]["namespace"] == "team"
+
+
+def test_only_ranks_of_the_job_reach_its_ranks_and_scrapers_their_metrics() -> None:
+    peers = ({"namespaceSelector": {"matchLabels": {"team": "watch"}}},)
+    config = replace(CONFIG, network_policies=True, metrics_from=peers)
+    made = attempt(parallelism=EIGHT)
+    policy, *others = objects(made, config)
+    assert others == objects(made, CONFIG)
+    own = {"matchLabels": {"pipemorph.io/job-uid": UID}}
+    assert policy["metadata"]["name"] == made.service, "one for all attempts"
+    metrics = {"ports": [{"port": 9464, "endPort": 9471}]}
+    spec = {"podSelector": own, "policyTypes": ["Ingress"]}
+    ranks = {"from": [{"podSelector": own}]}
+    assert policy["spec"] == spec | {"ingress": [ranks, metrics | {"from": list(peers)}]}
+    anybody = objects(made, replace(config, metrics_from=()))[0]
+    assert anybody["spec"]["ingress"] == [ranks, metrics]
+    spec_of = attempt(trainer={"module": "a.b", "iterations": 3, "metricsPort": 0})
+    assert objects(spec_of, config)[0]["spec"]["ingress"] == [ranks]
 
 
 def test_one_indexed_job_one_failure_ends_it() -> None:

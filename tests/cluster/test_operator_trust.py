@@ -1,0 +1,164 @@
+"""What people and pods of a namespace try with another's job; docs/security.md has the list."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from operator_support import FULL_NAME, SYSTEM, Jobs, Object, manifest
+from testbed import ApiError, NotYet, wait_for
+from testbed.api import ApiClient
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+JOB_UID = "pipemorph.io/job-uid"
+DEADLINE = 120.0
+
+
+def editor(jobs: Jobs) -> ApiClient:
+    """Somebody who may edit the namespace, and nothing else."""
+    name = f"editor-of-{jobs.namespace}"
+    arguments = ["--clusterrole=edit", f"--user={name}", f"--namespace={jobs.namespace}"]
+    jobs.cluster.kubectl("create", "rolebinding", "editor", *arguments)
+    client = ApiClient(jobs.cluster.kubeconfig(name))
+    wait_for("the editor's rights", lambda: may_list(client, jobs.namespace), DEADLINE)
+    return client
+
+
+def may_list(client: ApiClient, namespace: str) -> bool:
+    """The authorizer sees a new binding, and an aggregated role, when its watch delivers it."""
+    try:
+        client.list("pipemorphjobs", namespace)
+    except ApiError as error:
+        raise NotYet(str(error)) from None
+    return True
+
+
+def test_people_of_a_namespace_may_not_do_more_than_they_need(jobs: Jobs) -> None:
+    jobs.apply(manifest("seen", stages=1))
+    jobs.pods("seen", 1)
+    client, namespace = editor(jobs), jobs.namespace
+    viewer_name = f"viewer-of-{namespace}"
+    arguments = ["--clusterrole=view", f"--user={viewer_name}", f"--namespace={namespace}"]
+    jobs.cluster.kubectl("create", "rolebinding", "viewer", *arguments)
+    viewer = ApiClient(jobs.cluster.kubeconfig(viewer_name))
+    wait_for("the viewer's rights", lambda: may_list(viewer, namespace), DEADLINE)
+    status = {"status": {"attempt": 99}}
+    tries: list[Callable[[], Any]] = [
+        lambda: client.patch("pipemorphjobs", "seen", status, namespace, subresource="status"),
+        lambda: client.get("leases", FULL_NAME, SYSTEM),
+        lambda: client.list("pipemorphjobs", SYSTEM),
+        lambda: viewer.list("secrets", namespace),
+        lambda: viewer.patch("pipemorphjobs", "seen", {"spec": {"suspend": True}}, namespace),
+    ]
+    for attempt in tries:
+        assert error_of(attempt).code == 403
+    assert viewer.get("pipemorphjobs", "seen", namespace)["status"]["attempt"] == 0
+    client.patch("pipemorphjobs", "seen", {"spec": {"suspend": True}}, namespace)
+
+
+def pod(name: str, **labels: str) -> Object:
+    container = {"name": "a", "image": "none.invalid/a"}
+    spec = {"schedulerName": "nobody", "containers": [container]}
+    return {"metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def test_nobody_elses_pods_pass_as_ranks(jobs: Jobs) -> None:
+    """Or they would be in the job's Service, and its NetworkPolicy would let them in."""
+    jobs.apply(manifest("guarded", stages=1))
+    rank = jobs.pods("guarded", 1)[0]
+    label = {JOB_UID: rank["metadata"]["labels"][JOB_UID]}
+    client, namespace = editor(jobs), jobs.namespace
+    client.create("pods", pod("mine"), namespace)
+    job = {
+        "metadata": {"name": "own"},
+        "spec": {"template": copy.deepcopy(pod("x")) | {"metadata": {"labels": label}}},
+    }
+    job["spec"]["template"]["spec"]["restartPolicy"] = "Never"
+    tries: list[Callable[[], Any]] = [
+        lambda: client.create("pods", pod("forged", **label), namespace),
+        lambda: client.patch("pods", "mine", {"metadata": {"labels": label}}, namespace),
+        lambda: client.create("jobs", job, namespace),
+    ]
+    for attempt in tries:
+        refused = error_of(attempt)
+        assert (refused.code, JOB_UID in str(refused)) == (403, True)
+    # What has the label keeps it, whoever edits it, and what has none is nobody's business.
+    client.patch(
+        "pods", rank["metadata"]["name"], {"metadata": {"labels": {"seen": "yes"}}}, namespace
+    )
+    del job["spec"]["template"]["metadata"]
+    client.create("jobs", job, namespace)
+
+
+def error_of(attempt: Callable[[], Any]) -> ApiError:
+    try:
+        made = attempt()
+    except ApiError as error:
+        return error
+    raise AssertionError(f"it was taken: {made}")
+
+
+def test_a_job_has_a_network_policy_before_it_has_ranks(jobs: Jobs) -> None:
+    """There is no network here that would enforce it. It is deleted with its owner."""
+    client, namespace = jobs.cluster.client, jobs.namespace
+    jobs.apply(manifest("walled", stages=1))
+    rank = jobs.pods("walled", 1)[0]
+    (policy,) = client.list("networkpolicies", namespace)
+    label = {"matchLabels": {JOB_UID: rank["metadata"]["labels"][JOB_UID]}}
+    assert policy["spec"]["podSelector"] == label
+    assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": label}]}
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["metadata"]["creationTimestamp"] <= rank["metadata"]["creationTimestamp"]
+    assert policy["metadata"]["ownerReferences"][0]["kind"] == "PipeMorphJob"
+
+
+@pytest.mark.parametrize(
+    ("verb", "group", "resource"),
+    [
+        ("get", "", "secrets"),
+        ("patch", "networking.k8s.io", "networkpolicies"),
+        ("delete", "networking.k8s.io", "networkpolicies"),
+        ("create", "", "pods"),
+        ("delete", "", "pods"),
+        ("create", "", "pods/exec"),
+        ("create", "", "serviceaccounts/token"),
+        ("update", "coordination.k8s.io", "leases"),
+        ("patch", "pipemorph.io", "pipemorphjobs"),
+    ],
+)
+def test_what_neither_process_may_do_in_a_namespace(
+    jobs: Jobs, verb: str, group: str, resource: str
+) -> None:
+    resource, _, sub = resource.partition("/")
+    asked = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
+    for account in (FULL_NAME, f"{FULL_NAME}-ingest"):
+        assert not may(jobs, account, asked | {"namespace": jobs.namespace}), account
+
+
+def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
+    asked = {"verb": "update", "group": "coordination.k8s.io", "resource": "leases"}
+    accounts = (FULL_NAME, f"{FULL_NAME}-ingest")
+    allowed = {
+        (account, lease)
+        for account in accounts
+        for lease in (*accounts, "another")
+        if may(jobs, account, asked | {"namespace": SYSTEM, "name": lease})
+    }
+    assert allowed == {(account, account) for account in accounts}
+
+
+def may(jobs: Jobs, account: str, asked: Object) -> bool:
+    """Whether a service account of the release has a right."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{SYSTEM}:{account}",
+            "groups": ["system:serviceaccounts", "system:authenticated"],
+            "resourceAttributes": asked,
+        },
+    }
+    where = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    return bool(jobs.cluster.client.request("POST", where, review)["status"]["allowed"])
