@@ -1,7 +1,7 @@
 """Delays that vary, at random: is adapting worth it, and is the right dispatch chosen?
 
-One command: ``python benchmarks/varying.py [--json FILE] [--seeds N]``. The problem of
-``benchmarks/replay.py``, with and without an in-flight limit of 16. Kinds of delay of one link:
+One command: ``python benchmarks/varying.py [--json FILE] [--seeds N]``, five minutes. The problem
+of ``benchmarks/replay.py``, with and without an in-flight limit of 16. Kinds of delay of one link:
 redrawn from N(30, 10) and N(30, 20) ms every 50-400 ms, and from N(30, 15) ms every 0.5-3 s; 60 and
 40 ms in runs of 50-400 ms with pauses as long, or twice as long; in runs of 0.3-2 s. 55 iterations
 each, with python telemetry; all but ranks and links is real. Printed are mean seconds per trace,
