@@ -169,8 +169,11 @@ def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:
     return Proposal(None if slower else option, current, (findings.GoesBack(slower),))
 
 
-def _options(asked: Replan, forecast: Forecast, current: Option | None) -> list[Option]:
-    """All plans that could run and be chosen. Raises :class:`InputError` if there is none."""
+def _options(
+    asked: Replan, forecast: Forecast, current: Option | None, enough: float = 0.0
+) -> list[Option]:
+    """All plans that could run and be chosen. ``enough``: seconds for which no shorter plan needs
+    to be looked for. Raises :class:`InputError` if there is no plan."""
     options: list[Option] = []
     choices = forecast.route_choices(asked.current.routes, asked.baseline.routes)
     # Mostly the fastest first: where no plan comes near it, none is looked for.
@@ -181,8 +184,11 @@ def _options(asked: Replan, forecast: Forecast, current: Option | None) -> list[
         if current is not None and asked.cause in MAY_EASE:
             within = max(within, current.seconds)
         options += forecast.fresh(routes, within)
+    best = forecast.best(options)
+    if best.seconds <= enough:
+        return options
     # First, since the first of equals is chosen.
-    return [*forecast.longer_searched(forecast.best(options)), *options]
+    return [*forecast.longer_searched(best), *options]
 
 
 def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> list[Option]:
@@ -202,7 +208,7 @@ def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> 
         plan = next((each for each in known if strained.of(each).seconds <= longest), None)
         if plan is None:
             own = replace(asked, current=asked.current.of_replica(replicas[0]))
-            quickest = here.best(_options(own, here, None))
+            quickest = here.best(_options(own, here, None, enough=longest))
             longest, plan = max(longest, quickest.seconds), quickest.plan
             if longest > limit:
                 return []

@@ -167,6 +167,22 @@ def test_a_replica_keeps_the_first_plan_while_another_one_is_slower_anyway() -> 
     assert best.of_replica(2).delegated == ()
 
 
+def test_only_the_slowest_replica_needs_a_plan_that_is_hard_to_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[tuple[float, ...]] = []
+
+    def longer_searched(self: Forecast, best: Option) -> list[Option]:
+        searched.append(self._situation.delays)
+        return []
+
+    monkeypatch.setattr(Forecast, "longer_searched", longer_searched)
+    limited = job(3, stages=8, microbatches=24, schedule={"inFlightLimit": 10})
+    now = situation(limited, {0: {0: 0.08}, 1: {3: 0.02}})
+    assert len(chosen(propose(asked(limited, now))).plan.own) == 2
+    assert searched == [now.delays, now.own[0].delays]
+
+
 def test_a_plan_of_any_replica_must_keep_to_the_limits() -> None:
     limited = job(2, stages=8, microbatches=24, schedule={"inFlightLimit": 10})
     wide = initial_plan(job(2, stages=8, microbatches=24))
