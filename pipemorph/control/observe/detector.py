@@ -131,6 +131,8 @@ class DelayDetector:
         the previous level."""
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
+        self._learned_at: int | None = None
+        """Mark of the last window that the first base was learned from."""
         self._sum = 0.0
         self._late = 0.0
         """Evidence that the link is late often, and the windows since there is any."""
@@ -281,6 +283,8 @@ class DelayDetector:
             if within.low <= expected <= value:
                 if self.level is Level.SLOW:
                     self._since.append(within)
+                else:
+                    self._turned_at = None
                 return
             if value > expected:
                 # The bound minus one op is certain, and from here on as good as an exact value.
@@ -305,7 +309,8 @@ class DelayDetector:
             return False
         self._since = deque([Within.exactly(known.value)] * LEARN, RECENT)
         known.value = base
-        self._become(Level.SLOW, self.changed_at)
+        # Receivers that compute may need iterations to learn it, of which the last ones were slow.
+        self._become(Level.SLOW, self._learned_at)
         return True
 
     def restore_base(self, route: str, base: float) -> None:
@@ -379,7 +384,7 @@ class DelayDetector:
                 # The route was changed for the other direction, and this one is slow now and then.
                 level, spread = values[0], self._carried[2]
             self._bases[self.route] = _Base(level, spread, exact=bool(true))
-            self.changed_at = self._suspected_at
+            self.changed_at, self._learned_at = self._suspected_at, mark
             self.level = Level.HEALTHY
         self._suspected_at = None
 

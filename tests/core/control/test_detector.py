@@ -486,6 +486,31 @@ def test_peers_show_a_link_that_was_slow_from_the_start() -> None:
     assert run.changes[-1][1] is Level.HEALTHY
 
 
+def test_a_link_that_turned_slow_while_its_base_was_learned_was_not_slow_from_the_start() -> None:
+    """Ranks that compute see few messages as they come: here none in three iterations."""
+    detector = DelayDetector()
+    for iteration in range(3):
+        for _ in range(5):
+            detector.observe(BASE + 0.005, mark=iteration, route="direct", exact=False, slack=0.01)
+    for _ in range(5):
+        detector.observe(BASE + 0.060, mark=3, route="direct")
+    assert detector.lower_base(BASE)
+    assert detector.changed_at == 3
+
+
+def test_a_change_begins_after_windows_that_may_show_none() -> None:
+    detector = DelayDetector()
+    for _ in range(10):
+        detector.observe(BASE, mark=0, route="direct")
+    detector.observe(BASE + 0.060, mark=0, route="direct")
+    for iteration in (1, 2):
+        detector.observe(BASE + 0.005, mark=iteration, route="direct", exact=False, slack=0.01)
+    for _ in range(4):
+        detector.observe(BASE + 0.060, mark=3, route="direct")
+    assert detector.level is Level.SLOW
+    assert detector.changed_at == 3
+
+
 def test_thresholds_are_relative_to_base_and_noise() -> None:
     limits = Thresholds(min_delay=0.002, relative=0.25, noise=4.0)
     assert limits.of(0.001, 0.0) == 0.002
