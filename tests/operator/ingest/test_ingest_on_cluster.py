@@ -400,6 +400,6 @@ def test_decisions_are_counted_by_how_they_were_made() -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
 def test_the_number_of_planners_is_positive(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser().parse_args(["--planners", text])
+        parser().parse_args(["--lease", "pipemorph/ingest", "--planners", text])
     assert f"'{text}' is not a positive integer" in capsys.readouterr().err
-    assert parser().parse_args([]).planners is None
+    assert parser().parse_args(["--lease", "pipemorph/ingest"]).planners is None
