@@ -26,5 +26,5 @@ def release(node_cluster: NodeCluster, project_archives: dict[str, Path]) -> Ite
 
 
 @pytest.fixture
-def jobs(release: NodeCluster, node_namespace: str) -> Jobs:
+def node_jobs(release: NodeCluster, node_namespace: str) -> Jobs:
     return Jobs(release, node_namespace)

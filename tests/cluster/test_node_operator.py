@@ -73,23 +73,23 @@ print(core.compiled.__file__, importlib.util.find_spec("torch") is None)
     assert no_torch == "True"
 
 
-def test_the_first_example_adapts_and_completes(release: NodeCluster, jobs: Jobs) -> None:
+def test_the_first_example_adapts_and_completes(release: NodeCluster, node_jobs: Jobs) -> None:
     """The very file that the README applies."""
     example = ROOT / "examples/kubernetes/one-link.yaml"
-    release.kubectl("apply", f"--namespace={jobs.namespace}", "-f", str(example))
-    with Witness(jobs, "one-link") as witness:
-        done = jobs.wait("one-link", _all_told, 240.0)
+    release.kubectl("apply", f"--namespace={node_jobs.namespace}", "-f", str(example))
+    with Witness(node_jobs, "one-link") as witness:
+        done = node_jobs.wait("one-link", _all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True"), told(done)
     assert done["status"]["training"]["slowLinkCount"] == 0
     assert done["status"]["training"]["state"] == "finished"
-    text = release.kubectl("get", f"--namespace={jobs.namespace}", "pipemorphjobs")
+    text = release.kubectl("get", f"--namespace={node_jobs.namespace}", "pipemorphjobs")
     assert text.splitlines()[1].split()[:3] == ["one-link", "Complete", "2/2"]
-    jobs.delete("one-link")
+    node_jobs.delete("one-link")
 
 
 @pytest.mark.soak
-def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: Jobs) -> None:
+def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, node_jobs: Jobs) -> None:
     """By the clock, so with the machine to itself. What does not need one the tests beside this
     show; `tests/trainer/runs/test_run.py` holds the same loop to times without Kubernetes."""
     before = {node.name: addresses(node) for node in release.nodes}
@@ -97,15 +97,15 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
     # parts of the run takes longer than that on a fast machine.
     begin, end, iterations = 30, 70, 135
     slow = {"link": 1, "fromIteration": begin, "toIteration": end, "delayMs": 80.0}
-    jobs.apply(manifest("slow", iterations=iterations, faults=[slow]))
-    with Witness(jobs, "slow") as witness:
-        jobs.wait("slow", "Running", START)
-        _check_ranks(release, jobs, "slow")
+    node_jobs.apply(manifest("slow", iterations=iterations, faults=[slow]))
+    with Witness(node_jobs, "slow") as witness:
+        node_jobs.wait("slow", "Running", START)
+        _check_ranks(release, node_jobs, "slow")
         # Not while a busy machine makes links slow before: ranks start all at once.
         adapted_to = _adapted_to(1, since=begin)
         found = witness.wait("a plan for the slow link", adapted_to, 2 * START)
-        jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
-        done = jobs.wait("slow", _all_told, 240.0)
+        node_jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
+        done = node_jobs.wait("slow", _all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
     assert follows(witness.conditions("LinksDelegated"), "True", "False")
@@ -137,102 +137,106 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
     assert times == sorted(times), f"{story} since {times}"
     assert condition(done, "PreflightPassed")["status"] == "True"
     assert done["status"]["training"]["state"] == "finished"
-    text = release.kubectl("get", f"--namespace={jobs.namespace}", "pipemorphjobs")
+    text = release.kubectl("get", f"--namespace={node_jobs.namespace}", "pipemorphjobs")
     assert text.splitlines()[1].split()[:3] == ["slow", "Complete", "4/4"]
 
-    jobs.delete("slow")
+    node_jobs.delete("slow")
     assert {node.name: addresses(node) for node in release.nodes} == before
 
 
-def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, jobs: Jobs) -> None:
+def test_ranks_train_on_while_the_operator_is_replaced(
+    release: NodeCluster, node_jobs: Jobs
+) -> None:
     """A limit on a real link; both processes die, and are upgraded, in the middle of training."""
     before = [len(addresses(node)) for node in release.nodes]
-    jobs.apply(manifest("real", iterations=100_000))
-    with Witness(jobs, "real") as witness:
-        jobs.wait("real", _at_iteration(5), START)
-        _check_ranks(release, jobs, "real")
-        jobs.wait("real", "PreflightPassed=True", 90.0)
-        ranks = jobs.pods("real")
+    node_jobs.apply(manifest("real", iterations=100_000))
+    with Witness(node_jobs, "real") as witness:
+        node_jobs.wait("real", _at_iteration(5), START)
+        _check_ranks(release, node_jobs, "real")
+        node_jobs.wait("real", "PreflightPassed=True", 90.0)
+        ranks = node_jobs.pods("real")
         node = release.nodes[0]
-        veth = node.veth_of(jobs.namespace, ranks[3]["metadata"]["name"])
+        veth = node.veth_of(node_jobs.namespace, ranks[3]["metadata"]["name"])
         limit = ["tbf", "rate", "10mbit", "burst", "16kb", "limit", "16mb"]
         node.run("tc", "qdisc", "add", "dev", veth, "root", *limit)
         adapted = witness.wait("a plan for the limited link", _adapted_to(2), 90.0)
         assert follows(witness.conditions("LinksHealthy"), "False")
         assert adapted["status"]["control"]["planVersion"] >= 1
 
-        seen = jobs.get("real")["status"]["training"]["iteration"]
+        seen = node_jobs.get("real")["status"]["training"]["iteration"]
         release.client.request("DELETE", release.client.path("pods", SYSTEM))
-        jobs.wait("real", _at_iteration(seen + 8), 90.0)
-        seen = jobs.get("real")["status"]["training"]["iteration"]
+        node_jobs.wait("real", _at_iteration(seen + 8), 90.0)
+        seen = node_jobs.get("real")["status"]["training"]["iteration"]
         more = ["--set", "operator.logLevel=DEBUG", "--set", "ingest.logLevel=DEBUG"]
         release.helm("upgrade", RELEASE, str(CHART), *INSTALL, *more)
         for name in (OPERATOR, INGEST):
             rollout = ("rollout", "status", f"--namespace={SYSTEM}", f"deployment/{name}")
             release.kubectl(*rollout, deadline=180.0)
-        jobs.wait("real", _at_iteration(seen + 8), 90.0)
+        node_jobs.wait("real", _at_iteration(seen + 8), 90.0)
 
         node.run("tc", "qdisc", "delete", "dev", veth, "root")
         # 64 KiB take 52 ms at 10 Mbit/s.
-        jobs.wait("real", _forgotten(adapted, link=2, delay_ms=52.0), 180.0)
+        node_jobs.wait("real", _forgotten(adapted, link=2, delay_ms=52.0), 180.0)
     witness.never_back("control", "planVersion")
     witness.never_back("training", "appliedPlanVersion")
     witness.never_back("training", "iteration")
     assert {status["attempt"] for status in witness.seen if "attempt" in status} == {0}
-    now = jobs.pods("real")
+    now = node_jobs.pods("real")
     assert [p["metadata"]["uid"] for p in now] == [p["metadata"]["uid"] for p in ranks]
     assert [p["status"]["containerStatuses"][0]["restartCount"] for p in now] == [0] * 4
-    jobs.delete("real")
+    node_jobs.delete("real")
     # Not the same ones: both processes have new pods.
     assert [len(addresses(node)) for node in release.nodes] == before
 
 
-def test_a_gpt_trains_to_completion(release: NodeCluster, jobs: Jobs) -> None:
+def test_a_gpt_trains_to_completion(release: NodeCluster, node_jobs: Jobs) -> None:
     job = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
     job["spec"]["trainer"]["iterations"] = 20
     job["spec"]["schedule"]["microbatches"] = 4
-    jobs.apply(job)
-    done = jobs.wait("gpt", _all_told, 180.0)
+    node_jobs.apply(job)
+    done = node_jobs.wait("gpt", _all_told, 180.0)
     training = done["status"]["training"]
     assert training["iteration"] >= 18
     # 5.5 nats per byte is what knowing nothing costs.
     assert training["loss"] < 4.5, told(done)
-    jobs.delete("gpt")
+    node_jobs.delete("gpt")
 
 
-def test_suspended_while_it_restarts(jobs: Jobs) -> None:
-    jobs.apply(manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1}))
-    jobs.wait("paused", _at_iteration(1), START)
-    victim = jobs.pods("paused")[1]["metadata"]["name"]
-    jobs.nodes.client.delete("pods", victim, jobs.namespace)
-    jobs.wait("paused", _attempt(1), 90.0)
-    jobs.patch("paused", {"suspend": True})
-    paused = jobs.wait("paused", "Suspended", 60.0)
+def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
+    node_jobs.apply(
+        manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1})
+    )
+    node_jobs.wait("paused", _at_iteration(1), START)
+    victim = node_jobs.pods("paused")[1]["metadata"]["name"]
+    node_jobs.nodes.client.delete("pods", victim, node_jobs.namespace)
+    node_jobs.wait("paused", _attempt(1), 90.0)
+    node_jobs.patch("paused", {"suspend": True})
+    paused = node_jobs.wait("paused", "Suspended", 60.0)
     assert paused["status"]["restarts"] == 1
-    assert [pod for pod in jobs.pods("paused") if pod["status"]["phase"] == "Running"] == []
-    jobs.patch("paused", {"suspend": False})
-    resumed = jobs.wait("paused", "Running", START)
+    assert [pod for pod in node_jobs.pods("paused") if pod["status"]["phase"] == "Running"] == []
+    node_jobs.patch("paused", {"suspend": False})
+    resumed = node_jobs.wait("paused", "Running", START)
     attempt = resumed["status"]["attempt"]
     assert attempt in {1, 2}, "2 if attempt 1 had begun before it was suspended"
-    assert len(jobs.pods("paused", attempt)) == 2
-    jobs.wait("paused", _at_iteration(1), START)
-    jobs.delete("paused")
+    assert len(node_jobs.pods("paused", attempt)) == 2
+    node_jobs.wait("paused", _at_iteration(1), START)
+    node_jobs.delete("paused")
 
 
-def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(jobs: Jobs) -> None:
+def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(node_jobs: Jobs) -> None:
     parallelism = {"stages": 4, "replicas": 2, "ranksPerPod": 4}
     restarts = {"maxRestarts": 1}
-    jobs.apply(
+    node_jobs.apply(
         manifest("pods", iterations=100_000, parallelism=parallelism, failurePolicy=restarts)
     )
-    jobs.wait("pods", _at_iteration(1), START)
-    _, second = (pod["metadata"]["name"] for pod in jobs.pods("pods"))
-    within = ["exec", f"--namespace={jobs.namespace}", second, "--", "sh", "-c"]
+    node_jobs.wait("pods", _at_iteration(1), START)
+    _, second = (pod["metadata"]["name"] for pod in node_jobs.pods("pods"))
+    within = ["exec", f"--namespace={node_jobs.namespace}", second, "--", "sh", "-c"]
     # Rank 6 is in the second pod. Its agent and data loaders would inherit RANK.
     kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx RANK=6"
     kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done; true"
-    assert jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
-    ended = jobs.wait("pods", _attempt(1), 90.0)
+    assert node_jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
+    ended = node_jobs.wait("pods", _attempt(1), 90.0)
     (record,) = ended["status"]["attempts"]
     assert record["reason"] == "RankFailed"
     assert "pod 1 (ranks 4 to 7)" in record["message"]
@@ -240,12 +244,12 @@ def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(jobs:
         "exited with code 137: rank 6 (stage 3, replica 0) was killed by SIGKILL"
         in (record["message"])
     )
-    jobs.wait("pods", _attempt_at_iteration(1, 1), START)
-    assert len(jobs.pods("pods", 1)) == 2
-    jobs.delete("pods")
+    node_jobs.wait("pods", _attempt_at_iteration(1, 1), START)
+    assert len(node_jobs.pods("pods", 1)) == 2
+    node_jobs.delete("pods")
 
 
-def test_a_node_is_lost_under_a_running_job(release: NodeCluster, jobs: Jobs) -> None:
+def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Jobs) -> None:
     """Its kubelet stops: its rank trains on for a while, and nobody can say when it ends."""
     second = release.add_node()
     gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
@@ -258,11 +262,13 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, jobs: Jobs) ->
         }
     }
     spread = {"topology": {"key": "kubernetes.io/hostname", "mode": "spread"}}
-    jobs.apply(manifest("lost", stages=2, iterations=100_000, template=template, placement=spread))
-    jobs.wait("lost", _at_iteration(1), START)
-    assert {pod["spec"]["nodeName"] for pod in jobs.pods("lost")} == {"node-1", second.name}
+    node_jobs.apply(
+        manifest("lost", stages=2, iterations=100_000, template=template, placement=spread)
+    )
+    node_jobs.wait("lost", _at_iteration(1), START)
+    assert {pod["spec"]["nodeName"] for pod in node_jobs.pods("lost")} == {"node-1", second.name}
     second.kubelet.stop(grace=0)
-    ended = jobs.wait("lost", _attempt(1), 90.0)
+    ended = node_jobs.wait("lost", _attempt(1), 90.0)
     assert ended["status"]["restarts"] == 0, "the program did nothing wrong"
     assert ended["status"]["disruptions"] == 1
     assert second.name in ended["status"]["attempts"][0]["message"]
@@ -271,12 +277,12 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, jobs: Jobs) ->
 
     def on_the_other(job: Object) -> bool:
         """Runs again, in whichever attempt: one may begin before the node is gone."""
-        pods = jobs.pods("lost", job["status"]["attempt"])
+        pods = node_jobs.pods("lost", job["status"]["attempt"])
         running = condition(job, "Running").get("status") == "True"
         return running and {pod["spec"].get("nodeName") for pod in pods} == {"node-1"}
 
-    jobs.wait("lost", on_the_other, START)
-    jobs.delete("lost")
+    node_jobs.wait("lost", on_the_other, START)
+    node_jobs.delete("lost")
 
 
 def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) -> None:
@@ -297,13 +303,13 @@ def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) ->
     release.client.get("crds", "pipemorphjobs.pipemorph.io")
 
 
-def _check_ranks(nodes: NodeCluster, jobs: Jobs, name: str) -> None:
+def _check_ranks(nodes: NodeCluster, node_jobs: Jobs, name: str) -> None:
     """Each has its device, and none is root."""
-    pods = jobs.pods(name)
+    pods = node_jobs.pods(name)
     assert len(pods) == 4
     given = set()
     for pod in pods:
-        command = ["exec", f"--namespace={jobs.namespace}", pod["metadata"]["name"], "--"]
+        command = ["exec", f"--namespace={node_jobs.namespace}", pod["metadata"]["name"], "--"]
         said = nodes.kubectl(*command, "sh", "-c", "id -u; ls /dev/infiniband; env")
         lines = said.splitlines()
         assert lines[:3] == ["65532", "rdma_cm", "uverbs0"]

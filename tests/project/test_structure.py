@@ -128,3 +128,18 @@ def test_no_folder_is_crowded(package: str) -> None:
         if (count := len([p for p in folder.glob("*.py") if p.name != "__init__.py"])) > MOST_FILES
     }
     assert not crowded, f"more than {MOST_FILES} files beside each other: {crowded}"
+
+
+def test_no_two_files_of_fixtures_have_one_of_the_same_name() -> None:
+    """A module's plugins are those of the whole run: of two fixtures of one name, that of the
+    plugin which is loaded later would be every test's, whichever it asks for."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.stem.endswith("_fixtures")]
+    homes: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "fixture" in ast.dump(
+                ast.Module(node.decorator_list, [])
+            ):
+                homes.setdefault(node.name, []).append(path.name)
+    assert len(files) > 1 and homes
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
