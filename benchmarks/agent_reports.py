@@ -1,18 +1,22 @@
 """The reports that a job's agent sends, made by the agent's own code from what its ranks tell it.
 
 Every rank tells its agent each 50 ms of the windows of its links, and at the end of an iteration
-of its op times; the agent posts what has come in as soon as it may. A report is made once per
-kind by :class:`~pipemorph_trainer.agent.merge.TelemetryMerger` and sent with other numbers, so
-that a load generator has nearly all of the processor left for what is measured.
+of its op times. The agent observes them and reports once a second, and at once when a link turns
+slow. A report is made once per kind by :class:`~pipemorph.control.observe.observer.Observer` and
+sent with other numbers, so that a load generator has nearly all of the processor left for what is
+measured.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
+from typing import Literal
 
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.observer import REPORT_SECONDS, Observer
 from pipemorph.planning import Route
 from pipemorph.wire import (
+    DirectiveEnvelope,
     IterationSample,
     LinkHealthReport,
     LinkSample,
@@ -22,18 +26,21 @@ from pipemorph.wire import (
 )
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.uplink import GATHER_SECONDS, REPORT_INTERVAL_SECONDS
 
-PERIOD = REPORT_INTERVAL_SECONDS + GATHER_SECONDS
-"""Seconds between two reports of one agent while its ranks train."""
+PERIOD = ITERATION = REPORT_SECONDS
+"""Seconds between two reports of one agent while its ranks train, and of an iteration: each report
+tells of one, and of the op times of all stages."""
+Kind = Literal["first", "quiet", "alarm", "slow"]
+"""first: tells everything; quiet: nothing but an iteration; alarm: that link 0 has turned slow;
+slow: an iteration while it is."""
 NORMAL, SLOW = 0.002, 0.08
 """Wire times, seconds."""
-ITERATION = 0.5
-"""Seconds of an iteration: how often a report tells of one, and of the op times of all stages."""
 OP = 0.01
 """Seconds."""
 MESSAGES = 5
 """Of one window."""
+WINDOW, SETTLED, MOST = 0.05, 60, 40
+"""Seconds of a window; so many until nothing is new, and at most until an alarm."""
 
 _NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
 _SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003, 900_000_004
@@ -44,36 +51,55 @@ class Reports:
     """Bodies of the reports of jobs of ``stages`` stages."""
 
     def __init__(self, stages: int) -> None:
-        self._texts = {
-            (slow, ends): _text(stages, slow, ends)
-            for slow, ends in itertools.product((False, True), repeat=2)
-        }
+        self._texts = _texts(stages)
 
-    def body(self, namespace: str, job: str, sequence: int, observed: int, *, slow: bool) -> str:
-        """The report number ``sequence`` of a job. ``observed``: plan version in effect; ``slow``:
-        whether link 0 is, in both directions."""
-        iteration = int(sequence * PERIOD / ITERATION)
-        ends = iteration > int((sequence - 1) * PERIOD / ITERATION)
+    def body(self, namespace: str, job: str, sequence: int, observed: int, kind: Kind) -> str:
+        """The report number ``sequence`` of a job. ``observed``: plan version in effect."""
         numbers = {
             _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence,
-            _INDEX: max(0, iteration - 1), _ITERATION: iteration, _VERSION: observed,
+            _INDEX: sequence % 2**31, _ITERATION: sequence % 2**31 + 1, _VERSION: observed,
         }  # fmt: skip
-        text = self._texts[slow, ends]
+        text = self._texts[kind]
         for stands_for, value in numbers.items():
             text = text.replace(str(stands_for), str(value))
         return text
 
 
-def _text(stages: int, slow: bool, ends: bool) -> str:
-    """One report of a job that trains: not its first, which tells what later ones do not."""
+def _texts(stages: int) -> dict[Kind, str]:
+    """A report of each kind."""
     draw = random.Random(stages)
-    merger = TelemetryMerger(_NAME, _NAMESPACE, 0, stages)
-    for finished in (True, ends):
+    merger = TelemetryMerger(stages)
+    observer = Observer(MeshShape(stages), job=_NAME, namespace=_NAMESPACE, attempt=0)
+    now = 1.7e9
+    texts: dict[Kind, str] = {}
+
+    def hear(*, slow: bool = False, finished: bool = False) -> None:
+        nonlocal now
+        now += WINDOW
         for rank in range(stages):
             merger.add(_telemetry(draw, rank, stages, slow, finished))
-        report = merger.select(_SEQUENCE, draw.uniform(1.7e9, 1.8e9), _VERSION)
-        merger.delivered(report)
-    return report.report.body().decode()
+        observer.observe(merger.take(), now, refresh=finished)
+
+    def send(kind: Kind | None = None) -> LinkHealthReport:
+        report = observer.report(_SEQUENCE, now, _VERSION)
+        observer.delivered(report, DirectiveEnvelope(memory="" if kind is None else "it"), now)
+        if kind is not None:
+            texts[kind] = report.body().decode()
+        return report
+
+    send()
+    for window in range(SETTLED):
+        hear(finished=window == SETTLED - 1)
+    send("first")
+    hear(finished=True)
+    send("quiet")
+    for _ in range(MOST):
+        hear(slow=True)
+        if observer.due(now) and send("alarm").directions:
+            break
+    hear(slow=True, finished=True)
+    send("slow")
+    return texts
 
 
 def _telemetry(

@@ -32,7 +32,7 @@ from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.observed.stages import expected_times
 from pipemorph.ingest import Decided, PlannerPool, most_planners
 from pipemorph.ingest.planner_processes import PlannerProcesses
 

@@ -28,7 +28,7 @@ from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.replica_links import ReplicaLinks
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.first_plan import planning_rules
-from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Plan
 
 OP = {"forward": 11.0, "backwardInput": 10.0, "backwardWeight": 4.0}

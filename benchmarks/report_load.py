@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from agent_reports import Reports
+from agent_reports import Kind, Reports
 
 OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
@@ -52,7 +52,7 @@ class Load:
     completes: int = 1
     """Which report of a slow link, counted from 1, is the one that a controller can act on."""
     seconds: float = 0.0
-    rate: float = 35.0
+    rate: float = 20.0
     first: int = 1
     """Sequence number of a job's first report."""
 
@@ -111,6 +111,8 @@ class Reporter:
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
         self._sequence = load.first - 1
+        self._slow = 0
+        """Reports since link 0 has turned slow."""
         self.observed = 0
         self.slow_sent: list[float] = []
         """When each report of the slow link was sent, until the directive was there."""
@@ -125,9 +127,15 @@ class Reporter:
     def request(self, slow: bool) -> bytes:
         """The next report."""
         self._sequence += 1
+        self._slow += slow
+        kind: Kind = "quiet"
+        if slow:
+            kind = "alarm" if self._slow == 1 else "slow"
+        elif self._sequence == self._load.first:
+            kind = "first"
         job = self._job
         body = reports_of(job.stages).body(
-            job.namespace, job.name, self._sequence, self.observed, slow=slow
+            job.namespace, job.name, self._sequence, self.observed, kind
         )
         return (
             f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"

@@ -11,9 +11,9 @@ restart of the host.
 from pipemorph.control.controller import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
 from pipemorph.control.history import AdaptationRecord, Decision
-from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.control.observe.reductions import ReductionHealth
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.view import JobView
+from pipemorph.wire import ReductionHealth
 
 __all__ = [
     "AdaptationRecord",

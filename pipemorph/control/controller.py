@@ -42,18 +42,23 @@ from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.history import AdaptationRecord, Decision, Ledger, OwnPlanRecord
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
-from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.control.observe.rail_health import RailsView
-from pipemorph.control.observe.reductions import ReductionHealth
-from pipemorph.control.observe.reports import Reported, check
-from pipemorph.control.observe.stage_profile import Footprint
-from pipemorph.control.observe.stragglers import StragglersView
-from pipemorph.control.observe.transports import TransportsView
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.observed.reports import Observed, check
+from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.snapshot import OwnLinks, Snapshot
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.planning.offload import most_left
-from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
+from pipemorph.wire import (
+    Directive,
+    DirectiveEnvelope,
+    LinkHealthReport,
+    PlanMessage,
+    RailsView,
+    ReductionHealth,
+    StragglersView,
+    TransportsView,
+)
 
 COMPARED = 4
 """Newest iterations that are compared with a prediction for changed op times."""
@@ -100,7 +105,7 @@ class JobController:
 
     def _start(self, footprints: Sequence[Footprint]) -> None:
         """Reset the state of an attempt: ranks start with the plan of the spec."""
-        self._reported = Reported(self.spec, footprints=footprints, events=self._events)
+        self._observed = Observed(self.spec, footprints=footprints, events=self._events)
         self._directive: Directive | None = None
         self._wanted = self._running = self._first
         self._baseline = self._first
@@ -143,39 +148,38 @@ class JobController:
 
     def links(self, now: float) -> tuple[LinkHealth, ...]:
         """State of each link."""
-        return self._reported.links.states(now)
+        return self._observed.links.states(now)
 
     def view(self, now: float) -> JobView:
         """The job as last reported."""
-        return JobView.of(self._reported, self._ledger, self._wanted, now)
+        return JobView.of(self._observed, self._ledger, self._wanted, now)
 
     def rails(self, now: float) -> RailsView:
         """State of the ranks' RDMA ports."""
-        return self._reported.rails.view(now)
+        return self._observed.rails(now)
 
     def stragglers(self) -> StragglersView:
         """Stages that compute slower than they should."""
-        return self._reported.stragglers.view()
+        return self._observed.stragglers
 
     def transports(self) -> TransportsView:
         """The transport that carries each link."""
-        return self._reported.transports.view()
+        return self._observed.transports
 
     def reductions(self) -> tuple[ReductionHealth, ...]:
         """The gradient reduction of each data-parallel group that has reported."""
-        return self._reported.reductions.states()
+        return self._observed.reductions()
 
     @property
     def events(self) -> tuple[Event, ...]:
         """Events of rails, transports and reductions, oldest first. Bounded."""
         return self._events.newest()
 
-    def adopt_rails(self, other: JobController) -> None:
-        """Take over the rails and transports from another controller of the same attempt, since
-        ranks repeat them only once a minute."""
+    def adopt(self, other: JobController) -> None:
+        """Show the rails, transports, stragglers, reductions and events of another controller of
+        the same attempt, until its agent has told everything again."""
         if other.attempt == self.attempt:
-            mine, theirs = self._reported, other._reported
-            mine.rails, mine.transports = theirs.rails, theirs.transports
+            self._observed.adopt(other._observed)
             self._events = other._events
 
     # --- events ---------------------------------------------------------------------------
@@ -189,37 +193,43 @@ class JobController:
             raise ValueError(f"attempt {attempt} is not after attempt {self.attempt}")
         self.attempt = attempt
         self._ledger.new_attempt()
-        self._start(self._reported.stages.footprints)
+        self._start(self._observed.stages.footprints)
 
-    def report(self, report: LinkHealthReport, now: float) -> None:
+    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         """Process a report, and request a decision if there is a cause. ``now``: wall clock,
-        seconds since the Unix epoch.
+        seconds since the Unix epoch. Returns the answer, without a directive.
 
-        Raises :class:`~pipemorph.control.observe.reports.ReportRefused` and changes nothing if the
+        Raises :class:`~pipemorph.control.observed.reports.ReportRefused` and changes nothing if the
         report belongs to another attempt, was seen before, or does not fit the job.
         """
-        reported = self._reported
-        check(report, self.spec.parallelism, attempt=self.attempt, after=reported.sequence)
-        reported.take(report, now)
+        observed = self._observed
+        check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
+        answer = observed.take(report, now)
         if report.observed_plan_version > self._plan_version:
             # This controller lost its state. Its next version must be new to the ranks.
             self._plan_version = report.observed_plan_version
             self._foreign_plan = True
-        self._ledger.add(report.iterations, reported.stages.peak_memory)
-        if any(profile.crowding for profile in report.stages):
+        self._ledger.add(report.iterations, observed.stages.peak_memory)
+        if any(stage.crowding for stage in report.stages):
             self._say_crowded(now)
-        if reported.applied_plan_version == self._wanted.version:
+        if observed.applied_plan_version == self._wanted.version:
             self._running = self._wanted
         if report.iterations:
             self._compare(now)
         self._consider(now)
         if self._on_report is not None:
             self._on_report(report)
+        return answer.model_copy(update={"attentive": self._attentive()})
+
+    def _attentive(self) -> bool:
+        """Whether a decision waits for the next iteration, or op times."""
+        waits = self._truth.waits(self._ledger.last_iteration)
+        return waits or self._judgement.compares or self._judgement.barrier_differs(self._barrier())
 
     def tick(self, now: float) -> None:
         """Call when time has passed without a report. Silence changes nothing, but it is recorded
         when all links have become silent."""
-        if self._reported.fell_silent(now):
+        if self._observed.fell_silent(now):
             self._keep(
                 now,
                 f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, so the state of"
@@ -231,13 +241,13 @@ class JobController:
     def _compare(self, now: float) -> None:
         """Compare newly finished iterations with predictions."""
         truth, ledger, judged = self._truth, self._ledger, self._judgement.situation
-        if self._reported.state != "training" or self._pending is not None:
+        if self._observed.state != "training" or self._pending is not None:
             return
         verdict = truth.judge(ledger, ledger.last_iteration)
         if verdict is not None:
             self._conclude(verdict, now)
             return
-        stages = self._reported.stages.times() if truth.collects else None
+        stages = self._observed.stages.times() if truth.collects else None
         if stages is not None and not self._foreign_plan:
             situation = self._believed(self._now(stages, self.links(now), now))
             if situation.slow_as(judged):
@@ -249,7 +259,7 @@ class JobController:
         trial, last = verdict.trial, self._ledger.last_iteration
         line = reasons.outcome(verdict)
         self._log(now, "keep", line, line)
-        stages = self._reported.stages.times()
+        stages = self._observed.stages.times()
         if not verdict.failed or stages is None or not trial.promise.may_go_back:
             return
         links = self.links(now)
@@ -262,17 +272,17 @@ class JobController:
 
     def _consider(self, now: float) -> None:
         """Request a decision if there is a cause, and if the rate limit allows it now."""
-        reported, judgement = self._reported, self._judgement
-        if reported.state != "training" or self._pending is not None:
+        observed, judgement = self._observed, self._judgement
+        if observed.state != "training" or self._pending is not None:
             return
-        rooms = reported.stages.rooms
-        slow_lately = any(judgement.situation.slow) or reported.links.any_slow
+        rooms = observed.stages.rooms
+        slow_lately = any(judgement.situation.slow) or observed.links.any_slow
         quiet = not (self._foreign_plan or slow_lately) and rooms == self._checked_rooms
         quiet = quiet and not judgement.barrier_differs(self._barrier())
         if quiet and not judgement.profile_is_due(self._progress()):
             return  # The common case: every other cause needs a link that is or was slow.
         links = self.links(now)
-        refusal = reasons.why_not(self.spec, reported.stages.crowding)
+        refusal = reasons.why_not(self.spec, observed.stages.crowding)
         if refusal is not None:
             slow = [link for link in links if link.health is Health.SLOW]
             if slow:
@@ -282,7 +292,7 @@ class JobController:
                 self._note(now, "memory", f"{reasons.too_much(too_much)}; {refusal}")
             self._checked_rooms = rooms
             return
-        stages = reported.stages.times()
+        stages = observed.stages.times()
         if stages is None:
             if any(link.health is Health.SLOW for link in links):
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
@@ -305,7 +315,7 @@ class JobController:
         last, sources = self._ledger.last_iteration, judgement.sources(cause, situation)
         if sources <= self._truth.held(last):
             return
-        since = judgement.detectable_at(situation, links, reported.iteration)
+        since = judgement.detectable_at(situation, links, observed.iteration)
         if cause in ("profile", "barrier", "steady"):
             # No link has just turned slow or well.
             since = last - COMPARED
@@ -320,7 +330,7 @@ class JobController:
 
     def _say_crowded(self, now: float) -> None:
         """Say once that the job does not adapt, or why its measurements tell little."""
-        crowding, adaptation = self._reported.stages.crowding, self.spec.adaptation
+        crowding, adaptation = self._observed.stages.crowding, self.spec.adaptation
         adapts = adaptation.enabled and self.spec.schedule.policy_kind is Policy.PIPEMORPH
         if crowding > 1 and adapts:
             self._note(now, "crowded", reasons.crowded(crowding, adaptation.crowded_hosts))
@@ -335,13 +345,13 @@ class JobController:
         self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], now: float
     ) -> Situation:
         """The current situation."""
-        reported = self._reported
+        observed = self._observed
         return self._judgement.now(
             stages,
             links,
-            reported.stages.rooms,
+            observed.stages.rooms,
             barrier=self._barrier(),
-            own=reported.links.own_states(links, now),
+            own=observed.links.own_states(now),
         )
 
     def _barrier(self) -> bool:
@@ -358,14 +368,14 @@ class JobController:
         return Progress(
             last=self._ledger.last_iteration,
             finished=self._ledger.finished,
-            measured=self._reported.stages.measured,
+            measured=self._observed.stages.measured,
             applied=not wanted or (newest is not None and newest.plan_version >= wanted),
         )
 
     def _knows_memory(self, now: float) -> bool:
         """Whether limits in bytes can be converted to microbatches. A rank reports the size of a
         microbatch with its first profile or never; in that case the limit cannot be applied."""
-        stages = self._reported.stages
+        stages = self._observed.stages
         unknown = [i for i, f in enumerate(stages.footprints) if not f.activation_bytes]
         if self.spec.schedule.activation_memory is None or not unknown:
             return True
@@ -392,7 +402,7 @@ class JobController:
         judgement = self._judgement
         before = copy.copy(judgement)
         readings = judgement.readings if cause == "profile" else ()
-        detectable_at = judgement.detectable_at(situation, links, self._reported.iteration)
+        detectable_at = judgement.detectable_at(situation, links, self._observed.iteration)
         judgement.made(cause, situation, self._ledger.last_iteration)
         self._pending = Pending(
             Replan(
@@ -509,7 +519,7 @@ class JobController:
             plan_version=self._plan_version,
             kind=kind,
             detected_at=now,
-            detected_at_iteration=self._reported.iteration,
+            detected_at_iteration=self._observed.iteration,
             detectable_at=pending.detectable_at,
             reason=reasons.reason(asked.cause, pending.links, proposal),
             links=[link.record() for link in pending.links if link.health is not Health.HEALTHY],
@@ -519,7 +529,7 @@ class JobController:
             predicted_seconds_before=proposal.current.seconds if proposal.current else None,
             predicted_seconds_after=chosen.seconds,
             promised=promised,
-            peak_memory_before=self._reported.stages.peak_memory(),
+            peak_memory_before=self._observed.stages.peak_memory(),
             device_limits_before=list(asked.current.device_limits),
             device_limits_after=list(plan.device_limits),
             offloaded=away.offloaded,
@@ -548,7 +558,7 @@ class JobController:
         self._ledger.decisions.append(
             Decision(
                 at=now,
-                iteration=self._reported.iteration,
+                iteration=self._observed.iteration,
                 kind=kind,
                 reason=reason,
                 line=line,
@@ -561,13 +571,13 @@ class JobController:
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""
         judged = (self._pending.before if self._pending else self._judgement).situation
-        reported, baseline = self._reported, None
+        observed, baseline = self._observed, None
         if self._baseline != self._first:
             baseline = PlanMessage.of(self._baseline)
         return Snapshot(
             attempt=self.attempt,
             plan_version=self._plan_version,
-            sequence=reported.sequence,
+            sequence=observed.sequence,
             directive=self._directive,
             wire_times=list(judged.wire_times),
             delays=list(judged.delays),
@@ -582,12 +592,11 @@ class JobController:
                 for each in judged.own
             ],
             flaps=self._pacing.flaps,
-            bases=reported.links.bases(),
-            slow_series=reported.links.delays(),
+            slow_directions=observed.links.slow_directions(),
             records=self.records,
             baseline=baseline,
             doubts=self._truth.doubts(),
-            footprints=[each.saved() for each in reported.stages.footprints],
+            footprints=[each.saved() for each in observed.stages.footprints],
         ).model_dump(mode="json")
 
     @classmethod
@@ -602,9 +611,9 @@ class JobController:
         Raises :class:`InputError` if the snapshot cannot be used."""
         saved = Snapshot.read(snapshot)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
-        reported, judgement = self._reported, self._judgement
+        observed, judgement = self._observed, self._judgement
         stages = spec.parallelism.stages
-        self._plan_version, reported.sequence = saved.plan_version, saved.sequence
+        self._plan_version, observed.sequence = saved.plan_version, saved.sequence
         self._ledger.records.extend(saved.records)
         self._pacing.flaps = saved.flaps
         if saved.directive is not None:
@@ -613,14 +622,13 @@ class JobController:
         self._wanted, self._baseline = saved.plans(self._first)
         self._running = self._wanted
         if len(saved.footprints) == stages:
-            reported.stages.restore_footprints(saved.footprints)
+            observed.stages.restore_footprints(saved.footprints)
         judged = saved.judged(judgement.situation.stages)
         if judged is not None:
             first = judgement.situation
             judgement.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
         self._truth.restore_doubts(saved.doubts)
-        reported.links.restore_bases(saved.bases)
-        reported.links.restore_delays(saved.slow_series)
+        observed.links.restore(saved.slow_directions)
         return self
 
 

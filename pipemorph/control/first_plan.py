@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.observe.stage_profile import expected_times, in_flight_limits
+from pipemorph.control.observed.stages import expected_times, in_flight_limits
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
     Link,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.replica_links import ReplicaLinks
 from pipemorph.control.history import AdaptationRecord
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes
-from pipemorph.wire import Directive, PlanMessage
+from pipemorph.wire import Directive, PlanMessage, SlowDirection
 
 
 class OwnLinks(BaseModel):
@@ -43,9 +43,7 @@ class Snapshot(BaseModel):
     own_links: list[OwnLinks] = Field(default_factory=list)
     """Of every replica, where some links are slow; the three above are the worst of each link."""
     flaps: int = 0
-    bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
-    slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
-    """Link, replica, direction and delay of each slow direction."""
+    slow_directions: list[SlowDirection] = Field(default_factory=list)
     records: list[AdaptationRecord] = Field(default_factory=list)
     baseline: PlanMessage | None = None
     """The plan for healthy links, if it is not that of the spec."""
@@ -53,6 +51,24 @@ class Snapshot(BaseModel):
     """How often a link, the op times (-1) or what is known of a barrier (-2) were wrong lately."""
     footprints: list[tuple[int | None, float | None, int | None]] = Field(default_factory=list)
     """Per stage: activation bytes of one microbatch, seconds to copy them, and input bytes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_series(cls, data: Any) -> Any:
+        """Earlier versions saved the bases of all directions."""
+        if not isinstance(data, dict) or "bases" not in data:
+            return data
+        kept = {key: value for key, value in data.items() if key not in ("bases", "slow_series")}
+        names = ("link", "column", "direction")
+        try:
+            bases = {(*key,): known for *key, known in data["bases"]}
+            kept["slow_directions"] = [
+                dict(zip(names, key, strict=True)) | {"delay": delay, "bases": bases[(*key,)]}
+                for *key, delay in data.get("slow_series", ())
+            ]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"bases or slow_series: {error}") from None
+        return kept
 
     @field_validator("footprints", mode="before")
     @classmethod

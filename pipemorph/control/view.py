@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipemorph.control.history import Ledger
-from pipemorph.control.observe.link_health import LinkHealth
-from pipemorph.control.observe.rail_health import RailsView
-from pipemorph.control.observe.reductions import ReductionHealth
-from pipemorph.control.observe.reports import Reported
-from pipemorph.control.observe.stragglers import StragglersView
-from pipemorph.control.observe.transports import TransportsView
+from pipemorph.control.observed.links import LinkHealth
+from pipemorph.control.observed.reports import Observed
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
+from pipemorph.wire import RailsView, ReductionHealth, StragglersView, TransportsView
 
 
 @dataclass(frozen=True)
 class JobView:
-    """The job as last reported. Times in seconds."""
+    """The job as last observed. Times in seconds."""
 
     state: str
     message: str | None
@@ -40,34 +37,34 @@ class JobView:
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
     reductions: tuple[ReductionHealth, ...] = ()
-    """Of every data-parallel group that has reported."""
+    """Of every data-parallel group that has observed."""
     own_plans: tuple[str, ...] = ()
     """Replicas that run another plan than ``warmup`` tells, and for what delays; one text each."""
 
     @staticmethod
-    def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
+    def of(observed: Observed, ledger: Ledger, wanted: Plan, now: float) -> JobView:
         """Make the view. ``now``: wall clock, seconds."""
         newest = ledger.newest()
         away = most_left(wanted)
         return JobView(
-            state=reported.state,
-            message=reported.message,
-            iteration=reported.iteration,
+            state=observed.state,
+            message=observed.message,
+            iteration=observed.iteration,
             iteration_seconds=ledger.recent_seconds(),
             bubble_fraction=newest.bubble_fraction if newest else None,
             loss=newest.loss if newest else None,
-            links=reported.links.states(now),
+            links=observed.links.states(now),
             warmup=wanted.warmup,
             routes=wanted.all_routes,
             offloaded=tuple(away.offloaded),
             recomputed=tuple(away.recomputed),
             wanted_plan_version=wanted.version,
-            observed_plan_version=reported.observed_plan_version,
-            applied_plan_version=reported.applied_plan_version,
-            peak_memory=reported.stages.peak_memory(),
-            rails=reported.rails.view(now),
-            transports=reported.transports.view(),
-            stragglers=reported.stragglers.view(),
-            reductions=reported.reductions.states(),
+            observed_plan_version=observed.observed_plan_version,
+            applied_plan_version=observed.applied_plan_version,
+            peak_memory=observed.stages.peak_memory(),
+            rails=observed.rails(now),
+            transports=observed.transports,
+            stragglers=observed.stragglers,
+            reductions=observed.reductions(),
             own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),
         )

@@ -35,13 +35,14 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from pipemorph.control.decide.replan import Replan
-from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.planner_processes import PlannerLost
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,
+    PROTOCOL,
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
@@ -71,25 +72,24 @@ class Reply(NamedTuple):
         return Reply(status, json.dumps(content).encode(), headers)
 
     @staticmethod
-    def envelope(directive: Directive | None) -> Reply:
-        if directive is None:
-            return _NO_NEWS
-        return Reply(200, DirectiveEnvelope(directive=directive).model_dump_json().encode())
+    def envelope(answer: DirectiveEnvelope, directive: Directive | None) -> Reply:
+        whole = answer.model_copy(update={"directive": directive})
+        return Reply(200, whole.model_dump_json().encode())
 
 
-_NO_NEWS = Reply(200, DirectiveEnvelope().model_dump_json().encode())
+_NO_NEWS = DirectiveEnvelope()
 
 
 @dataclass(frozen=True)
 class Limits:
     """Rate limits of one job.
 
-    An agent sends a report every ~50 ms at most; twice that rate allows a burst after a reconnect.
-    An agent has one long poll; a few more may be left over from retries.
+    An agent sends a report every second, and every ~50 ms at most while its links change: the burst
+    is two seconds of that. It has one long poll; a few more may be left over from retries.
     """
 
-    reports_per_second: float = 40.0
-    burst: int = 80
+    reports_per_second: float = 25.0
+    burst: int = 50
     polls: int = 8
     max_wait_seconds: float = MAX_WAIT_SECONDS
 
@@ -178,7 +178,7 @@ class IngestHandler:
                 field="job",
             )
         try:
-            job.report(parsed, time.time())
+            answer = job.report(parsed, time.time())
         except WrongAttempt as error:
             return Reply.error(403, str(error), field="attempt")
         except ReplayedReport as error:
@@ -187,7 +187,7 @@ class IngestHandler:
             return Reply.error(422, str(error), field=error.field)
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
-        return Reply.envelope(session.above(parsed.observed_plan_version))
+        return Reply.envelope(answer, session.above(parsed.observed_plan_version))
 
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
@@ -235,7 +235,7 @@ class IngestHandler:
                 f"attempt {wanted_attempt} is not the attempt in progress, {job.attempt}",
                 field="attempt",
             )
-        return Reply.envelope(session.above(after_version))
+        return Reply.envelope(_NO_NEWS, session.above(after_version))
 
     async def tick(self, namespace: str, name: str) -> None:
         """Run a job's timers, and publish a directive that results.
@@ -360,4 +360,11 @@ def parse_report(body: bytes) -> LinkHealthReport | Reply:
         for part in first["loc"]:
             where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
         where = where.encode("ascii", "backslashreplace").decode()
+        if where == "protocol":
+            return Reply.error(
+                422,
+                f"the report is not of protocol {PROTOCOL}, the one of this ingest: run the trainer"
+                " and the ingest of one release",
+                field=where,
+            )
         return Reply.error(422, f"{where or 'report'}: {first['msg']}", field=where or "report")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.wire import Directive, LinkHealthReport
+from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ControlledJob(Protocol):
     @property
     def plan_version(self) -> int: ...
 
-    def report(self, report: LinkHealthReport, now: float) -> None: ...
+    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope: ...
 
     def tick(self, now: float) -> None: ...
 

@@ -11,13 +11,15 @@ from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.history import AdaptationRecord, Decision
-from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.control.observe.rail_health import RailsView
-from pipemorph.control.observe.reductions import ReductionHealth
-from pipemorph.control.observe.stragglers import StragglersView
-from pipemorph.control.observe.transports import TransportsView
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.local.results.history import Journal
-from pipemorph.wire import IterationSample
+from pipemorph.wire import (
+    IterationSample,
+    RailsView,
+    ReductionHealth,
+    StragglersView,
+    TransportsView,
+)
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""

@@ -17,6 +17,7 @@ from typing import Literal
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
+from pipemorph.control.observe.observer import JobTelemetry, Observer
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Op, OpKind, Plan, Problem, Route, Simulation, link_on
 from pipemorph.planning.offload import copying
@@ -25,7 +26,7 @@ from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.replay.trace import LinkState, LinkTrace
-from pipemorph.wire import IterationSample, LinkHealthReport, LinkSample, StageProfile, WireTime
+from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
 """How arrivals are observed on the direct route. exact: as they happen. python: a receiver that
@@ -233,6 +234,10 @@ class AdaptiveTrainer:
         """Plans to come, oldest first, and when all ranks hold them."""
         self._observed = self._sequence = self._iteration = 0
         self._now = 0.0
+        self._observer = Observer(
+            spec.parallelism.mesh, job="replay", namespace="default", attempt=0
+        )
+        self._report(0.0)  # An agent reports before its ranks measure anything.
 
     def step(self) -> Iteration:
         """Run the next iteration."""
@@ -387,22 +392,23 @@ class AdaptiveTrainer:
         iterations: Sequence[IterationSample] = (),
         stages: Sequence[StageProfile] = (),
     ) -> None:
-        self._sequence += 1
-        report = LinkHealthReport(
-            job="replay",
-            namespace="default",
-            attempt=0,
-            sequence=self._sequence,
-            sent_at=now,
-            state="training",
-            iteration=self._iteration,
-            observed_plan_version=self._observed,
-            applied_plan_version=self._plan.version,
-            links=list(links),
-            iterations=list(iterations),
-            stages=list(stages),
+        self._observer.observe(
+            JobTelemetry(
+                iteration=self._iteration,
+                applied_plan_version=self._plan.version,
+                links=links,
+                iterations=iterations,
+                stages=stages,
+            ),
+            now,
         )
-        self.controller.report(report, now)
+        if self._observer.due(now):
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        self._sequence += 1
+        report = self._observer.report(self._sequence, now, self._observed)
+        self._observer.delivered(report, self.controller.report(report, now), now)
         if (asked := self.controller.replan) is not None:
             self.controller.settle(asked, propose(asked), now)
         directive = self.controller.directive(self._observed)

@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from observing import Agent
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from testbed import ApiError, Cluster, NotYet, TestbedError, wait_for
@@ -405,6 +406,7 @@ class Ranks:
         self.waits: list[float] = []
         """Seconds until each report was answered."""
         self.due = 0.0
+        self.agent = Agent(spec, job=name, namespace=jobs.namespace, attempt=attempt)
 
     def run(self, iterations: int) -> None:
         """Train; a directive takes effect at the next iteration."""
@@ -481,6 +483,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
+            "protocol": 2,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,
@@ -493,16 +496,25 @@ class Ranks:
         }
         return LinkHealthReport.model_validate(values | fields)
 
-    def send(self, **fields: Any) -> None:
-        """Post a report, which must be taken, and take up what is answered."""
+    def send(self, **telemetry: Any) -> None:
+        """Post a report of telemetry, which must be taken, and take up what is answered."""
         self._pace()
         self.sequence += 1
-        body = self.report(**fields).model_dump_json().encode()
+        now, observer = time.time(), self.agent.observer
+        self.agent.observe(
+            now,
+            iteration=self.iteration,
+            applied_plan_version=self.plan.version,
+            **telemetry,
+        )
+        report = observer.report(self.sequence, now, self.observed)
         began = time.monotonic()
-        status, answer = self.post(body)
+        status, answer = self.post(report.body())
         self.waits.append(time.monotonic() - began)
         assert status == 200, answer
-        directive = DirectiveEnvelope.model_validate(answer).directive
+        envelope = DirectiveEnvelope.model_validate(answer)
+        observer.delivered(report, envelope, now)
+        directive = envelope.directive
         if directive is not None:
             self.observed, self.next = directive.plan_version, directive
 

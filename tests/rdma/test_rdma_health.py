@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from guests import Fabric, Guest
+from observing import tell
 from peers import PATIENCE, Peer, linked, paths_text, until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.observe.rail_health import RailHealth
-from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
+from pipemorph.wire import RailHealth, RailSample, TransportSample
 from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.telemetry.rails import read
 from pipemorph_trainer.telemetry.transports import TransportWatch
@@ -61,19 +61,9 @@ class Judge:
             "trainer": {"module": "x", "iterations": 1},
         }
         self.controller = JobController(JobSpec.model_validate(spec))
-        self._sequence = 0
 
-    def hear(self, **fields: Any) -> None:
-        self._sequence += 1
-        self.controller.report(
-            LinkHealthReport(
-                job="x", namespace="default", attempt=0, sequence=self._sequence, sent_at=0.0,
-                state="training", iteration=0, observed_plan_version=0,
-                applied_plan_version=0, ports=PORTS,
-                **fields,
-            ),
-            time.time(),
-        )  # fmt: skip
+    def hear(self, **telemetry: Any) -> None:
+        tell(self.controller, time.time(), ports=PORTS, **telemetry)
 
     def rails(self) -> Any:
         return self.controller.rails(time.time())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any, Literal
 
+from observing import Agent
+
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
 from pipemorph.control.decide.replan import propose
@@ -18,7 +20,6 @@ from pipemorph.planning.offload import device_peak
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.wire import (
     IterationSample,
-    LinkHealthReport,
     LinkSample,
     StageProfile,
     WireTime,
@@ -64,6 +65,9 @@ class Plant:
         self.prepared: tuple[int, Plan] | None = None
         self.iteration = self.sequence = self.observed = 0
         self.now = 1000.0
+        self.agent: Agent | None = None
+        self.agent_of = 0
+        """Its attempt."""
         self.seconds: list[float] = []
         self.versions: list[int] = []
         self.overhead = 0.0
@@ -166,22 +170,19 @@ class Plant:
         )
 
     def send(self, **fields: Any) -> None:
-        self.sequence += 1
-        self.controller.report(
-            LinkHealthReport(
-                job="j",
-                namespace="default",
-                attempt=self.controller.attempt,
-                sequence=self.sequence,
-                sent_at=self.now,
-                state="training",
-                iteration=self.iteration,
-                observed_plan_version=self.observed,
-                applied_plan_version=self.plan.version,
-                **fields,
-            ),
+        if self.agent is None or self.agent_of != self.controller.attempt:
+            self.agent_of = self.controller.attempt
+            self.agent = Agent(self.spec, attempt=self.agent_of, paced=True)
+        self.agent.sequence = self.sequence
+        self.agent.tell(
+            self.controller,
             self.now,
+            observed=self.observed,
+            iteration=self.iteration,
+            applied_plan_version=self.plan.version,
+            **fields,
         )
+        self.sequence = self.agent.sequence
         if self.decides:
             settle(self.controller, self.now)
         directive = self.controller.directive(self.observed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import ConditionStatus, FallenLink, RailsStatus, SickPort
 from pipemorph.control import JobView
-from pipemorph.control.observe.rail_health import RailHealth, RailsView
-from pipemorph.control.observe.transports import FallenLink as Fallen
+from pipemorph.wire import FallenLink as Fallen
+from pipemorph.wire import RailHealth, RailsView
 from pipemorph_operator import names
 
 NAMED = 5

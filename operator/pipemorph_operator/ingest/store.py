@@ -317,7 +317,7 @@ class ClusterStore:
         tracked.controller = JobController.restore(
             spec, before.snapshot(), on_report=tracked.reports.record
         )
-        tracked.controller.adopt_rails(before)
+        tracked.controller.adopt(before)
         log.info(
             "%s/%s: spec.adaptation changed; measuring links anew", tracked.namespace, tracked.name
         )

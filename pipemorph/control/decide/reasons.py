@@ -13,7 +13,7 @@ from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.replan import Cause, Proposal
 from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
-from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Plan, Policy
 
 COLUMNS = 110

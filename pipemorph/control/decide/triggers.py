@@ -13,8 +13,8 @@ from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.truth import BARRIER, OPS, Sources
 from pipemorph.control.first_plan import initial_problem, initial_routes
 from pipemorph.control.memory_limits import Room, excess
-from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Plan, StageTimes
 
 WARM_UP = 3
@@ -185,6 +185,11 @@ class Judgement:
         """Op times at the comparisons that a decision for changed op times is based on; none if it
         is for other limits, which are known and not measured again and again."""
         return self._readings if len(self._readings) == READINGS else ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether op times differed at the newest comparison, so that the next one matters."""
+        return 0 < len(self._readings) < READINGS
 
     def _differs(self, now: Situation, progress: Progress) -> bool:
         """Whether op times, reductions or normal wire times have differed from the planned ones

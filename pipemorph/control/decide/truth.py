@@ -341,6 +341,10 @@ class TruthCheck:
         """Sources that are not believed now, after iteration ``last``."""
         return frozenset(source for source, hold in self._holds.items() if last < hold.retry_at)
 
+    def waits(self, last: int) -> bool:
+        """Whether a decision waits for iterations after ``last``."""
+        return self.trial is not None or bool(self.held(last))
+
     def hold(self, sources: Sources, since: int, last: int, wait: int | None = None) -> bool:
         """Do not believe ``sources`` for ``wait`` iterations, by default twice as many as the last
         time. Returns whether any was believed before."""

@@ -192,7 +192,7 @@ class DelayDetector:
     def recent(self) -> tuple[float, ...]:
         """Delays of the newest windows, oldest first and without outliers, if they differ so much
         that their mean says little; else empty. Also from before a recovery, if that was lately."""
-        return self._memory.varying() if self.level is Level.SLOW else ()
+        return self._memory.varying(self.threshold / 2) if self.level is Level.SLOW else ()
 
     @property
     def wire_time(self) -> float:
@@ -247,6 +247,36 @@ class DelayDetector:
         if self.level is not Level.SLOW or self.base is None or route != self.route:
             return False
         return value - slack > self.wire_time + self._margin(self.threshold, self.delay)
+
+    def passes(self, value: float, route: str) -> bool:
+        """Process an exact window, in a fraction of the time of :meth:`observe` and with the same
+        result, if nothing suspects the link and the window is as usual. Else return False, and
+        leave it to that."""
+        if self._sum or self._late or self._peak or self._memory or self._since:
+            return False
+        known = self._bases.get(route)
+        if (
+            known is None
+            or not known.exact
+            or self.level is not Level.HEALTHY
+            or route != self.route
+            or self.changed_at is None
+        ):
+            return False
+        beyond = value - known.value
+        limits = self.thresholds
+        quiet = max(limits.min_delay, limits.relative * known.value)
+        threshold = max(quiet, limits.noise * min(known.noise, quiet))
+        if not -quiet / 2 <= beyond < threshold / 2:
+            return False
+        deviation = abs(beyond)
+        known.noise += (NOISE_UP if deviation > known.noise else NOISE_DOWN) * (
+            deviation - known.noise
+        )
+        self._earlier *= FORGET
+        self._turned_at = None
+        known.value += DRIFT * beyond
+        return True
 
     def observe(
         self,

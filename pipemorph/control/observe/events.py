@@ -33,5 +33,10 @@ class Events:
         self._kept.append(Event(self._next, at, iteration, text[:500]))
         self._next += 1
 
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest event that is kept."""
+        return self._kept[0].number if self._kept else self._next
+
     def newest(self, count: int = KEPT_EVENTS) -> tuple[Event, ...]:
         return tuple(self._kept)[-count:]

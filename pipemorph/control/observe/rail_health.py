@@ -24,11 +24,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
-from pipemorph.wire import RailSample
+from pipemorph.wire import SHOWN, RailHealth, RailSample, RailsView, RailTrouble
 
 BREAKS = frozenset({"link_downed", "link_error_recovery", "retry_exceeded_err"})
 ERRORS = frozenset(
@@ -51,70 +50,11 @@ SILENT_SECONDS = 200.0
 """Ranks report every port once a minute; a port without reports for longer is unknown."""
 MOST_PORTS = 65_536
 MOST_PORTS_PER_RANK = 256
-SHOWN = 32
-"""Most ports that a view lists."""
 ACTIVE = "ACTIVE"
 UNAVAILABLE = "unavailable"
 
 PortKey = tuple[int, int, str, int]
 """stage, replica, device, port"""
-
-
-class RailHealth(StrEnum):
-    """State of all rails together. UNKNOWN: some ports were not reported or cannot be read."""
-
-    HEALTHY = "healthy"
-    CONGESTED = "congested"
-    SICK = "sick"
-    NONE = "none"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class RailTrouble:
-    """What is wrong with one port. ``state``: as its driver reports it."""
-
-    stage: int
-    replica: int
-    device: str
-    port: int
-    state: str
-    what: str
-
-    def record(self) -> dict[str, object]:
-        """For report.json and status."""
-        return {
-            "stage": self.stage,
-            "replica": self.replica,
-            "device": self.device,
-            "port": self.port,
-            "state": self.state,
-            "what": self.what,
-        }
-
-    def text(self, mesh: MeshShape) -> str:
-        """``stage 2 mlx5_0/1: is DOWN``"""
-        column = mesh.column_name(self.replica)
-        who = f"stage {self.stage}{' of ' if column else ''}{column}"
-        return f"{who} {self.device}/{self.port}: {self.what}"
-
-
-@dataclass(frozen=True)
-class RailsView:
-    """The rails of a job. ``expected``: number of ports that the ranks see, None until every rank
-    has looked. ``sick`` and ``congested`` list at most :data:`SHOWN` ports."""
-
-    health: RailHealth = RailHealth.UNKNOWN
-    ports: int = 0
-    expected: int | None = None
-    sick_count: int = 0
-    sick: tuple[RailTrouble, ...] = ()
-    congested_count: int = 0
-    congested: tuple[RailTrouble, ...] = ()
-    unreadable: int = 0
-    """Ports without a state, or without any counter that can be read."""
-    silent: int = 0
-    """Ports without a report in the last :data:`SILENT_SECONDS`."""
 
 
 @dataclass
@@ -148,6 +88,10 @@ class RailBook:
         self._active: Counter[tuple[int, int]] = Counter()
         self._suspects: dict[PortKey, _Port] = {}
         self._expected: int | None = None
+
+    def set(self, named: Iterable[str]) -> None:
+        """Devices that the spec names."""
+        self._named = frozenset(named)
 
     def observe(
         self, samples: Iterable[RailSample], expected: int | None, now: float, iteration: int

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds
 from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.link_health import DOUBTED_WEIGHT
-from pipemorph.wire import ReductionSample
+from pipemorph.control.observe.link_book import DOUBTED_WEIGHT
+from pipemorph.wire import ReductionHealth, ReductionSample
 
 NEWEST = 3
 """Iterations over whose median times are reported: as few as show that a group is slow."""
@@ -27,38 +25,6 @@ _ROUTE = "reduction"
 
 GroupKey = tuple[int, int]
 """stage, first column of the group"""
-
-
-@dataclass(frozen=True)
-class ReductionHealth:
-    """The gradient reduction of one group. Times in seconds, of one iteration.
-
-    ``exposed``: what follows the last op of the stage. ``normal``: usual ``seconds``; None while
-    they are learned. ``where``: the group among those of its stage; empty if it is the only one.
-    """
-
-    stage: int
-    replica: int
-    where: str
-    slow: bool
-    seconds: float
-    normal: float | None
-    exposed: float
-    bytes: int
-
-    @property
-    def name(self) -> str:
-        """``gradient reduction of stage 3``"""
-        return f"gradient reduction of stage {self.stage}{', ' if self.where else ''}{self.where}"
-
-    @property
-    def delay(self) -> float:
-        """Seconds above normal; 0 unless slow."""
-        return max(0.0, self.seconds - (self.normal or 0.0)) if self.slow else 0.0
-
-    def record(self) -> dict[str, Any]:
-        """For report.json."""
-        return asdict(self)
 
 
 class _Group:
@@ -77,6 +43,13 @@ class ReductionBook:
     def __init__(self, mesh: MeshShape, thresholds: Thresholds, *, events: Events) -> None:
         self._mesh, self._thresholds, self._events = mesh, thresholds, events
         self._groups: dict[GroupKey, _Group] = {}
+        self._changed: set[GroupKey] = set()
+
+    def set(self, thresholds: Thresholds) -> None:
+        """Judge by these from now on."""
+        self._thresholds = thresholds
+        for group in self._groups.values():
+            group.detector.thresholds = thresholds
 
     def observe(self, samples: Iterable[ReductionSample], now: float) -> None:
         """Process a report. ``now``: wall clock, seconds. All ranks of a group report the same
@@ -92,6 +65,7 @@ class ReductionBook:
             if newest is not None and sample.iteration <= newest.iteration:
                 continue
             group.newest, seen = sample, True
+            self._changed.add(key)
             group.seconds.append(sample.seconds)
             group.exposed.append(sample.exposed)
             was = group.detector.level
@@ -139,7 +113,13 @@ class ReductionBook:
             )
             was = group.detector.level
             if group.detector.lower_base(usual):
+                self._changed.add(key)
                 self._tell(key, group, was, now)
+
+    def changed(self) -> list[ReductionHealth]:
+        """The states of groups that have reported since the last call."""
+        found, self._changed = sorted(self._changed), set()
+        return [self._state(key, self._groups[key]) for key in found]
 
     def states(self) -> tuple[ReductionHealth, ...]:
         """One state per group that has reported, by stage."""
@@ -158,10 +138,3 @@ class ReductionBook:
             exposed=median(group.exposed),
             bytes=group.newest.bytes,
         )
-
-    def exposed(self) -> dict[int, float]:
-        """What follows the last op of each stage, of its slowest group, in seconds."""
-        found: dict[int, float] = {}
-        for state in self.states():
-            found[state.stage] = max(found.get(state.stage, 0.0), state.exposed)
-        return found

@@ -16,11 +16,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import nlargest
 from statistics import median_low
-from typing import NamedTuple
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
-from pipemorph.wire import DeviceClock, StageProfile
+from pipemorph.wire import SHOWN, DeviceClock, StageProfile, Straggler, StragglersView
 
 WINDOWS = 9
 """Profiles in a median."""
@@ -29,92 +28,6 @@ STARTS, ENDS = 1.2, 1.1
 """Times as long as the others or the past from which a stage is slow, and until which it stays so.
 A device at another clock, or one that throttles, differs by more; the speeds of healthy devices of
 one kind differ by a few percent."""
-FULL_CLOCK = 0.95
-"""Part of a device's highest clock from which it is no reason to be slow."""
-SHOWN = 32
-"""Most stragglers that a view lists."""
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A slow stage. ``column``: None if the stage is slow in all columns. Seconds of F, B and W of
-    one microbatch: ``seconds`` now, ``usual`` of its peers, or of its own past. ``clock``: of its
-    device, of several the lowest; None if unknown."""
-
-    stage: int
-    column: int | None
-    seconds: float
-    usual: float
-    clock: DeviceClock | None = None
-
-    @property
-    def ratio(self) -> float:
-        return self.seconds / self.usual
-
-    def record(self) -> dict[str, object]:
-        """For report.json."""
-        return {
-            "stage": self.stage,
-            "column": self.column,
-            "seconds": self.seconds,
-            "usual": self.usual,
-            "ratio": self.ratio,
-            "clock": self.clock.model_dump(mode="json") if self.clock is not None else None,
-        }
-
-    def text(self, mesh: MeshShape) -> str:
-        """``stage 2 of replica 1 computes 1.4 times as long as its peers: its clock is 1.0 of 2.0
-        GHz (power cap)``"""
-        name = mesh.column_name(self.column) if self.column is not None else ""
-        whom = "before" if self.column is None else "its peers"
-        return (
-            f"stage {self.stage}{' of ' if name else ''}{name} computes {self.ratio:.1f} times as"
-            f" long as {whom}{_clock_phrase(self.clock)}"
-        )
-
-
-def _clock_phrase(clock: DeviceClock | None) -> str:
-    """What the clock explains; empty if nothing."""
-    if clock is None or (not clock.held_by and clock.mhz >= FULL_CLOCK * clock.most_mhz):
-        return ""
-    why = f" ({', '.join(clock.held_by)})" if clock.held_by else ""
-    # Rounded, so that the message does not change with every profile.
-    return f": its clock is {clock.mhz / 1e3:.1f} of {clock.most_mhz / 1e3:.1f} GHz{why}"
-
-
-@dataclass(frozen=True)
-class StragglersView:
-    """The slowest first, at most :data:`SHOWN`. ``known``: whether every stage was measured."""
-
-    known: bool = False
-    count: int = 0
-    slowest: tuple[Straggler, ...] = ()
-    paces: tuple[float, ...] = ()
-    """Seconds of F, B and W of one microbatch of each stage, of its median column; empty if not
-    known."""
-
-    def better_split(self, layers: int) -> Split | None:
-        """How ``layers`` equal layers, now evenly split, would be spread best over stages of
-        these speeds. None if a column alone is slow, or the slowest stage cannot be faster."""
-        if not self.paces or not any(each.column is None for each in self.slowest):
-            return None
-        each = layers // len(self.paces)
-        per_layer = [pace / each for pace in self.paces]
-        counts = [1] * len(per_layer)
-        for _ in range(layers - len(counts)):
-            # The stage that is the fastest with one more. This is the optimum for the slowest.
-            least = min(range(len(counts)), key=lambda i: (counts[i] + 1) * per_layer[i])
-            counts[least] += 1
-        slowest = max(n * took for n, took in zip(counts, per_layer, strict=True))
-        gain = 1 - slowest / max(self.paces)
-        return Split(tuple(counts), gain) if gain > 0.01 else None
-
-
-class Split(NamedTuple):
-    """Layers per stage, and the share by which the slowest stage takes less time with them."""
-
-    layers: tuple[int, ...]
-    gain: float
 
 
 class _Round:
@@ -207,6 +120,6 @@ class StragglerBook:
 
     def view(self) -> StragglersView:
         paces = tuple(stage.pace for stage in self._stages if stage.pace is not None)
-        known = len(paces) == len(self._stages)
+        known = len(paces) == len(self._stages) and all(paces)
         slowest = nlargest(SHOWN, self._slow.values(), key=lambda each: each.ratio)
         return StragglersView(known, len(self._slow), tuple(slowest), paces if known else ())

@@ -64,23 +64,24 @@ class RecentDelays:
         self._added = self._look_at = 0
         self._varying: tuple[float, ...] = ()
 
-    def varying(self) -> tuple[float, ...]:
-        """The delays, oldest first and without outliers, if they vary; else empty. Computed anew
-        every :data:`LOOK_EVERY` windows."""
+    def varying(self, least: float) -> tuple[float, ...]:
+        """The delays, oldest first and without outliers, if they vary; else empty. Of delays below
+        ``least`` on average nobody can tell: that is the noise of a link that is well again.
+        Computed anew every :data:`LOOK_EVERY` windows."""
         if self._added >= self._look_at:
             self._look_at = self._added + LOOK_EVERY
             windows = [Within(*ends) for ends in zip(self._low, self._high, strict=True)]
-            self._varying = _varying(windows)
+            self._varying = _varying(windows, least)
         return self._varying
 
 
-def _varying(windows: list[Within]) -> tuple[float, ...]:
+def _varying(windows: list[Within], least_mean: float) -> tuple[float, ...]:
     if len(windows) < FEWEST_RECENT:
         return ()
     values = likely(windows)
     mean, least, most = fmean(values), max(0.0, values[0]), values[-1]
     spread = pstdev(values, mean)
-    if spread < VARIES * mean:
+    if mean < least_mean or spread < VARIES * mean:
         return ()
     # Around their mean, since a window without exact arrival is nearest to what it can be.
     values = [min(max(mean, window.low), window.high) for window in windows]

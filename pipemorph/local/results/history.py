@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pipemorph.control.controller import JobController
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.events import Event
-from pipemorph.control.observe.link_health import LinkHealth
-from pipemorph.control.observe.rail_health import RailsView
-from pipemorph.control.observe.reductions import ReductionHealth
-from pipemorph.control.observe.stragglers import StragglersView
-from pipemorph.control.observe.transports import TransportsView
-from pipemorph.wire import IterationSample, LinkHealthReport
+from pipemorph.control.observed.links import LinkHealth
+from pipemorph.wire import (
+    IterationSample,
+    LinkHealthReport,
+    RailsView,
+    ReductionHealth,
+    StragglersView,
+    TransportsView,
+)
 
 MOST_ITERATIONS = 1_000_000
 """Most iterations to keep, the newest: about 300 MB."""

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.first_plan import initial_routes
-from pipemorph.control.observe.stage_profile import (
+from pipemorph.control.observed.stages import (
     Footprint,
-    StageBook,
+    StageTable,
     expected_times,
     in_flight_limits,
 )
@@ -76,7 +76,7 @@ def measured_problem(path: str) -> Measured:
         source = "op times of the job's spec"
     if report.get("emulated"):
         source += " (EMULATED)"
-    stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
+    stages = tuple(map(_with_memory, stages, StageTable(spec).footprints))
     try:
         stages = _with_reductions(stages, report.get("reductions", []))
         delays, routes = _links(report, spec)

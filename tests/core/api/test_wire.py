@@ -14,6 +14,7 @@ from schedule_text import schedule_of
 from pipemorph.planning import Dispatch, Policy, Problem, Route, StageTimes, plan
 from pipemorph.planning.ir import Plan
 from pipemorph.wire import (
+    MOST_SLOW,
     Directive,
     DirectiveEnvelope,
     IterationSample,
@@ -78,6 +79,7 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
 
 def report(**changes: object) -> LinkHealthReport:
     fields: dict[str, object] = {
+        "protocol": 2,
         "job": "j",
         "namespace": "n",
         "attempt": 0,
@@ -95,6 +97,9 @@ def report(**changes: object) -> LinkHealthReport:
     "changes",
     [
         {"surprise": 1},
+        {"protocol": 1},
+        {"directions": [{"link": 0, "column": 0, "direction": "forward"}] * (MOST_SLOW + 1)},
+        {"rails": {"surprise": 1}},
         {"iteration": 10**400},
         {"iteration": -1},
         {"observed_plan_version": 2**31},

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from observing import report
 from plant_support import BASE, OP, Plant, settle, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
-from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
 from pipemorph.wire import (
-    LinkHealthReport,
     PlanMessage,
     StageProfile,
 )
@@ -353,31 +353,15 @@ def test_reports_that_do_not_belong_change_nothing() -> None:
     before = plant.controller.snapshot()
     sequence = plant.sequence
     with pytest.raises(ReplayedReport, match="sequence"):
-        plant.sequence -= 1
-        plant.send()
-    plant.sequence = sequence
-    good = plant.sample(0, "forward", 0.004)
-    for field, bad in (("link", 3), ("replica", 1)):
-        with pytest.raises(ReportMismatch, match=rf"links\[0\].{field}: is"):
-            plant.send(links=[good.model_copy(update={field: bad})])
-        plant.sequence = sequence
+        plant.controller.report(report(sequence), plant.now)
+    good = {"link": 0, "column": 0, "direction": "forward"}
+    for field, bad in (("link", 3), ("column", 1)):
+        with pytest.raises(ReportMismatch, match=rf"directions\[0\].{field}: is"):
+            plant.controller.report(report(10_000, directions=[good | {field: bad}]), plant.now)
     plant.controller.begin_attempt(1)
     plant.controller.attempt = 1
     with pytest.raises(WrongAttempt):
-        plant.controller.report(
-            LinkHealthReport(
-                job="j",
-                namespace="default",
-                attempt=0,
-                sequence=10_000,
-                sent_at=0,
-                state="training",
-                iteration=0,
-                observed_plan_version=0,
-                applied_plan_version=0,
-            ),
-            plant.now,
-        )
+        plant.controller.report(report(10_000), plant.now)
     assert before["sequence"] == sequence
 
 

@@ -21,7 +21,8 @@ from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.memory_limits import room as room_of
-from pipemorph.control.observe.stage_profile import StageBook
+from pipemorph.control.observe.stage_book import StageBook
+from pipemorph.control.observed.stages import StageTable
 from pipemorph.planning import (
     Dispatch,
     OpKind,
@@ -287,10 +288,10 @@ def test_more_in_flight_than_the_inputs_leave_room_for_is_too_much() -> None:
     plan = job.plan
     stage = plan.recomputing[0]
     limits = list(plan.device_limits)
-    assert excess(plan, job.controller._reported.stages.rooms) is None
+    assert excess(plan, job.controller._observed.stages.rooms) is None
     limits[stage] = 7
     wrong = replace(plan, device_limits=tuple(limits))
-    found = excess(wrong, job.controller._reported.stages.rooms)
+    found = excess(wrong, job.controller._observed.stages.rooms)
     assert found is not None
     assert (found.stage, found.field) == (stage, "activationMemory")
     forbidden = [Room(7, by_memory=True)] * STAGES
@@ -306,11 +307,11 @@ def test_a_restored_controller_knows_the_inputs() -> None:
     restored = JobController.restore(job.spec, saved)
     assert restored.wanted == job.controller.wanted
     assert restored.wanted.recomputing
-    assert restored._reported.stages.rooms == job.controller._reported.stages.rooms
+    assert restored._observed.stages.rooms == job.controller._observed.stages.rooms
     # As an earlier version has saved them.
     saved["footprints"] = [each[:2] for each in saved["footprints"]]
     older = JobController.restore(job.spec, saved)
-    assert [room.inputs for room in older._reported.stages.rooms] == [0] * STAGES
+    assert [room.inputs for room in older._observed.stages.rooms] == [0] * STAGES
 
 
 @given(st.integers(1, 30), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
@@ -385,8 +386,23 @@ def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.Monke
     assert "the new plan fails its check: stage 0 holds" in job.controller.decisions[0].reason
 
 
+class Stages:
+    """The profiles of ranks, and the op times that a plan is made with."""
+
+    def __init__(self) -> None:
+        self.book, self.table = StageBook(STAGES), StageTable(tight(host=None))
+
+    def observe(self, profile: StageProfile) -> None:
+        self.book.observe(profile)
+
+    def times(self) -> tuple[StageTimes, ...] | None:
+        for stage in self.book.changed():
+            self.table.take(self.book.state(stage))
+        return self.table.times()
+
+
 def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
-    book = StageBook(tight(host=None))
+    book = Stages()
     split = {"forward": 1.0, "split": "module", "peak_memory": 1}
     for stage in range(STAGES):
         book.observe(
@@ -416,7 +432,7 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
 
 
 def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
-    book = StageBook(tight(host=None))
+    book = Stages()
     split = {"forward": 1.0, "split": "module", "peak_memory": 1}
     for stage in range(STAGES):
         book.observe(

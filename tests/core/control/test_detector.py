@@ -556,3 +556,25 @@ def test_any_values_leave_it_sane_and_bounded(
         assert (detector.level is Level.SLOW) or detector.delay == 0
         assert len(detector._since) <= RECENT
         assert len(detector._learning) <= RECENT
+
+
+def test_a_window_as_usual_is_processed_alike_either_way() -> None:
+    """The quick way must not differ by a bit: links of large jobs mostly go it."""
+    draw = random.Random(3)
+    quick, whole = DelayDetector(), DelayDetector()
+    passed = 0
+    for window in range(3000):
+        late = 0.03 if window % 700 > 680 else 0.004 if window % 97 == 0 else 0.0
+        value = max(1e-4, draw.gauss(0.006, 0.0005)) + late
+        route = "delegated" if 1500 < window < 1900 else "direct"
+        whole.observe(value, mark=window, route=route)
+        if quick.passes(value, route):
+            passed += 1
+        else:
+            quick.observe(value, mark=window, route=route)
+        mine, theirs = vars(quick), vars(whole)
+        for name in ("level", "route", "changed_at", "_sum", "_late", "_earlier", "_turned_at"):
+            assert mine[name] == theirs[name], (window, name)
+        assert quick._bases == whole._bases
+        assert quick._since == whole._since
+    assert 0.6 * 3000 < passed < 3000

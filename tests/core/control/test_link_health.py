@@ -10,7 +10,8 @@ import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.link_health import FEW_LINKS, Health, LinkBook, LinkHealth
+from pipemorph.control.observe.link_book import FEW_LINKS, LinkBook
+from pipemorph.control.observed.links import Health, LinkHealth, LinkTable
 from pipemorph.planning import Route
 from pipemorph.wire import LinkSample, WireTime
 
@@ -23,6 +24,7 @@ class Job:
 
     def __init__(self, links: int = LINKS, seed: int = 0) -> None:
         self.links = links
+        self.table = LinkTable(MeshShape(links + 1), stale_after=30.0)
         self.book = LinkBook(MeshShape(links + 1), thresholds=Thresholds(), stale_after=30.0)
         self.rng = random.Random(seed)
         self.now = 1000.0
@@ -40,7 +42,19 @@ class Job:
 
     def report(self, samples: list[LinkSample]) -> None:
         self.book.observe(samples, self.now, ends=self)
+        self.tell()
         self.slow_seen |= self.slow()
+
+    def tell(self) -> None:
+        """Tell the table what the book knows, as reports do."""
+        directions = [
+            self.book.direction(key, self.now) for key in self.book.touched(moves=99, turns=99)
+        ]
+        rests = [self.book.rest(link, self.now) for link in range(self.links)]
+        self.table.take(directions, rests, self.now)
+
+    def states(self) -> tuple[LinkHealth, ...]:
+        return self.table.states(self.now)
 
     def longest_op(self, stage: int) -> float:
         return 0.01
@@ -58,7 +72,7 @@ class Job:
         )  # fmt: skip
 
     def slow(self) -> set[int]:
-        states = self.book.states(self.now)
+        states = self.states()
         return {s.link for s in states if s.health is Health.SLOW}
 
     def until_slow(self, links: set[int], late: Callable[[int], float], most: int) -> int:
@@ -90,11 +104,11 @@ def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
         fields = {"route": route, "spacing": spacing}
         samples = [job.sample(2, d, 0.040).model_copy(update=fields) for d in (0, 1)]
         job.report(samples)
-    state = job.book.states(job.now)[2]
+    state = job.states()[2]
     assert state.transfer == pytest.approx(transfer, abs=0.002)
     assert state.record()["transfer"] == round(state.transfer, 6)
     job.run(60)
-    assert job.book.states(job.now)[2].transfer == 0.0, "the link is well"
+    assert job.states()[2].transfer == 0.0, "the link is well"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +140,7 @@ def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
             job.now += 0.05
             job.report([late(i, d, slow and i == 2) for i in range(LINKS) for d in (0, 1)])
     assert job.slow() == {2}
-    state = job.book.states(job.now)[2]
+    state = job.states()[2]
     assert state.transfer == pytest.approx(transfer, abs=0.003 if exact else 0.005)
     # The receiver's op makes it uncertain, unless what is small has the same delay.
     bound = 0.001 if exact or latency == 0.041 else 0.004
@@ -243,9 +257,9 @@ def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
             return found.model_copy(update={"wire": found.wire.model_copy(update={"exact": 0})})
 
     job = Device()
-    assert {state.wire_time for state in job.book.states(job.now)} == {0.1 * job.longest_op(0)}
+    assert {state.wire_time for state in job.states()} == {0.1 * job.longest_op(0)}
     job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
-    slow = job.book.states(job.now)[3]
+    slow = job.states()[3]
     assert slow.wire_time == pytest.approx(slow.delay + 0.001)
 
 
@@ -256,7 +270,7 @@ def test_a_stall_does_not_make_a_slow_link_slower() -> None:
     job.run(30, lambda link: 0.03 * (link == 3))
 
     def delay() -> float:
-        return job.book.states(job.now)[3].delay
+        return job.states()[3].delay
 
     assert delay() == pytest.approx(0.03, abs=0.002)
     job.run(4, lambda link: 0.03 + 0.03 * (link == 3))
@@ -274,4 +288,4 @@ def test_a_slow_link_whose_receiver_waits_for_a_processor_is_not_slower() -> Non
         job.now += 0.05
         sample = job.sample(3, 0, 0.06).model_copy(update={"waited": 0.025})
         job.report([sample, job.sample(3, 1, 0.03)])
-    assert job.book.states(job.now)[3].delay == pytest.approx(0.03, abs=0.002)
+    assert job.states()[3].delay == pytest.approx(0.03, abs=0.002)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from observing import report, tell
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
@@ -14,13 +15,22 @@ from pipemorph.control.observe.rail_health import (
     BREAK_SECONDS,
     ERROR_SECONDS,
     MOST_PORTS_PER_RANK,
-    SHOWN,
     SILENT_SECONDS,
     RailBook,
-    RailHealth,
 )
-from pipemorph.control.observe.reports import ReportMismatch
-from pipemorph.wire import LinkHealthReport, LinkSample, RailSample, TransportSample, WireTime
+from pipemorph.control.observed.reports import ReportMismatch
+from pipemorph.wire import (
+    SHOWN,
+    FallenLink,
+    LinkSample,
+    RailHealth,
+    RailSample,
+    RailsView,
+    RailTrouble,
+    TransportSample,
+    TransportsView,
+    WireTime,
+)
 
 GOOD = {"link_downed": 0, "symbol_error": 3, "out_of_sequence": 7, "np_cnp_sent": 100}
 
@@ -231,14 +241,6 @@ def spec(stages: int = 3) -> JobSpec:
     )
 
 
-def report(sequence: int, **fields: Any) -> LinkHealthReport:
-    return LinkHealthReport(
-        job="gpt", namespace="default", attempt=0, sequence=sequence, sent_at=0.0,
-        state="training", iteration=sequence, observed_plan_version=0,
-        applied_plan_version=0, **fields,
-    )  # fmt: skip
-
-
 def end(link: int = 1, **fields: Any) -> TransportSample:
     said: dict[str, Any] = {
         "link": link, "direction": "forward", "agreed": "rdma", "transport": "rdma",
@@ -259,16 +261,16 @@ def window(link: int, transport: str, direction: str = "forward") -> LinkSample:
 
 def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
     controller = JobController(spec())
-    controller.report(report(1, transports=[end(0), end(1)]), 1.0)
+    tell(controller, 1.0, iteration=1, transports=[end(0), end(1)])
     assert controller.transports().fallen_count == 0
     fell = end(1, transport="tcp", fallbacks=1, trouble="rxe0 port 1: port error")
-    controller.report(report(2, transports=[fell]), 2.0)
+    tell(controller, 2.0, iteration=2, transports=[fell])
     view = controller.view(2.0).transports
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (1, 1, 0)
     assert view.fallen[0].text(ALONE) == (
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)"
     )
-    controller.report(report(3, transports=[end(1, fallbacks=1, failbacks=1)]), 3.0)
+    tell(controller, 3.0, iteration=3, transports=[end(1, fallbacks=1, failbacks=1)])
     view = controller.transports()
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (0, 1, 1)
     assert [e.text for e in controller.events] == [
@@ -280,8 +282,8 @@ def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
 
 def test_a_fallback_between_two_reports_is_not_missed() -> None:
     controller = JobController(spec())
-    controller.report(report(1, transports=[end(1)]), 1.0)
-    controller.report(report(2, transports=[end(1, fallbacks=2, failbacks=2)]), 2.0)
+    tell(controller, 1.0, iteration=1, transports=[end(1)])
+    tell(controller, 2.0, iteration=2, transports=[end(1, fallbacks=2, failbacks=2)])
     (event,) = controller.events
     assert event.text == "link 1 fell back from rdma to tcp, and is back"
     assert controller.transports().fallbacks == 2
@@ -289,20 +291,31 @@ def test_a_fallback_between_two_reports_is_not_missed() -> None:
 
 def test_what_carries_each_link() -> None:
     controller = JobController(spec())
-    controller.report(report(1, links=[window(0, "gloo"), window(1, "rdma")]), 1.0)
+    tell(controller, 1.0, iteration=1, links=[window(0, "gloo"), window(1, "rdma")])
     assert controller.transports().links == ("gloo", "rdma")
-    controller.report(report(2, links=[window(1, "tcp", "backward")]), 2.0)
+    tell(controller, 2.0, iteration=2, links=[window(1, "tcp", "backward")])
     assert controller.transports().links == ("gloo", "rdma+tcp")
     assert JobController(spec()).transports().links == ("", "")
 
 
 def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
     controller = JobController(spec())
+
+    def port(stage: int = 0, replica: int = 0) -> RailsView:
+        trouble = RailTrouble(stage, replica, "mlx5_0", 1, "DOWN", "is DOWN")
+        return RailsView(RailHealth.SICK, 1, 1, 1, (trouble,))
+
+    def fallen(link: int = 0, replica: int = 0) -> TransportsView:
+        return TransportsView(
+            fallen=(FallenLink(link, replica, "forward", "rdma", "tcp", 1, ""),), fallen_count=1
+        )
+
     for wrong, field in (
-        ({"rails": [rail(3)]}, "rails[0].stage"),
-        ({"rails": [rail(replica=1)]}, "rails[0].replica"),
-        ({"transports": [end(2)]}, "transports[0].link"),
-        ({"transports": [end(replica=1)]}, "transports[0].replica"),
+        ({"rails": port(stage=3)}, "rails[0].stage"),
+        ({"rails": port(replica=1)}, "rails[0].replica"),
+        ({"transports": fallen(link=2)}, "transports.fallen[0].link"),
+        ({"transports": fallen(replica=1)}, "transports.fallen[0].replica"),
+        ({"transports": TransportsView(links=("tcp",))}, "transports.links"),
     ):
         with pytest.raises(ReportMismatch) as refused:
             controller.report(report(1, **wrong), 1.0)
@@ -312,9 +325,9 @@ def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
 
 def test_events_of_ports_are_kept_and_bounded() -> None:
     controller = JobController(spec())
-    controller.report(report(1, rails=[rail()], ports=1), 1.0)
-    controller.report(report(2, rails=[rail(state="DOWN")], ports=1), 2.0)
-    controller.report(report(3, rails=[rail(counters=GOOD | {"link_downed": 1})], ports=1), 3.0)
+    tell(controller, 1.0, iteration=1, rails=[rail()], ports=1)
+    tell(controller, 2.0, iteration=2, rails=[rail(state="DOWN")], ports=1)
+    tell(controller, 3.0, iteration=3, rails=[rail(counters=GOOD | {"link_downed": 1})], ports=1)
     assert [e.text for e in controller.events] == [
         "RDMA port mlx5_0/1 of stage 0: is DOWN",
         "RDMA port mlx5_0/1 of stage 0: link_downed +1",
@@ -322,20 +335,20 @@ def test_events_of_ports_are_kept_and_bounded() -> None:
     ]
     for n in range(KEPT_EVENTS):
         counters = GOOD | {"link_downed": n + 2}
-        controller.report(report(n + 4, rails=[rail(counters=counters)], ports=1), 4.0 + n)
+        tell(controller, 4.0 + n, iteration=n + 4, rails=[rail(counters=counters)], ports=1)
     assert len(controller.events) == KEPT_EVENTS
     assert controller.events[-1].number == KEPT_EVENTS + 2
 
 
 def test_a_new_attempt_starts_without_and_an_edited_job_goes_on_with_them() -> None:
     controller = JobController(spec())
-    controller.report(report(1, rails=[rail()], ports=1, transports=[end(1)]), 1.0)
+    tell(controller, 1.0, iteration=1, rails=[rail()], ports=1, transports=[end(1)])
     edited = JobController.restore(spec(), controller.snapshot())
     assert edited.rails(1.0).health is RailHealth.UNKNOWN
-    edited.adopt_rails(controller)
+    edited.adopt(controller)
     assert edited.rails(1.0).health is RailHealth.HEALTHY
     controller.begin_attempt(1)
     assert controller.rails(1.0).ports == 0
     edited.begin_attempt(2)
-    edited.adopt_rails(controller)
+    edited.adopt(controller)
     assert edited.rails(1.0).ports == 0

@@ -28,7 +28,7 @@ from pipemorph.control.decide.findings import (
 from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal
 from pipemorph.control.memory_limits import Excess
-from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Plan, Policy, Route, Schedule
 
 CAUSES = ("slow", "worse", "eased", "varies", "recovered", "steady", "profile", "memory", "restart")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from observing import report, tell
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
@@ -12,8 +14,8 @@ from pipemorph.control import JobController, ReductionHealth
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.reductions import ReductionBook
-from pipemorph.control.observe.reports import ReportMismatch
-from pipemorph.wire import LinkHealthReport, ReductionSample, StageProfile
+from pipemorph.control.observed.reports import ReportMismatch
+from pipemorph.wire import ReductionSample, StageProfile
 
 USUAL, SLOW = 0.020, 0.090
 
@@ -61,7 +63,8 @@ def test_a_slow_group_is_named_and_recovers() -> None:
     (state,) = [each for each in job.book.states() if each.slow]
     assert (state.seconds, state.normal) == (pytest.approx(SLOW), pytest.approx(USUAL))
     assert state.delay == pytest.approx(SLOW - USUAL)
-    assert job.book.exposed() == {0: 0.01, 1: 0.01, 2: 0.01, 3: pytest.approx(SLOW / 2)}
+    exposed = {state.stage: state.exposed for state in job.book.states() if not state.replica}
+    assert exposed == {0: 0.01, 1: 0.01, 2: 0.01, 3: pytest.approx(SLOW / 2)}
     job.run(20)
     assert job.slow == []
     assert [event.text for event in job.events.newest()] == [
@@ -132,13 +135,6 @@ def spec(**fields: Any) -> JobSpec:
     )
 
 
-def report(sequence: int, **fields: Any) -> LinkHealthReport:
-    return LinkHealthReport(
-        job="j", namespace="n", attempt=0, sequence=sequence, sent_at=0.0, state="training",
-        iteration=sequence, observed_plan_version=0, applied_plan_version=0, **fields,
-    )  # fmt: skip
-
-
 def test_the_controller_plans_with_it_and_shows_it() -> None:
     controller = JobController(spec())
     profiles = [
@@ -152,8 +148,8 @@ def test_the_controller_plans_with_it_and_shows_it() -> None:
     for i in range(1, 16):
         late = SLOW if i > 10 else USUAL
         reductions = [sample(0, i, USUAL), sample(1, i, late, 1)]
-        controller.report(report(i, stages=profiles, reductions=reductions), float(i))
-    times = controller._reported.stages.times()
+        tell(controller, float(i), stages=profiles, reductions=reductions)
+    times = controller._observed.stages.times()
     assert times is not None
     assert [stage.reduction for stage in times] == [USUAL / 2, SLOW / 2]
     assert [stage.forward for stage in times] == [0.01, 0.01], "the stages are not slow"
@@ -161,4 +157,4 @@ def test_the_controller_plans_with_it_and_shows_it() -> None:
     assert [(each.stage, each.slow) for each in found] == [(0, False), (1, True)]
     assert found[1].record()["exposed"] == SLOW / 2
     with pytest.raises(ReportMismatch, match=r"reductions\[0\].stage: is 2; the job has 2 stages"):
-        controller.report(report(16, reductions=[sample(2, 16, 1.0)]), 16.0)
+        controller.report(report(16, reductions=[replace(found[1], stage=2)]), 16.0)

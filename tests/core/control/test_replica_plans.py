@@ -23,8 +23,9 @@ from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import Evidence, without
 from pipemorph.control.first_plan import planning_rules
 from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.link_health import LinkBook, LinkHealth
-from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.observe.link_book import LinkBook
+from pipemorph.control.observed.links import LinkHealth, LinkTable
+from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
 from pipemorph.planning.simulation.simulator import simulate_changing
 from pipemorph.wire import IterationSample, LinkSample, PlanMessage, WireTime
@@ -188,7 +189,7 @@ def test_a_plan_of_any_replica_must_keep_to_the_limits() -> None:
     wide = initial_plan(job(2, stages=8, microbatches=24))
     plan = together([((0, 2), initial_plan(limited)), ((1,), wide)])
     now = situation(limited, {1: {0: 0.06}})
-    rooms = JobController(limited)._reported.stages.rooms
+    rooms = JobController(limited)._observed.stages.rooms
     forecast = Forecast(limited, replace(now, rooms=rooms))
     assert forecast.excess(initial_plan(limited)) is None
     assert forecast.excess(plan) is not None
@@ -400,6 +401,7 @@ def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
     """Two columns of each of three replicas; link 1 is slow in the second column of replica 1."""
     mesh = MeshShape(STAGES, 3, tensor=2)
     book = LinkBook(mesh, thresholds=Thresholds(), stale_after=30.0)
+    table = LinkTable(mesh, stale_after=30.0)
     now, slow = 1000.0, (1, 3)
     for window in range(40):
         now += 0.05
@@ -419,15 +421,19 @@ def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
                         )
                     )  # fmt: skip
         book.observe(samples, now, ends=Ends())
+        changed = [book.direction(key, now) for key in book.touched(moves=99, turns=99)]
+        table.take(changed, [book.rest(link, now) for link in range(LINKS)], now)
         if window == 20:
-            assert book.own_states(book.states(now), now) == []
-    states = book.states(now)
-    (mine, own), (others, usual) = book.own_states(states, now)
+            assert table.own_states(now) == []
+    states = table.states(now)
+    (mine, own), (others, usual) = table.own_states(now)
     assert (mine, others) == ((1,), (0, 2))
     assert [each.health for each in own] == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
     assert own[1] == states[1] and own[1].delay == pytest.approx(0.05, abs=0.005)
     assert [each.health for each in usual] == [Health.HEALTHY] * LINKS
     assert usual[1].wire_time == pytest.approx(BASE, abs=0.001)
     assert (own[0], own[2]) == (usual[0], usual[2]) == (states[0], states[2])
-    (_, own), _ = book.own_states(book.states(now + 31), now + 31)
+    silent = [book.direction(key, now + 31) for key in book.silent(now + 31, most=99)]
+    table.take(silent, [], now + 31)
+    (_, own), _ = table.own_states(now + 31)
     assert own[1].health is Health.UNKNOWN, "known to be slow, but not heard of lately"

@@ -12,9 +12,8 @@ from pipemorph.control.observe.stragglers import (
     LEAST_WINDOWS,
     WINDOWS,
     StragglerBook,
-    StragglersView,
 )
-from pipemorph.wire import DeviceClock, StageProfile
+from pipemorph.wire import DeviceClock, StageProfile, StragglersView
 
 
 class Job:

@@ -57,6 +57,7 @@ def controller() -> JobController:
 
 def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     return {
+        "protocol": 2,
         "job": "gpt",
         "namespace": "default",
         "attempt": 0,
@@ -69,16 +70,12 @@ def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-SAMPLE = {
-    "link": 0,
-    "direction": "forward",
-    "route": "direct",
-    "transport": "gloo",
-    "iteration": 0,
-    "bytes": 1,
-    "wire": {"count": 1, "exact": 1, "min": 0.1, "p50": 0.1, "p99": 0.1, "mean": 0.1},
-    "queue_p50": 0,
-}
+SLOW = {"link": 0, "column": 0, "direction": "forward", "delay": 0.1, "wire_time": 0.1}
+WELL = {"link": 1, "health": "healthy", "wire_time": 0.01, "column": 0}
+
+
+OLD = {name: value for name, value in body(links=[{"link": 0}]).items() if name != "protocol"}
+"""As of protocol 1, which did not name it."""
 
 
 class Scripted:
@@ -92,9 +89,10 @@ class Scripted:
         self._directive: Directive | None = None
         self._plan = PlanMessage.of(controller().wanted)
 
-    def report(self, report: LinkHealthReport, now: float) -> None:
+    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         self.sequences.append(report.sequence)
         self.on_report(report)
+        return DirectiveEnvelope(memory="m")
 
     def tick(self, now: float) -> None:
         pass
@@ -184,17 +182,23 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (b"\xff\xfe", 400, None, "not JSON"),
         (b"[" * 10_000, 400, None, "not JSON"),
         (b"null", 422, "report", "report"),
-        (b"{}", 422, "job", "Field required"),
+        (b"{}", 422, "protocol", "not of protocol 2"),
         (body(extra=1), 422, "extra", "Extra inputs"),
         (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
         (body(sequence=2**60), 422, "sequence", "less than"),
         (body(observed_plan_version=2**31), 422, "observed_plan_version", "less than"),
         (body(sent_at="NaN"), 422, "sent_at", ""),
-        (body(protocol=2), 422, "protocol", ""),
         (body(state="sleeping"), 422, "state", ""),
-        (body(links=[SAMPLE | {"wire": {}}]), 422, "links[0].wire.count", "Field required"),
-        (body(links=[SAMPLE | {"link": 3}]), 422, "links[0].link", "the job has 3 links"),
-        (body(links=[SAMPLE | {"replica": 1}]), 422, "links[0].replica", "the job has 1 columns"),
+        (
+            body(directions=[SLOW | {"bases": {"direct": -1}}]),
+            422,
+            "directions[0].bases.direct",
+            "",
+        ),
+        (body(directions=[SLOW | {"link": 3}]), 422, "directions[0].link", "the job has 3 links"),
+        (body(links=[WELL | {"column": 1}]), 422, "links[0].column", "the job has 1 columns"),
+        (body(protocol=1), 422, "protocol", "not of protocol 2, the one of this ingest: run the"),
+        (OLD, 422, "protocol", "run the trainer and the ingest of one release"),
         (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
         (body(job="other"), 403, "job", "default/other"),
         (body(namespace="other"), 403, "job", "other/gpt"),
@@ -279,7 +283,8 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         assert (status, answer["directive"]["plan_version"]) == (200, 1)
         for status, answer in await asyncio.wait_for(asyncio.gather(*polls), PATIENCE):
             assert (status, answer["directive"]["plan_version"]) == (200, 1)
-        assert await later == (200, {"protocol": 1, "directive": None})
+        status, answer = await later
+        assert (status, answer["protocol"], answer["directive"]) == (200, 2, None)
         # One that is there already is answered without waiting; what the agent has is not sent.
         assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["plan_version"] == 1
         assert (await client.post(body(2, observed_plan_version=1)))[1]["directive"] is None
@@ -524,14 +529,8 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
-PROFILE = {
-    "stage": 0,
-    "forward": 0.1,
-    "backward_input": 0.1,
-    "backward_weight": 0.1,
-    "split": "module",
-    "peak_memory": 1,
-}
+PROFILE = {"stage": 0, "forward": 0.1, "backward_input": 0.1, "backward_weight": 0.1}
+TROUBLE = {"stage": 0, "replica": 0, "device": "d", "port": 1, "state": "DOWN", "what": "is DOWN"}
 ITERATION = {"index": 0, "seconds": 1.0, "loss": None, "plan_version": 0, "bubble_fraction": 0.1}
 LARGE = st.sampled_from([0, 1, 2**53 - 1, 1e7, 0.0, 1e-300, 5e-324])
 
@@ -541,7 +540,11 @@ LARGE = st.sampled_from([0, 1, 2**53 - 1, 1e7, 0.0, 1e-300, 5e-324])
 def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
     """Whatever is sent, signed in or not: an answer below 500 and no exception."""
     whole = body(
-        links=[json.loads(json.dumps(SAMPLE)) for _ in range(2)],
+        directions=[dict(SLOW) for _ in range(2)],
+        links=[dict(WELL) for _ in range(2)],
+        rails={"health": "sick", "sick": [dict(TROUBLE)]},
+        transports={"links": ["tcp"] * 3},
+        stragglers={"known": True, "paces": [0.1] * 4},
         stages=[PROFILE | {"stage": i} for i in range(4)],
         iterations=[dict(ITERATION)],
     )

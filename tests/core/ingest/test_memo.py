@@ -17,7 +17,7 @@ from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.decide.truth import Evidence, Reference
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.memory_limits import Room
-from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.observed.stages import expected_times
 from pipemorph.ingest.memo import ENTRY_BYTES, Memo, comparable, digest
 
 

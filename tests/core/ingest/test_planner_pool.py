@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from observing import report, tell
 
 from pipemorph.api.spec import JobSpec, ScheduleSpec
 from pipemorph.control import Health, JobController
@@ -33,7 +34,7 @@ from pipemorph.ingest import (
 )
 from pipemorph.ingest.planner_pool import plan_here
 from pipemorph.ingest.planner_processes import NICE, Answer
-from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
+from pipemorph.wire import DirectiveEnvelope, LinkSample
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 STAGES = 4
@@ -50,32 +51,31 @@ def controller() -> JobController:
     return JobController(JobSpec.model_validate(spec))
 
 
-def report(sequence: int, wire: float, *, first: float = 0.002, **changes: Any) -> LinkHealthReport:
+def windows(iteration: int, wire: float, first: float = 0.002) -> list[LinkSample]:
     """Link 1 takes ``wire`` seconds, link 0 ``first``, the other 2 ms."""
     times = [dict.fromkeys(("min", "p50", "p99", "mean"), w) for w in (first, wire, 0.002)]
-    links = [
-        {
-            "link": link, "direction": direction, "route": "direct", "transport": "gloo",
-            "iteration": sequence, "bytes": 1, "queue_p50": 0.0,
-            "wire": {"count": 2, "exact": 2, **times[link]},
-        }
+    return [
+        LinkSample.model_validate(
+            {
+                "link": link, "direction": direction, "route": "direct", "transport": "gloo",
+                "iteration": iteration, "bytes": 1, "queue_p50": 0.0,
+                "wire": {"count": 2, "exact": 2, **times[link]},
+            }
+        )
         for link in range(STAGES - 1)
         for direction in ("forward", "backward")
     ]  # fmt: skip
-    values = {
-        "job": "gpt", "namespace": "default", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
-        "state": "training", "iteration": sequence, "observed_plan_version": 0,
-        "applied_plan_version": 0,
-        "links": links,
-    }  # fmt: skip
-    return LinkHealthReport.model_validate(values | changes)
+
+
+def send(job: JobController, iteration: int, wire: float, *, first: float = 0.002) -> None:
+    tell(job, 1000.0, iteration=iteration, links=windows(iteration, wire, first))
 
 
 def slow_down(job: JobController) -> int:
     """Report a healthy link, then a slow one, until a decision is due. Returns the sequence."""
     for sequence in range(1, 40):
         wire = 0.002 if sequence < 12 else 0.08
-        job.report(report(sequence, wire, attempt=job.attempt), 1000.0)
+        send(job, sequence, wire)
         if job.replan is not None or job.plan_version:
             return sequence
     raise AssertionError("no decision was due in 40 reports")
@@ -98,7 +98,7 @@ def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_f
     last = slow_down(job)
     asked = job.replan
     for sequence in range(last + 1, last + 30):
-        job.report(report(sequence, 0.002, first=0.09), 1000.0)
+        send(job, sequence, 0.002, first=0.09)
     assert job.replan is asked
     links = [link.health for link in job.links(1000.0)]
     assert links == [Health.SLOW, Health.HEALTHY, Health.HEALTHY]
@@ -106,7 +106,7 @@ def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_f
     job.settle(asked, propose(asked), 1000.0)
     assert job.plan_version == 1
     # What came meanwhile is the next one's cause.
-    job.report(report(last + 30, 0.002, first=0.09), 1000.0)
+    send(job, last + 30, 0.002, first=0.09)
     assert job.replan not in (None, asked)
 
 
@@ -170,9 +170,9 @@ def with_handler(
     asyncio.run(run())
 
 
-async def post(handler: IngestHandler, sequence: int, wire: float) -> DirectiveEnvelope:
+async def post(handler: IngestHandler, sequence: int) -> DirectiveEnvelope:
     await asyncio.sleep(0)  # As a socket would.
-    body = report(sequence, wire).model_dump_json().encode()
+    body = report(sequence, job="gpt").body()
     reply = await handler.report("default", "gpt", body)
     assert reply.status == 200, reply.body
     return DirectiveEnvelope.model_validate_json(reply.body)
@@ -187,13 +187,13 @@ def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_deci
             handler.poll("default", "gpt", attempt="0", after="0", wait="20")
         )
         for sequence in range(last + 1, last + 10):
-            assert (await post(handler, sequence, 0.08)).directive is None
+            assert (await post(handler, sequence)).directive is None
         assert len(planner.asked) == 1, "one decision at a time"
         planner.go.set()
         envelope = DirectiveEnvelope.model_validate_json((await poll).body)
         assert envelope.directive is not None
         assert envelope.directive.plan_version == 1
-        assert (await post(handler, last + 10, 0.08)).directive == envelope.directive
+        assert (await post(handler, last + 10)).directive == envelope.directive
 
     with_handler(planner, test)
 
@@ -204,7 +204,7 @@ def test_a_decision_whose_planner_was_lost_is_asked_for_again() -> None:
     async def test(handler: IngestHandler, job: JobController) -> None:
         last = slow_down(job)
         planner.lost = True
-        await post(handler, last + 1, 0.08)
+        await post(handler, last + 1)
         while job.replan is None or not planner.asked:
             await asyncio.sleep(0)
         planner.lost = False

@@ -14,9 +14,7 @@ import pytest
 from pipemorph.api.spec import Fault, PipeMorphJob
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.events import Event
-from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.control.observe.rail_health import RailHealth, RailsView, RailTrouble
-from pipemorph.control.observe.transports import FallenLink, TransportsView
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.progress import Progress, headline, links_phrase, rails_phrase
 from pipemorph.local.results import timeline as timeline_module
@@ -27,7 +25,14 @@ from pipemorph.local.results.timeline import choose_panels, messages, timelines,
 from pipemorph.local.results.traces import StageTrace, TraceIndex, read_faults, read_splits
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.wire import IterationSample
+from pipemorph.wire import (
+    FallenLink,
+    IterationSample,
+    RailHealth,
+    RailsView,
+    RailTrouble,
+    TransportsView,
+)
 
 STAGES, MICROBATCHES = 2, 3
 

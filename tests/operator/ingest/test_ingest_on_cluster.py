@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from observing import tell
 from operator_objects import body
 from plant_support import settle
 from prometheus_client import REGISTRY
@@ -17,7 +18,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.ingest import Decided
-from pipemorph.wire import LinkHealthReport, PlanMessage
+from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import count_decision, parser
@@ -35,8 +36,9 @@ def spec(stages: int = 4) -> JobSpec:
 
 def report(sequence: int, **changes: Any) -> LinkHealthReport:
     values = {
-        "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
-        "state": "training", "iteration": 0, "observed_plan_version": 0, "applied_plan_version": 0,
+        "protocol": 2, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
+        "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
+        "applied_plan_version": 0,
     }  # fmt: skip
     return LinkHealthReport.model_validate(values | changes)
 
@@ -119,11 +121,13 @@ def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
         for _ in range(iterations):
             now, sequence = now + 1, sequence + 1
             stages = [
-                {"stage": i, "forward": t, "backward_input": t, "backward_weight": t,
-                 "split": "module", "peak_memory": 0}
+                StageProfile(
+                    stage=i, forward=t, backward_input=t, backward_weight=t, split="module",
+                    peak_memory=0,
+                )
                 for i, t in enumerate(times)
             ]  # fmt: skip
-            controller.report(report(sequence, iteration=sequence, stages=stages), now)
+            tell(controller, now, iteration=sequence, stages=stages)
         source = Source(controller, now, 1)
         return summarize(source, now), {c.type: c for c in judge(source, [], now)}
 

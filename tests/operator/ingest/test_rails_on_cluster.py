@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observing import Agent, tell
 from operator_objects import body
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
 from pipemorph.control import JobController
-from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
+from pipemorph.wire import RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
@@ -30,13 +31,6 @@ def spec(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
     given = body(stages=stages, **fields)["spec"]
     given["parallelism"]["replicas"] = replicas
     return JobSpec.model_validate(given)
-
-
-def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
-    return LinkHealthReport(
-        job="gpt", namespace="team", attempt=0, sequence=sequence, sent_at=0.0, state="training",
-        iteration=3, observed_plan_version=0, applied_plan_version=0, **fields,
-    )  # fmt: skip
 
 
 def rail(stage: int = 0, **fields: Any) -> RailSample:
@@ -57,7 +51,7 @@ def end(link: int = 1, **fields: Any) -> TransportSample:
 def verdict(of: JobSpec, *reports: dict[str, Any], now: float = 100.0) -> tuple[str, str, str]:
     controller = JobController(of)
     for i, fields in enumerate(reports):
-        controller.report(report(i + 1, **fields), 90.0 + i)
+        tell(controller, 90.0 + i, iteration=3, **fields)
     (found,) = [c for c in judge(Source(controller, 95.0, 1), [], now) if c.type == "RailsHealthy"]
     return found.status, found.reason, found.message
 
@@ -159,7 +153,7 @@ def test_stale_reports_and_an_ended_job_are_unknown() -> None:
     assert verdict(spec(), first)[:2] == ("False", "SickPorts")
     assert verdict(spec(), first, now=200.0)[:2] == ("Unknown", "ReportsStale")
     controller = JobController(spec())
-    controller.report(report(**first, transports=[FELL]), 90.0)
+    tell(controller, 90.0, transports=[FELL], **first)
     ended = Source(controller, 90.0, 1, ended=True)
     (found,) = [c for c in judge(ended, [], 91.0) if c.type == "RailsHealthy"]
     assert (found.status, found.reason) == ("Unknown", "JobFinished")
@@ -179,7 +173,7 @@ def test_messages_and_lists_are_bounded() -> None:
     _, _, message = verdict(spec(replicas=100), {"transports": ends})
     assert len(message) == MESSAGE_LENGTH
     controller = JobController(spec())
-    controller.report(report(ports=100, rails=many), 90.0)
+    tell(controller, 90.0, ports=100, rails=many)
     told = summarize(Source(controller, 90.0, 1), 91.0)
     assert told.rails is not None
     assert (told.rails.sick_count, len(told.rails.sick_ports)) == (100, MAX_SICK_PORTS)
@@ -187,10 +181,7 @@ def test_messages_and_lists_are_bounded() -> None:
 
 def test_status_as_the_crd_has_it() -> None:
     controller = JobController(spec())
-    controller.report(
-        report(ports=2, rails=[rail(0), DOWN], transports=[FELL]),
-        90.0,
-    )
+    tell(controller, 90.0, ports=2, rails=[rail(0), DOWN], transports=[FELL])
     summary = summarize(Source(controller, 90.0, 1), 91.0)
     told = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert told["training"]["rails"] == {
@@ -215,12 +206,12 @@ def test_status_as_the_crd_has_it() -> None:
 
 def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
     controller = JobController(spec())
-    controller.report(report(1, ports=1, rails=[rail()], transports=[end()]), 90.0)
+    tell(controller, 90.0, ports=1, rails=[rail()], transports=[end()])
     source = Source(controller, 90.0, 1)
     before = KeyState.of(source, controller.view(90.0), 90.0)
-    controller.report(report(2, ports=1, rails=[rail()]), 90.0)
+    tell(controller, 90.0, ports=1, rails=[rail()])
     assert KeyState.of(source, controller.view(90.0), 90.0) == before
-    controller.report(report(3, ports=1, transports=[FELL]), 90.0)
+    tell(controller, 90.0, ports=1, transports=[FELL])
     assert KeyState.of(source, controller.view(90.0), 90.0) != before
 
 
@@ -254,15 +245,15 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         now = 1000.0
         store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
         store.changed("LISTED", job)
-        for i, fields in enumerate(
-            (
-                {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
-                {"ports": 2, "transports": [FELL]},
-            )
-        ):
+        agent = Agent(spec(), job="gpt", namespace="team")
+        said: tuple[dict[str, Any], ...] = (
+            {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
+            {"ports": 2, "transports": [FELL]},
+        )
+        for fields in said:
             found = store.lookup(*key)
             assert found is not None
-            found.report(report(i + 1, **fields), now)
+            agent.tell(found, now, **fields)
         await store.look(key)
         assert gauge("rails_healthy") == 0
         assert gauge("rdma_ports") == 2
@@ -274,18 +265,19 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         now += 5
         found = store.lookup(*key)
         assert found is not None
-        found.report(report(3, ports=2, transports=[end(fallbacks=1, failbacks=1)]), now)
+        back = end(fallbacks=1, failbacks=1)
+        agent.tell(found, now, ports=2, transports=[back])
         await store.look(key)
         assert (gauge("rails_healthy"), gauge("fallen_links")) == (1, 0)
         store.changed("DELETED", job)
         await asyncio.sleep(0)  # the last event is on its way
 
     asyncio.run(run())
-    said = [
+    verdicts = [
         next((c["status"], c["reason"]) for c in s["conditions"] if c["type"] == "RailsHealthy")
         for s in api.taken
     ]
-    assert said == [("False", "LinksFellBack"), ("True", "PortsActive")]
+    assert verdicts == [("False", "LinksFellBack"), ("True", "PortsActive")]
     assert gauge("rails_healthy") is None
     told = [(event["type"], event["reason"]) for event in api.events]
     assert told == [("Warning", "LinksFellBack"), ("Normal", "PortsActive")]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from observing import tell
 from operator_objects import body
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.wire import LinkHealthReport, ReductionSample
+from pipemorph.wire import ReductionSample
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 
 
@@ -25,14 +26,7 @@ def controller_of(replicas: int, seconds: float = 0.02) -> JobController:
             )
             for stage in range(4 if replicas > 1 else 0)
         ]  # fmt: skip
-        controller.report(
-            LinkHealthReport(
-                job="gpt", namespace="team", attempt=0, sequence=i, sent_at=0.0, state="training",
-                iteration=i, observed_plan_version=0, applied_plan_version=0,
-                reductions=reductions,
-            ),
-            90.0,
-        )  # fmt: skip
+        tell(controller, 90.0, iteration=i, reductions=reductions)
     return controller
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
+from pipemorph.wire import RailSample
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.telemetry.rails import REFRESH_SECONDS, RailWatch, read
@@ -128,68 +128,26 @@ def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
     assert not thread.is_alive(), "the thread outlives its watch"
 
 
-def test_the_newest_of_each_port_is_reported_once(sysfs: Path) -> None:
-    merger = TelemetryMerger("job", "default", 1, 2)
+def test_counters_of_ports_are_merged_in_order(sysfs: Path) -> None:
+    merger = TelemetryMerger(2)
     merger.add(telemetry(read(0, 0, sysfs)))
     merger.add(telemetry(read(1, 0, sysfs), stage=1))
     put(sysfs / "mlx5_0/ports/1/counters/link_downed", 5)
     merger.add(telemetry(read(0, 0, sysfs)[:1]))
-    selection = merger.select(1, 0.0, 0)
-    said = {(r.stage, r.device): r.counters["link_downed"] for r in selection.report.rails}
+    said = {(r.stage, r.device): r.counters["link_downed"] for r in merger.take().rails}
     assert said == {(0, "mlx5_0"): 5, (0, "mlx5_1"): 0, (1, "mlx5_0"): 0, (1, "mlx5_1"): 0}
-    # What changes while the report is under way is in the next one.
-    put(sysfs / "mlx5_1/ports/1/counters/link_downed", 6)
-    merger.add(telemetry(read(0, 0, sysfs)[1:]))
-    merger.delivered(selection)
-    assert [r.counters["link_downed"] for r in merger.select(2, 0.0, 0).report.rails] == [6]
-    # As it is on the wire.
-    text = selection.report.model_dump_json()
-    assert '"out_of_sequence":"unavailable"' in text
-    assert LinkHealthReport.model_validate_json(text) == selection.report
-
-
-def end(**fields: Any) -> TransportSample:
-    said: dict[str, Any] = {
-        "link": 0, "direction": "forward", "agreed": "rdma", "transport": "rdma",
-        "fallbacks": 0, "failbacks": 0, "reconnects": 0,
-    }  # fmt: skip
-    return TransportSample(**said | fields)
+    assert not merger.dirty
+    assert merger.take().rails == []
 
 
 def test_ports_are_counted_when_every_rank_has_looked(sysfs: Path) -> None:
-    merger = TelemetryMerger("job", "default", 1, 2)
+    merger = TelemetryMerger(2)
     merger.add(telemetry([], ports=2))
-    assert merger.select(1, 0.0, 0).report.ports is None, "rank 1 was not heard of"
+    assert merger.take().ports is None, "rank 1 was not heard of"
     merger.add(telemetry([], stage=1))
-    assert merger.select(2, 0.0, 0).report.ports is None, "rank 1 has not looked"
+    assert merger.take().ports is None, "rank 1 has not looked"
     merger.add(telemetry([], stage=1, ports=0))
-    assert merger.select(3, 0.0, 0).report.ports == 2
-
-
-def test_a_fallback_is_news_and_its_repetition_is_none() -> None:
-    merger = TelemetryMerger("job", "default", 1, 2)
-    merger.add(telemetry([], transports=[end()]))
-    assert merger.dirty
-    selection = merger.select(1, 0.0, 0)
-    assert selection.report.transports == [end()]
-    merger.delivered(selection)
-    assert merger.select(2, 0.0, 0).report.transports == []
-    merger.add(telemetry([], transports=[end()]))
-    assert not merger.dirty
-    fell = end(transport="tcp", fallbacks=1)
-    merger.add(telemetry([], transports=[fell]))
-    assert merger.dirty
-    assert merger.select(3, 0.0, 0).report.transports == [fell]
-
-
-def test_another_ingest_is_told_everything_again(sysfs: Path) -> None:
-    merger = TelemetryMerger("job", "default", 1, 1)
-    merger.add(telemetry(read(0, 0, sysfs), transports=[end()]))
-    merger.delivered(merger.select(1, 0.0, 0))
-    assert merger.select(2, 0.0, 0).report.rails == []
-    merger.tell_again()
-    again = merger.select(3, 0.0, 0).report
-    assert (len(again.rails), again.transports) == (2, [end()])
+    assert merger.take().ports == 2
 
 
 @pytest.mark.parametrize("counters", [{"x": -1}, {"x": "none"}, {"": 1}, {"x" * 65: 1}])

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 
+from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
 from pipemorph.wire import Directive
@@ -36,7 +37,10 @@ log = logging.getLogger("pipemorph.agent")
 
 async def serve(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
-    merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.mesh.world_size)
+    merger = TelemetryMerger(config.mesh.world_size)
+    observer = Observer(
+        config.mesh, job=config.job, namespace=config.namespace, attempt=config.attempt
+    )
 
     # The first agent reports at once that the ranks are starting. From a later agent that would be
     # wrong: it waits until rank 0 has sent the state of training.
@@ -82,6 +86,7 @@ async def serve(config: AgentConfig) -> None:
         attempt=config.attempt,
         token_file=config.token_file,
         merger=merger,
+        observer=observer,
         on_directive=directives.put_nowait,
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
@@ -94,7 +99,7 @@ async def serve(config: AgentConfig) -> None:
             await task
     sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
     await ranks.close(LAST_WORDS_SECONDS)
-    if informed.is_set() and (merger.dirty or not sent):
+    if informed.is_set() and (uplink.has_news or not sent):
         await uplink.flush(LAST_REPORT_SECONDS)
 
 

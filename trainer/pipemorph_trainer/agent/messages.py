@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
@@ -59,6 +60,23 @@ class RankTelemetry(WireModel):
     """RDMA ports that this rank sees; None before it has looked."""
     transports: list[TransportSample] = Field(default_factory=list)
     message: str | None = None
+
+    def misfit(self, mesh: MeshShape) -> str | None:
+        """What of it is of no link, stage or column of ``mesh``; None if all is."""
+        links, stages = mesh.stages - 1, mesh.stages
+        rows = [("link", row.link, links, row.replica) for row in self.links]
+        rows += [("link", row.link, links, row.replica) for row in self.transports]
+        rows += [("stage", row.stage, stages, row.replica) for row in self.rails]
+        if self.profile is not None:
+            rows.append(("stage", self.profile.stage, stages, self.profile.replica))
+        if self.reduction is not None:
+            rows.append(("stage", self.reduction.stage, stages, self.reduction.replica))
+        for what, number, count, column in rows:
+            if number >= count:
+                return f"telemetry of {what} {number}; the job has {count}"
+            if column >= mesh.columns:
+                return f"telemetry of column {column}; the job has {mesh.columns}"
+        return None
 
 
 class ControlClient(Protocol):

@@ -139,6 +139,8 @@ class RankServer:
             telemetry = frames.decode(RankTelemetry, await _read(reader, frames.MAX_FRAME_BYTES))
             if telemetry.rank != rank:
                 raise frames.FrameError(f"telemetry of rank {telemetry.rank} on rank {rank}'s line")
+            if (misfit := telemetry.misfit(self._mesh)) is not None:
+                raise frames.FrameError(misfit)
             self._on_telemetry(telemetry)
 
 

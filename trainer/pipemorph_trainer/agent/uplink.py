@@ -1,9 +1,10 @@
 """The agent's connection to the ingest: sends reports and receives directives.
 
-There are two loops. One posts a report when something important happens, at most 20 a second, and
-at least one a second, so that silence indicates a fault. The other keeps a long poll open, so that
-a directive arrives as soon as it is made. Both may bring a directive; the higher plan version wins.
-If the ingest is unreachable, both retry with backoff forever, and the ranks keep their plan.
+There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
+the host has to know something at once, at most 20 a second, and at least one a second, so that
+silence indicates a fault. The third keeps a long poll open, so that a directive arrives as soon as
+it is made. Both answers may bring a directive; the higher plan version wins. If the ingest is
+unreachable, the last two retry with backoff forever, and the ranks keep their plan.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
+from pipemorph.control.observe.observer import Observer
 from pipemorph.wire import MAX_SEQUENCE, MAX_WAIT_SECONDS, Directive, DirectiveEnvelope
 from pipemorph_trainer.agent.merge import TelemetryMerger
 
 log = logging.getLogger("pipemorph.agent")
 
-REPORT_INTERVAL_SECONDS = 0.05
+REPORT_INTERVAL_SECONDS = OBSERVE_SECONDS = 0.05
 GATHER_SECONDS = 0.003
-"""Wait after the first message, so that ranks that report at the same time share a report."""
+"""Wait after the first message, so that ranks that report at the same time are judged together."""
 HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
@@ -43,7 +45,8 @@ class Refused(Exception):
 
 
 class Uplink:
-    """Reports the data of ``merger``, and calls ``on_directive`` once per new directive."""
+    """Lets ``observer`` observe what ``merger`` has, sends its reports, and calls ``on_directive``
+    once per new directive."""
 
     def __init__(
         self,
@@ -54,29 +57,36 @@ class Uplink:
         attempt: int,
         token_file: Path | None,
         merger: TelemetryMerger,
+        observer: Observer,
         on_directive: Callable[[Directive], None],
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._attempt = attempt
         self._token_file = token_file
-        self._merger = merger
+        self._merger, self._observer = merger, observer
         self._on_directive = on_directive
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
         self._plan_version = 0
         self._news = asyncio.Event()
+        self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
         self.failures = 0
 
     def notify(self) -> None:
-        """Send a report soon, if the merger has something important."""
-        if self._merger.dirty:
-            self._news.set()
+        """Observe soon: the merger has something."""
+        self._news.set()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything is left to be reported."""
+        return self._merger.dirty or self._observer.has_news
 
     async def run(self) -> None:
         """Report and poll until cancelled."""
         async with _session() as session, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._observe_loop())
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
 
@@ -85,8 +95,9 @@ class Uplink:
         of it was sent."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
             async with asyncio.timeout(timeout), _session() as session:
+                self._observe(refresh=True)
                 await self._post(session)
-                while self._merger.dirty:
+                while self._observer.has_news:
                     await self._post(session)
             return True
         return False
@@ -115,25 +126,35 @@ class Uplink:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
                     log.warning("%s failed (%s); trying again, training goes on", what, why)
-                    # The next ingest that answers may have lost its state.
-                    self._merger.tell_again()
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _observe_loop(self) -> None:
+        while True:
+            await _wait(self._news, HEARTBEAT_SECONDS)
+            await asyncio.sleep(GATHER_SECONDS)
+            started = time.monotonic()
+            self._observe()
+            left = OBSERVE_SECONDS - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, left))
+
+    def _observe(self, *, refresh: bool = False) -> None:
+        self._news.clear()
+        now = time.time()
+        self._observer.observe(self._merger.take(), now, refresh=refresh)
+        if self._observer.due(now):
+            self._due.set()
 
     async def _report_loop(
         self, session: aiohttp.ClientSession, worked: Callable[[], None]
     ) -> None:
         while True:
+            await _wait(self._due, HEARTBEAT_SECONDS)
             started = time.monotonic()
             await self._post(session)
             worked()
-            if self._merger.dirty:
-                self._news.set()
             left = REPORT_INTERVAL_SECONDS - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, left))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
-            await asyncio.sleep(GATHER_SECONDS)
 
     async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
         while True:
@@ -151,10 +172,10 @@ class Uplink:
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
         async with self._post_lock:
-            self._news.clear()
+            self._due.clear()
             self._sequence += 1
-            selection = self._merger.select(self._sequence, time.time(), self._plan_version)
-            body = selection.report.body()
+            report = self._observer.report(self._sequence, time.time(), self._plan_version)
+            body = report.body()
             timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
             headers = self._headers() | {"Content-Type": "application/json"}
             async with session.post(
@@ -165,7 +186,9 @@ class Uplink:
                     # counts on from the highest accepted number.
                     self._sequence = max(self._sequence, _last_taken(await answer.read()))
                 envelope = await _envelope(answer)
-            self._merger.delivered(selection)
+            self._observer.delivered(report, envelope, time.time())
+            if self._observer.due(time.time()):
+                self._due.set()
             self._take(envelope)
 
     def _take(self, envelope: DirectiveEnvelope) -> None:
@@ -179,6 +202,14 @@ class Uplink:
         if self._token_file is None:
             return {}
         return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, or so long. Unlike ``asyncio.wait_for`` before Python 3.12, this can be
+    cancelled in the very moment in which the event comes."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def _session() -> aiohttp.ClientSession:

@@ -1,0 +1,422 @@
+"""Observes a job: turns the telemetry of its ranks into reports of states.
+
+It runs in rank 0's agent. Pure: no clock, no sockets. A host needs to know at once what may ask for
+another plan: a link that has turned slow or well, a delay that has changed, an iteration that shows
+what a new plan is worth. Anything else goes with the next report, of which there is one a second.
+So the host's work is that of what has changed, whatever the mesh.
+
+The cost of telemetry is that of its windows. What walks all directions of all links is done in
+turns, so that its cost in a second is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.link_book import Key, LinkBook
+from pipemorph.control.observe.news import Budget, Change, News
+from pipemorph.control.observe.rail_health import RailBook
+from pipemorph.control.observe.reductions import ReductionBook
+from pipemorph.control.observe.stage_book import StageBook
+from pipemorph.control.observe.stragglers import StragglerBook
+from pipemorph.control.observe.transports import TransportBook
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    MOST_SLOW,
+    PROTOCOL,
+    DirectionState,
+    DirectiveEnvelope,
+    EventReport,
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    LinkState,
+    ObserverSettings,
+    RailSample,
+    RailsView,
+    ReductionHealth,
+    ReductionSample,
+    StageProfile,
+    StageState,
+    StragglersView,
+    TransportSample,
+    TransportsView,
+    WireModel,
+)
+from pipemorph.wire.messages import MOST_EVENTS, MOST_ITERATIONS, MOST_STAGES
+
+State = Literal["starting", "training", "finished", "failed"]
+
+REPORT_SECONDS = 1.0
+"""A report has all that has changed at least this often."""
+ATTENTIVE_ITERATIONS = 32
+"""Iterations that are reported as they finish, since a decision may wait for them: after the start,
+after the newest change of the plan or of a link's state, and while a link is slow. So are those
+that the host says it waits for."""
+MOVES = 64
+"""Slow directions of which the delay is computed anew with each telemetry."""
+TURNS = 512
+"""Directions that have turned slow or well of which it is computed."""
+WALKED = 4096
+"""Directions of links that are walked with each telemetry for links whose state has changed, and
+once a second for those whose wire time may have."""
+PEERS_SECONDS = 75e-6
+"""Between two comparisons of all directions, for each of them: a fiftieth of what it takes."""
+MATERIAL = 1 / 16
+"""Relative change of a delay that the host has to know at once: one of a quarter may ask for
+another plan, and it need not be since the last report."""
+NOTICEABLE, PLANNED = 0.05, 0.01
+"""Relative changes of a time, and of one that plans are made of, that are worth telling at all."""
+NEWEST_ITERATIONS, ITERATIONS_KEPT = 16, 4096
+HEADROOM_BYTES = 512
+"""Room for the names and brackets of lists."""
+
+
+@dataclass(frozen=True)
+class JobTelemetry:
+    """What ranks have told since the last telemetry. ``ports``: RDMA ports of all ranks together;
+    None until every rank has looked. ``iteration``, ``applied_plan_version``: of rank 0."""
+
+    state: State = "training"
+    iteration: int = 0
+    applied_plan_version: int = 0
+    iterations: Sequence[IterationSample] = ()
+    links: Sequence[LinkSample] = ()
+    stages: Sequence[StageProfile] = ()
+    reductions: Sequence[ReductionSample] = ()
+    rails: Sequence[RailSample] = ()
+    ports: int | None = None
+    transports: Sequence[TransportSample] = ()
+    message: str | None = None
+
+
+class Observer:
+    """Observes one attempt of a job: all ranks of ``mesh``, or some of them."""
+
+    def __init__(self, mesh: MeshShape, *, job: str, namespace: str, attempt: int) -> None:
+        self._job, self._namespace, self._attempt = job, namespace, attempt
+        self._settings = settings = ObserverSettings()
+        self._events = Events()
+        thresholds = _thresholds(settings)
+        self._links = LinkBook(mesh, thresholds=thresholds, stale_after=settings.stale_after)
+        self._stages = StageBook(mesh.stages, settings)
+        self._reductions = ReductionBook(mesh, thresholds, events=self._events)
+        self._rails = RailBook(mesh=mesh, events=self._events)
+        self._transports = TransportBook(mesh, events=self._events)
+        self._stragglers = StragglerBook(mesh.stages, mesh, self._events)
+
+        self._new_directions: News[Key, DirectionState] = News(
+            DirectionState,
+            lambda row: (row.link, row.column, row.direction),
+            self._direction_differs,
+            ends=lambda row: row.health == "healthy",
+        )
+        self._new_links: News[int, LinkState] = News(
+            LinkState,
+            lambda row: row.link,
+            _link_differs,
+            ends=lambda row: row.health == "unknown",
+        )
+        self._new_stages: News[int, StageState] = News(
+            StageState, lambda row: row.stage, _stage_differs
+        )
+        self._new_reductions: News[tuple[int, int], ReductionHealth] = News(
+            ReductionHealth, lambda row: (row.stage, row.replica), _reduction_differs
+        )
+        self._new_rails: News[None, RailsView] = News(RailsView, lambda _: None, _unlike)
+        self._new_transports: News[None, TransportsView] = News(
+            TransportsView, lambda _: None, _unlike
+        )
+        self._new_stragglers: News[None, StragglersView] = News(
+            StragglersView, lambda _: None, _stragglers_differ
+        )
+        self._kinds: tuple[News[Any, Any], ...] = (
+            self._new_directions, self._new_links, self._new_stages, self._new_reductions,
+            self._new_rails, self._new_transports, self._new_stragglers,
+        )  # fmt: skip
+        self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
+        self._events_told = 0
+        self._newest = JobTelemetry(state="starting")
+        self._message: str | None = None
+        self._attentive_until = 0
+        self._walk_next = 0
+        self._peers_at = self._refresh_at = self._report_at = float("-inf")
+        self._urgent = True
+        """Whether something that is no value of a kind has to be told at once."""
+        self._memory = ""
+        self._fresh, self._host_waits = True, False
+
+    # --- telemetry ------------------------------------------------------------------------
+
+    def observe(self, telemetry: JobTelemetry, now: float, *, refresh: bool = False) -> None:
+        """Process what ranks have told. ``now``: wall clock, seconds. Call it as well, about once a
+        second, when they have told nothing. ``refresh``: look at everything, as before the last
+        report of a job."""
+        before, self._newest = self._newest, telemetry
+        if telemetry.state != before.state:
+            self._urgent = True
+            self._attend()
+        if telemetry.message:
+            self._message, self._urgent = telemetry.message, True
+        if telemetry.applied_plan_version != before.applied_plan_version:
+            self._attend()
+        for profile in telemetry.stages:
+            self._stages.observe(profile)
+            self._stragglers.observe(profile, now, telemetry.iteration)
+        if telemetry.reductions:
+            self._reductions.observe(telemetry.reductions, now)
+        if telemetry.links:
+            self._links.observe(telemetry.links, now, ends=self._stages)
+            if now >= self._peers_at:
+                self._links.compare_peers()
+                self._peers_at = now + PEERS_SECONDS * len(self._links)
+        self._rails.observe(telemetry.rails, telemetry.ports, now, telemetry.iteration)
+        self._transports.observe(telemetry.links, telemetry.transports, now, telemetry.iteration)
+        self._look_at_links(now)
+        self._iterations.extend(telemetry.iterations)
+        attentive = self._host_waits or telemetry.iteration <= self._attentive_until
+        self._urgent |= attentive and bool(telemetry.iterations)
+        refresh |= now >= self._refresh_at
+        if refresh or (attentive and telemetry.iterations):
+            self._look_at_stages()
+        if refresh:
+            self._refresh(now)
+
+    def _attend(self) -> None:
+        self._attentive_until = self._newest.iteration + ATTENTIVE_ITERATIONS
+
+    def _look_at_links(self, now: float) -> None:
+        """Look at the directions and links that the newest windows have changed."""
+        links = self._links
+        for key in links.touched(moves=MOVES, turns=TURNS):
+            self._new_directions.put(links.direction(key, now))
+        turned = links.turned(WALKED)
+        for link in turned:
+            self._new_links.put(links.rest(link, now))
+        if turned or links.any_slow:
+            self._attend()
+
+    def _look_at_stages(self) -> None:
+        for stage in self._stages.changed():
+            self._new_stages.put(self._stages.state(stage))
+        for group in self._reductions.changed():
+            self._new_reductions.put(group)
+
+    def _refresh(self, now: float) -> None:
+        """Look at what changes with time."""
+        self._refresh_at = now + REPORT_SECONDS
+        links, walked = self._links, 0
+        for key in links.silent(now, TURNS):
+            self._new_directions.put(links.direction(key, now))
+        for _ in range(links.count):
+            self._new_links.put(links.rest(self._walk_next, now))
+            walked += links.directions(self._walk_next)
+            self._walk_next = (self._walk_next + 1) % links.count
+            if walked > WALKED:
+                break
+        self._new_rails.put(self._rails.view(now))
+        self._new_transports.put(self._transports.view())
+        self._new_stragglers.put(self._stragglers.view())
+
+    # --- reports --------------------------------------------------------------------------
+
+    def due(self, now: float) -> bool:
+        """Whether to send a report now."""
+        urgent = self._urgent or any(kind.urgent for kind in self._kinds)
+        return urgent or now >= self._report_at
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next report has anything but the heartbeat."""
+        waiting = self._urgent or bool(self._iterations) or self._message is not None
+        return waiting or any(self._kinds)
+
+    def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
+        """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
+        :meth:`delivered`."""
+        self._report_at, self._urgent = sent_at + REPORT_SECONDS, False
+        empty = LinkHealthReport(
+            protocol=PROTOCOL,
+            job=self._job,
+            namespace=self._namespace,
+            attempt=self._attempt,
+            sequence=sequence,
+            sent_at=sent_at,
+            state=self._newest.state,
+            iteration=self._newest.iteration,
+            observed_plan_version=observed_plan_version,
+            applied_plan_version=self._newest.applied_plan_version,
+            settings=self._settings.revision,
+            fresh=self._fresh,
+            message=self._message,
+        )
+        budget = Budget(MAX_REPORT_BYTES - len(empty.body()) - HEADROOM_BYTES)
+        finished = list(reversed(self._iterations))
+        iterations = _fill(budget, finished[:NEWEST_ITERATIONS])
+        half = budget.part(budget.bytes_left / 2)
+        directions = self._new_directions.take(half, MOST_SLOW)
+        budget.back(half)
+        all_slow = len(directions) == len(self._new_directions)
+        stages = self._new_stages.take(budget, MOST_STAGES)
+        links = self._new_links.take(budget, MOST_STAGES) if all_slow else []
+        reductions = self._new_reductions.take(budget, MOST_STAGES)
+        rails = self._new_rails.take(budget, 1)
+        transports = self._new_transports.take(budget, 1)
+        stragglers = self._new_stragglers.take(budget, 1)
+        events = _fill(budget, self._unsaid_events())
+        if len(iterations) == NEWEST_ITERATIONS:
+            iterations += _fill(budget, finished[NEWEST_ITERATIONS:MOST_ITERATIONS])
+        iterations.sort(key=lambda sample: sample.index)
+        return empty.model_copy(
+            update={
+                "iterations": iterations,
+                "directions": directions,
+                "links": links,
+                "stages": stages,
+                "reductions": reductions,
+                "rails": rails[0] if rails else None,
+                "transports": transports[0] if transports else None,
+                "stragglers": stragglers[0] if stragglers else None,
+                "events": events,
+            }
+        )
+
+    def _unsaid_events(self) -> list[EventReport]:
+        unsaid = [e for e in self._events.newest() if e.number >= self._events_told]
+        return [EventReport(iteration=e.iteration, text=e.text) for e in unsaid[:MOST_EVENTS]]
+
+    def delivered(self, report: LinkHealthReport, answer: DirectiveEnvelope, now: float) -> None:
+        """Note that the host has accepted a report, and what it answered."""
+        sent = {id(sample) for sample in report.iterations}
+        self._iterations = deque(
+            (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
+        )
+        self._events_told = max(self._events_told, self._events.oldest)
+        self._events_told += len(report.events)
+        if self._message == report.message:
+            self._message = None
+        self._new_directions.delivered(report.directions)
+        self._new_links.delivered(report.links)
+        self._new_stages.delivered(report.stages)
+        self._new_reductions.delivered(report.reductions)
+        if report.rails is not None:
+            self._new_rails.delivered([report.rails])
+        if report.transports is not None:
+            self._new_transports.delivered([report.transports])
+        if report.stragglers is not None:
+            self._new_stragglers.delivered([report.stragglers])
+        if self._memory and answer.memory != self._memory:
+            for kind in self._kinds:
+                kind.again()
+        self._memory, self._host_waits = answer.memory, answer.attentive
+        if answer.settings is not None:
+            self._set(answer.settings)
+        if self._fresh:
+            self._links.restore(answer.slow, now)
+            for row in answer.slow:
+                # The host has it: its end is news.
+                found = self._links.direction((row.link, row.column, row.direction), now)
+                self._new_directions.put(found)
+                self._new_directions.delivered([found])
+            self._fresh = False
+
+    def _set(self, settings: ObserverSettings) -> None:
+        """Judge by other settings from now on."""
+        self._settings = settings
+        thresholds = _thresholds(settings)
+        self._links.set(thresholds, settings.stale_after)
+        self._reductions.set(thresholds)
+        self._stages.set(settings)
+        self._rails.set(settings.rails)
+
+    # --- what is worth telling ------------------------------------------------------------
+
+    def _direction_differs(self, told: DirectionState, new: DirectionState) -> Change:
+        if new.health != told.health or bool(new.recent) != bool(told.recent):
+            return Change.NOW
+        least = max(self._settings.min_delay / 4, MATERIAL * told.delay)
+        moved = max(abs(new.delay - told.delay), abs(new.transfer - told.transfer))
+        if moved > least or (told.in_doubt and not new.in_doubt):
+            return Change.NOW
+        return Change.NONE if new == told else Change.LATER
+
+
+def _link_differs(told: LinkState, new: LinkState) -> Change:
+    if new.health != told.health:
+        return Change.NOW
+    same = new.since_iteration == told.since_iteration
+    same = same and abs(new.confidence - told.confidence) <= NOTICEABLE
+    moved = abs(new.wire_time - told.wire_time) > PLANNED * told.wire_time
+    return Change.LATER if moved or not same else Change.NONE
+
+
+def _stage_differs(told: StageState, new: StageState) -> Change:
+    scale = max(told.forward, told.backward_input + told.backward_weight)
+    for name in ("forward", "backward_input", "backward_weight", "fused_backward"):
+        before, now = getattr(told, name), getattr(new, name)
+        if (before is None) != (now is None):
+            return Change.LATER
+        if before is not None and abs(now - before) > PLANNED * scale:
+            return Change.LATER
+    exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding")
+    if any(getattr(told, name) != getattr(new, name) for name in exact):
+        return Change.LATER
+    copy = _near(told.offload_copy or 0.0, new.offload_copy or 0.0)
+    return Change.NONE if copy else Change.LATER
+
+
+def _reduction_differs(told: ReductionHealth, new: ReductionHealth) -> Change:
+    if new.slow != told.slow:
+        return Change.NOW
+    same = (new.bytes, new.normal is None) == (told.bytes, told.normal is None)
+    pairs = (
+        (told.seconds, new.seconds),
+        (told.exposed, new.exposed),
+        (told.normal or 0.0, new.normal or 0.0),
+    )
+    return Change.NONE if same and all(_near(*pair) for pair in pairs) else Change.LATER
+
+
+def _stragglers_differ(told: StragglersView, new: StragglersView) -> Change:
+    if (told.known, told.count) != (new.known, new.count):
+        return Change.LATER
+    named = [[(s.stage, s.column, s.clock) for s in view.slowest] for view in (told, new)]
+    if named[0] != named[1]:
+        return Change.LATER
+    times = [
+        [time for s in view.slowest for time in (s.seconds, s.usual)] + list(view.paces)
+        for view in (told, new)
+    ]
+    same = all(map(_near, *times)) if len(times[0]) == len(times[1]) else False
+    return Change.NONE if same else Change.LATER
+
+
+def _unlike(told: object, new: object) -> Change:
+    return Change.NONE if told == new else Change.LATER
+
+
+def _near(told: float, new: float) -> bool:
+    return abs(new - told) <= NOTICEABLE * told
+
+
+def _thresholds(settings: ObserverSettings) -> Thresholds:
+    return Thresholds(min_delay=settings.min_delay, relative=settings.min_delay_fraction)
+
+
+T = TypeVar("T", bound=WireModel)
+
+
+def _fill(budget: Budget, items: Sequence[T]) -> list[T]:
+    """The first ``items`` that fit."""
+    taken: list[T] = []
+    for item in items:
+        if not budget.admit(len(item.body())):
+            break
+        taken.append(item)
+    return taken

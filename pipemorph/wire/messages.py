@@ -1,0 +1,218 @@
+"""Messages between a job's agent and the ingest: reports up, directives down.
+
+The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
+bytes. Unknown fields are rejected, so that a typo is not silently ignored.
+
+Protocol, version 2 (in version 1, reports had the windows of the ranks instead of states):
+
+* ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
+  ``MAX_REPORT_BYTES``); the response is a :class:`DirectiveEnvelope`. A report whose
+  ``sequence`` is not above the last accepted one of that attempt is rejected with 409; the
+  response has the last accepted one as ``last``, and the agent continues above it. A report has
+  what changed since the last accepted one, as whole values, so that one twice does no harm.
+* ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
+  directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
+
+Both need ``Authorization: Bearer``: a projected service-account token on a cluster, the
+run's token on one machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipemorph.api.status import MAX_PLANS
+from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
+from pipemorph.wire.base import Count, ObjectName, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.samples import IterationSample
+from pipemorph.wire.states import (
+    MOST_SLOW,
+    Device,
+    DirectionState,
+    LinkState,
+    RailsView,
+    ReductionHealth,
+    SlowDirection,
+    StageState,
+    StragglersView,
+    Text,
+    TransportsView,
+)
+
+PROTOCOL: Literal[2] = 2
+MAX_REPORT_BYTES = 64 * 1024
+MAX_WAIT_SECONDS = 30.0
+MAX_SEQUENCE = 2**53 - 1
+
+MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS = 256, 512, 64
+"""Most of each in one report."""
+
+Revision = Annotated[str, Field(max_length=32)]
+
+
+class EventReport(WireModel):
+    """An event of rails, transports, reductions or stragglers, as text for the display."""
+
+    iteration: Count
+    text: Text
+
+
+class LinkHealthReport(WireModel):
+    """The states of a job's links and stages that have changed since the last report, and its
+    progress; sent by rank 0's agent. Each state replaces the one of the same link or stage."""
+
+    protocol: Literal[2]
+    job: ObjectName
+    namespace: ObjectName
+    attempt: Count
+    sequence: Annotated[int, Field(ge=1, le=MAX_SEQUENCE)]
+    sent_at: WallClock
+    """Agent's wall clock, seconds since the epoch."""
+    state: Literal["starting", "training", "finished", "failed"]
+    iteration: Count
+    """Iteration in progress at stage 0."""
+    observed_plan_version: PlanVersion
+    """Highest directive the agent has received."""
+    applied_plan_version: PlanVersion
+    """Plan version of the iteration in progress."""
+    settings: Revision = ""
+    """Of the :class:`ObserverSettings` that the states are by; empty before the agent has any."""
+    fresh: bool = False
+    """Whether the agent has just started: no report of it has been answered."""
+    iterations: list[IterationSample] = Field(default_factory=list, max_length=MOST_ITERATIONS)
+    directions: list[DirectionState] = Field(default_factory=list, max_length=MOST_SLOW)
+    links: list[LinkState] = Field(default_factory=list, max_length=MOST_STAGES)
+    """Empty while slow directions wait for the next report: a link would seem well without."""
+    stages: list[StageState] = Field(default_factory=list, max_length=MOST_STAGES)
+    reductions: list[ReductionHealth] = Field(default_factory=list, max_length=MOST_STAGES)
+    rails: RailsView | None = None
+    transports: TransportsView | None = None
+    stragglers: StragglersView | None = None
+    events: list[EventReport] = Field(default_factory=list, max_length=MOST_EVENTS)
+    message: str | None = Field(default=None, max_length=1024)
+
+
+class OwnPlan(WireModel):
+    """Replicas (dp_replicate) that run another plan than the others, and that plan."""
+
+    replicas: Annotated[list[Count], Field(min_length=1)]
+    plan: PlanMessage
+
+
+class PlanMessage(WireModel):
+    """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per stage."""
+
+    version: Count
+    policy: Policy
+    microbatches: Annotated[int, Field(ge=1)]
+    stages: list[str]
+    routes: list[Route]
+    in_flight_limits: list[int | None]
+    warmup: list[int]
+    dispatch: Dispatch = Dispatch.STATIC
+    device_limits: list[int | None] = Field(default_factory=list)
+    """One per stage; empty: activations of all stages stay on the device."""
+    recompute: list[bool] = Field(default_factory=list)
+    """Whether a stage drops activations beyond its device limit and runs the forward again, instead
+    of moving them to host memory. One per stage; empty: none does."""
+    turns: list[list[Count]] = Field(default_factory=list)
+    """For ranks with several stages, the stages of each rank's ops in order; else empty."""
+    own: list[OwnPlan] = Field(default_factory=list, max_length=MAX_PLANS - 1)
+    """Replicas with a plan of their own; empty: all run this one."""
+
+    @staticmethod
+    def of(plan: Plan) -> PlanMessage:
+        return PlanMessage(
+            version=plan.version,
+            policy=plan.policy,
+            microbatches=plan.schedule.microbatches,
+            stages=plan.schedule.encode(),
+            routes=list(plan.routes),
+            in_flight_limits=list(plan.in_flight_limits),
+            warmup=list(plan.warmup),
+            dispatch=plan.dispatch,
+            device_limits=list(plan.device_limits) if any(plan.device_limits) else [],
+            recompute=list(plan.recompute) if plan.recomputing else [],
+            turns=[list(stages) for stages in plan.turns],
+            own=[
+                OwnPlan(replicas=list(replicas), plan=PlanMessage.of(each))
+                for replicas, each in plan.own
+            ],
+        )
+
+    def of_replica(self, replica: int) -> PlanMessage:
+        """The plan of one replica, for its ranks."""
+        if not self.own:
+            return self
+        found = next((each.plan for each in self.own if replica in each.replicas), self)
+        return found.model_copy(update={"version": self.version, "own": []})
+
+    def plan(self) -> Plan:
+        return Plan(
+            version=self.version,
+            policy=self.policy,
+            schedule=Schedule.decode(self.microbatches, self.stages),
+            routes=tuple(self.routes),
+            in_flight_limits=tuple(self.in_flight_limits),
+            dispatch=self.dispatch,
+            warmup=tuple(self.warmup),
+            device_limits=tuple(self.device_limits),
+            recompute=tuple(self.recompute),
+            turns=tuple(map(tuple, self.turns)),
+            own=tuple((tuple(each.replicas), each.plan.plan()) for each in self.own),
+        )
+
+
+class Directive(WireModel):
+    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows: it
+    names the plans of all replicas, which may differ."""
+
+    plan_version: Annotated[int, Field(ge=1)]
+    issued_at: WallClock
+    """Controller's wall clock, seconds since the epoch."""
+    reason: str
+    plan: PlanMessage
+
+
+class StageOps(WireModel):
+    """Op times of a stage as its job's spec states them, seconds."""
+
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+
+
+class ObserverSettings(WireModel):
+    """What an agent has to know of its job's spec to judge links, stages and rails. The defaults
+    hold until an ingest has told other values."""
+
+    revision: Revision = ""
+    """Changes with the other fields."""
+    min_delay: Seconds = 0.002
+    min_delay_fraction: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.25
+    stale_after: Seconds = 30.0
+    rails: list[Device] = Field(default_factory=list, max_length=256)
+    """RDMA devices that the spec names, such as ``mlx5_0`` or ``mlx5_0:2``."""
+    offloads: bool = False
+    """Whether activations may go to host memory, so that ops may take a copy longer."""
+    ops: list[StageOps] = Field(default_factory=list, max_length=4096)
+    """One per stage; empty if the spec has none."""
+
+
+class DirectiveEnvelope(WireModel):
+    """Response to a report or poll: the newest directive above the agent's version, if any. The
+    other fields answer reports only."""
+
+    protocol: Literal[2] = 2
+    directive: Directive | None = None
+    memory: Revision = ""
+    """Names what the host remembers of this attempt's reports. If it is another than before, the
+    host has lost it, and the next report has every state again."""
+    attentive: bool = False
+    """Whether to report iterations as they finish: a decision waits for them."""
+    settings: ObserverSettings | None = None
+    """Given if the report was made by other ones."""
+    slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)
+    """Given to a fresh agent: directions that were slow when the agent before it ended."""

@@ -1,0 +1,323 @@
+"""What a job's agent concludes from the telemetry of its ranks: the states that decisions and
+status are made of.
+
+Plain values that also travel in reports, so all of them are bounded. Times are seconds, sizes are
+bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.wire.base import Count, Seconds, WireModel
+from pipemorph.wire.samples import DeviceClock
+
+SHOWN = 32
+"""Most ports, links or stages that a view lists."""
+FULL_CLOCK = 0.95
+"""Part of a device's highest clock from which it is no reason to be slow."""
+MOST_SLOW = 512
+"""Most slow directions of links in one message."""
+
+Direction = Literal["forward", "backward"]
+Positive = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Device = Annotated[str, Field(min_length=1, max_length=64)]
+Word = Annotated[str, Field(max_length=32)]
+Text = Annotated[str, Field(max_length=500)]
+RouteTimes = Annotated[dict[Annotated[str, Field(max_length=16)], Seconds], Field(max_length=4)]
+
+STRICT = ConfigDict(extra="forbid")
+"""Of the dataclasses below, when a report is read."""
+
+
+class LinkState(WireModel):
+    """The directions of one link that are not slow, in all columns. UNKNOWN: none has a known base
+    and recent windows."""
+
+    link: Count
+    health: Literal["healthy", "unknown"]
+    wire_time: Seconds = 0.0
+    """The longest of any direction."""
+    confidence: Share = 0.0
+    """The least of any direction."""
+    since_iteration: Count | None = None
+    """The newest of any direction."""
+    column: Count = 0
+    direction: Direction = "forward"
+    """Where the wire time is the longest."""
+
+
+class DirectionState(WireModel):
+    """One direction of one link in one column that is slow, or was slow when last reported.
+
+    ``health``: healthy once it has recovered; unknown while it is slow without recent windows. The
+    other fields are as of :class:`~pipemorph.control.observed.links.LinkHealth`.
+    """
+
+    link: Count
+    column: Count
+    direction: Direction
+    health: Literal["slow", "healthy", "unknown"] = "slow"
+    delay: Seconds = 0.0
+    wire_time: Seconds = 0.0
+    transfer: Seconds = 0.0
+    confidence: Share = 0.0
+    in_doubt: bool = False
+    since_iteration: Count | None = None
+    recent: Annotated[tuple[Seconds, ...], Field(max_length=256)] = ()
+    bases: RouteTimes = Field(default_factory=dict)
+    """Normal wire time per route, for an agent that starts anew."""
+
+
+class SlowDirection(WireModel):
+    """What a host remembers of a slow direction of a link, for an agent that starts anew."""
+
+    link: Count
+    column: Count
+    direction: Direction
+    delay: Seconds
+    bases: RouteTimes
+
+
+class StageState(WireModel):
+    """Op times of one stage: medians of the newest iterations, of its slowest column."""
+
+    stage: Count
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+    fused_backward: Seconds | None = None
+    """None: not measured in every column, or no shorter than its parts."""
+    activation_bytes: Count | None = None
+    input_bytes: Count | None = None
+    """The most of any column."""
+    offload_copy: Seconds | None = None
+    peak_memory: Count = 0
+    """Newest of the highest column."""
+    crowding: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    """Of the worst host, see :class:`~pipemorph.wire.StageProfile`."""
+
+
+@dataclass(frozen=True)
+class ReductionHealth:
+    """The gradient reduction of one group. Times in seconds, of one iteration.
+
+    ``exposed``: what follows the last op of the stage. ``normal``: usual ``seconds``; None while
+    they are learned. ``where``: the group among those of its stage; empty if it is the only one.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    stage: Count
+    replica: Count
+    where: Text
+    slow: bool
+    seconds: Seconds
+    normal: Seconds | None
+    exposed: Seconds
+    bytes: Count
+
+    @property
+    def name(self) -> str:
+        """``gradient reduction of stage 3``"""
+        return f"gradient reduction of stage {self.stage}{', ' if self.where else ''}{self.where}"
+
+    @property
+    def delay(self) -> float:
+        """Seconds above normal; 0 unless slow."""
+        return max(0.0, self.seconds - (self.normal or 0.0)) if self.slow else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """For report.json."""
+        return asdict(self)
+
+
+class RailHealth(StrEnum):
+    """State of all rails together. UNKNOWN: some ports were not reported or cannot be read."""
+
+    HEALTHY = "healthy"
+    CONGESTED = "congested"
+    SICK = "sick"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class RailTrouble:
+    """What is wrong with one port. ``state``: as its driver reports it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    stage: Count
+    replica: Count
+    device: Device
+    port: Count
+    state: Word
+    what: Text
+
+    def record(self) -> dict[str, object]:
+        """For report.json and status."""
+        return asdict(self)
+
+    def text(self, mesh: MeshShape) -> str:
+        """``stage 2 mlx5_0/1: is DOWN``"""
+        column = mesh.column_name(self.replica)
+        who = f"stage {self.stage}{' of ' if column else ''}{column}"
+        return f"{who} {self.device}/{self.port}: {self.what}"
+
+
+@dataclass(frozen=True)
+class RailsView:
+    """The rails of a job. ``expected``: number of ports that the ranks see, None until every rank
+    has looked. ``sick`` and ``congested`` list at most :data:`SHOWN` ports."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    health: RailHealth = RailHealth.UNKNOWN
+    ports: Count = 0
+    expected: Count | None = None
+    sick_count: Count = 0
+    sick: Annotated[tuple[RailTrouble, ...], Field(max_length=SHOWN)] = ()
+    congested_count: Count = 0
+    congested: Annotated[tuple[RailTrouble, ...], Field(max_length=SHOWN)] = ()
+    unreadable: Count = 0
+    """Ports without a state, or without any counter that can be read."""
+    silent: Count = 0
+    """Ports without a report for longer than a while, see
+    :data:`~pipemorph.control.observe.rail_health.SILENT_SECONDS`."""
+
+
+@dataclass(frozen=True)
+class FallenLink:
+    """One end of an engine link that does not use the agreed transport. ``direction``: the one that
+    this end sends; ``trouble``: the engine's reason."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    link: Count
+    replica: Count
+    direction: Direction
+    agreed: Word
+    transport: Word
+    fallbacks: Count
+    trouble: Text
+
+    def record(self) -> dict[str, object]:
+        """For report.json."""
+        return asdict(self)
+
+    def text(self, mesh: MeshShape) -> str:
+        """``link 2 fell back from rdma to tcp (rxe0 port 1: port error)``"""
+        column = mesh.column_name(self.replica)
+        where = f"link {self.link}{' of ' if column else ''}{column}"
+        why = f" ({self.trouble})" if self.trouble else ""
+        return f"{where} fell back from {self.agreed} to {self.transport}{why}"
+
+
+@dataclass(frozen=True)
+class TransportsView:
+    """Transports of a job's links.
+
+    ``links``: the transport of each link, such as ``rdma``; ``rdma+tcp`` if replicas or directions
+    differ; empty if unknown. Counts are over all ends since they were made.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    links: Annotated[tuple[Word, ...], Field(max_length=4096)] = ()
+    fallen_count: Count = 0
+    fallen: Annotated[tuple[FallenLink, ...], Field(max_length=SHOWN)] = ()
+    fallbacks: Count = 0
+    failbacks: Count = 0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow stage. ``column``: None if the stage is slow in all columns. Seconds of F, B and W of
+    one microbatch: ``seconds`` now, ``usual`` of its peers, or of its own past. ``clock``: of its
+    device, of several the lowest; None if unknown."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    stage: Count
+    column: Count | None
+    seconds: Seconds
+    usual: Positive
+    clock: DeviceClock | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.usual
+
+    def record(self) -> dict[str, object]:
+        """For report.json."""
+        return {
+            "stage": self.stage,
+            "column": self.column,
+            "seconds": self.seconds,
+            "usual": self.usual,
+            "ratio": self.ratio,
+            "clock": self.clock.model_dump(mode="json") if self.clock is not None else None,
+        }
+
+    def text(self, mesh: MeshShape) -> str:
+        """``stage 2 of replica 1 computes 1.4 times as long as its peers: its clock is 1.0 of 2.0
+        GHz (power cap)``"""
+        name = mesh.column_name(self.column) if self.column is not None else ""
+        whom = "before" if self.column is None else "its peers"
+        return (
+            f"stage {self.stage}{' of ' if name else ''}{name} computes {self.ratio:.1f} times as"
+            f" long as {whom}{_clock_phrase(self.clock)}"
+        )
+
+
+def _clock_phrase(clock: DeviceClock | None) -> str:
+    """What the clock explains; empty if nothing."""
+    if clock is None or (not clock.held_by and clock.mhz >= FULL_CLOCK * clock.most_mhz):
+        return ""
+    why = f" ({', '.join(clock.held_by)})" if clock.held_by else ""
+    # Rounded, so that the message does not change with every profile.
+    return f": its clock is {clock.mhz / 1e3:.1f} of {clock.most_mhz / 1e3:.1f} GHz{why}"
+
+
+class Split(NamedTuple):
+    """Layers per stage, and the share by which the slowest stage takes less time with them."""
+
+    layers: tuple[int, ...]
+    gain: float
+
+
+@dataclass(frozen=True)
+class StragglersView:
+    """The slowest first, at most :data:`SHOWN`. ``known``: whether every stage was measured."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    known: bool = False
+    count: Count = 0
+    slowest: Annotated[tuple[Straggler, ...], Field(max_length=SHOWN)] = ()
+    paces: Annotated[tuple[Positive, ...], Field(max_length=4096)] = ()
+    """Seconds of F, B and W of one microbatch of each stage, of its median column; empty if not
+    known."""
+
+    def better_split(self, layers: int) -> Split | None:
+        """How ``layers`` equal layers, now evenly split, would be spread best over stages of
+        these speeds. None if a column alone is slow, or the slowest stage cannot be faster."""
+        if not self.paces or not any(each.column is None for each in self.slowest):
+            return None
+        each = layers // len(self.paces)
+        per_layer = [pace / each for pace in self.paces]
+        counts = [1] * len(per_layer)
+        for _ in range(layers - len(counts)):
+            # The stage that is the fastest with one more. This is the optimum for the slowest.
+            least = min(range(len(counts)), key=lambda i: (counts[i] + 1) * per_layer[i])
+            counts[least] += 1
+        slowest = max(n * took for n, took in zip(counts, per_layer, strict=True))
+        gain = 1 - slowest / max(self.paces)
+        return Split(tuple(counts), gain) if gain > 0.01 else None

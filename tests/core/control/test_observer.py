@@ -1,0 +1,296 @@
+"""What an agent tells its host, and when: from telemetry of ranks to reports, and back after a
+restart of either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from observing import Agent, report
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import Health, JobController
+from pipemorph.control.observe.observer import ATTENTIVE_ITERATIONS
+from pipemorph.planning.ir import Route
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    MOST_SLOW,
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    RailSample,
+    StageProfile,
+    WireTime,
+)
+
+BASE, LATE = 0.0012345678901234, 0.03
+WINDOW = 0.05
+SETTLED = 60
+"""Windows after which nothing is new in a job whose links do not change."""
+
+
+def spec(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": stages, "replicas": replicas},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "x", "iterations": 100},
+        }
+        | fields
+    )
+
+
+class Job:
+    """A job whose ranks tell a window of every direction each 50 ms, and its agent, which reports
+    when that is due."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.controller = JobController(spec)
+        self.agent = Agent(spec, paced=True)
+        self.delays: dict[tuple[int, int], float] = {}
+        """By link and column."""
+        self.now = 1000.0
+        self.iteration = 1000
+        self.reports: list[LinkHealthReport] = []
+        self.sizes: list[int] = []
+
+    def windows(self) -> list[LinkSample]:
+        cut = self.spec.parallelism
+        return [
+            LinkSample(
+                link=link, replica=column, direction=direction, route=Route.DIRECT,  # type: ignore[arg-type]
+                transport="gloo", iteration=self.iteration, bytes=1, queue_p50=0.0,
+                wire=WireTime(count=2, exact=2, min=wire, p50=wire, p99=wire, mean=wire),
+            )
+            for link in range(cut.stages - 1)
+            for column in range(cut.mesh.columns)
+            for wire in [BASE + self.delays.get((link, column), 0.0)]
+            for direction in ("forward", "backward")
+        ]  # fmt: skip
+
+    def run(self, windows: int, **telemetry: Any) -> list[LinkHealthReport]:
+        """The reports of so many windows. ``telemetry``: said beside each."""
+        before = len(self.reports)
+        for _ in range(windows):
+            self.now += WINDOW
+            self.tell(links=self.windows(), **telemetry)
+        return self.reports[before:]
+
+    def tell(self, **telemetry: Any) -> None:
+        if self.agent.observe(self.now, iteration=self.iteration, **telemetry):
+            self.send()
+
+    def send(self) -> None:
+        self.agent.sequence += 1
+        sent = self.agent.observer.report(self.agent.sequence, self.now, 0)
+        body = sent.body()
+        self.sizes.append(len(body))
+        arrived = LinkHealthReport.model_validate_json(body)
+        self.agent.observer.delivered(sent, self.controller.report(arrived, self.now), self.now)
+        self.reports.append(arrived)
+
+    def health(self) -> list[Health]:
+        return [link.health for link in self.controller.links(self.now)]
+
+
+def test_while_nothing_changes_there_is_one_short_report_a_second() -> None:
+    job = Job(spec(16, 4))
+    job.run(SETTLED)
+    assert job.health() == [Health.HEALTHY] * 15
+    quiet = job.run(200)
+    assert len(quiet) == 10
+    assert all(not (each.links or each.directions) for each in quiet)
+    assert max(job.sizes[-10:]) < 500
+
+
+def test_a_link_that_turns_slow_or_well_is_told_with_the_window_that_shows_it() -> None:
+    job = Job(spec())
+    job.run(SETTLED)
+    job.delays[1, 0] = LATE
+    (alarm,) = job.run(3)
+    assert {(row.link, row.health) for row in alarm.directions} == {(1, "slow")}
+    assert alarm.directions[0].delay == pytest.approx(LATE, rel=0.01)
+    assert alarm.directions[0].bases == {"direct": pytest.approx(BASE, rel=0.01)}
+    assert job.health()[1] is Health.SLOW
+    # Its delay is known: there is nothing to add.
+    assert len(job.run(40)) <= 2
+    del job.delays[1, 0]
+    told = job.run(12)
+    assert job.health() == [Health.HEALTHY] * 3
+    assert {row.health for row in told[-1].directions} == {"healthy"}
+    assert not job.controller._observed.links.any_slow
+
+
+def test_a_delay_that_changes_is_told_at_once_and_noise_is_not() -> None:
+    job = Job(spec())
+    job.run(SETTLED)
+    job.delays[1, 0] = LATE
+    job.run(60)
+    job.delays[1, 0] = 1.02 * LATE
+    assert len(job.run(100)) <= 6, "a fiftieth is no reason to report"
+    job.delays[1, 0] = 1.5 * LATE
+    told = job.run(5)
+    assert told and job.controller.links(job.now)[1].delay > 1.25 * LATE
+
+
+def test_iterations_are_told_as_they_finish_only_while_a_decision_may_wait_for_them() -> None:
+    job = Job(spec())
+    told: list[tuple[int, list[int]]] = []
+
+    def train(count: int) -> int:
+        before = len(job.reports)
+        for _ in range(count):
+            job.now += 0.2
+            job.iteration += 1
+            done = IterationSample(
+                index=job.iteration - 1, seconds=0.2, loss=1.0, plan_version=0, bubble_fraction=0.1
+            )
+            job.tell(links=job.windows(), iterations=[done])
+        told.extend((r.iteration, [i.index for i in r.iterations]) for r in job.reports[before:])
+        return len(job.reports) - before
+
+    assert train(ATTENTIVE_ITERATIONS) >= ATTENTIVE_ITERATIONS, "a job that starts"
+    train(10)
+    assert train(100) == pytest.approx(20, abs=1), "and one that goes on"
+    job.delays[1, 0] = LATE
+    train(5)
+    assert train(20) == 20, "while a link is slow"
+    indices = [index for _, found in told for index in found]
+    assert indices == list(range(1000, 1000 + len(indices))), "each once, and in order"
+
+
+def test_reports_are_bounded_and_slow_directions_come_before_links() -> None:
+    """A third of the links of a large job turn slow at once."""
+    job = Job(spec(32, 32))
+    job.run(20)
+    assert job.health() == [Health.HEALTHY] * 31
+    job.delays = {(link, column): LATE for link in range(11) for column in range(32)}
+    slow = 2 * len(job.delays)
+    assert slow > MOST_SLOW
+    told = job.run(16)
+    assert max(job.sizes) <= MAX_REPORT_BYTES
+    assert all(len(each.directions) <= MOST_SLOW for each in told)
+    first = [len(each.directions) for each in told if each.directions]
+    assert sum(first) >= slow
+    for each in told:
+        waiting = each.directions and each is not told[-1]
+        assert not (waiting and each.links) or each.directions[-1].health == "slow"
+    assert job.health() == [Health.SLOW] * 11 + [Health.HEALTHY] * 20
+
+
+def test_a_host_that_has_lost_its_memory_is_told_everything_again() -> None:
+    job = Job(spec())
+    port = RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters={"x": 1})
+    profile = {"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01}
+    stages = [StageProfile(stage=i, split="graph", peak_memory=1, **profile) for i in range(4)]  # type: ignore[arg-type]
+    job.run(SETTLED, rails=[port], ports=1, stages=stages)
+    job.delays[1, 0] = LATE
+    job.run(SETTLED, rails=[port], ports=1, stages=stages)
+    before = job.controller.view(job.now)
+    job.controller = JobController.restore(job.spec, job.controller.snapshot())
+    assert job.health() == [Health.UNKNOWN] * 3
+    job.run(21, ports=1)
+    after = job.controller.view(job.now)
+    assert (after.links, after.rails, after.transports) == (
+        before.links,
+        before.rails,
+        before.transports,
+    )
+    assert job.controller._observed.stages.measured
+    assert (after.rails.ports, after.links[1].health) == (1, Health.SLOW)
+
+
+def test_an_agent_that_starts_anew_learns_of_slow_links_from_its_host() -> None:
+    """Also from one that has restarted as well: what is slow is in its snapshot."""
+    for restarts in (False, True):
+        job = Job(spec())
+        job.run(SETTLED)
+        job.delays[1, 0] = LATE
+        job.run(SETTLED)
+        if restarts:
+            job.controller = JobController.restore(job.spec, job.controller.snapshot())
+        sequence, job.agent = job.agent.sequence, Agent(job.spec, paced=True)
+        job.agent.observer._fresh = True
+        job.agent.sequence = sequence
+        job.tell()
+        assert job.reports[-1].fresh
+        job.run(SETTLED)
+        assert job.health() == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
+        assert job.controller.links(job.now)[1].delay == pytest.approx(LATE, rel=0.05)
+        del job.delays[1, 0]
+        job.run(SETTLED)
+        assert job.health() == [Health.HEALTHY] * 3
+
+
+def test_without_that_an_agent_takes_a_slow_link_of_two_stages_for_normal() -> None:
+    """Nobody to compare with: the case above is not found in another way."""
+    job = Job(spec(2))
+    job.run(SETTLED)
+    job.delays[0, 0] = LATE
+    job.run(SETTLED)
+    job.agent = Agent(job.spec, paced=True)
+    job.agent.sequence = 10_000
+    job.run(SETTLED)
+    assert job.agent.observer._links.any_slow is False
+
+
+def test_other_settings_of_the_spec_reach_the_agent_with_the_next_answer() -> None:
+    job = Job(spec(adaptation={"minDelayMs": 50}))
+    job.run(SETTLED)
+    job.delays[1, 0] = LATE
+    job.run(SETTLED)
+    assert job.health() == [Health.HEALTHY] * 3, "30 ms are less than 50"
+    edited = spec(adaptation={"minDelayMs": 5})
+    controller = JobController.restore(edited, job.controller.snapshot())
+    controller.adopt(job.controller)
+    job.controller = controller
+    del job.delays[1, 0]
+    job.run(600)
+    job.delays[1, 0] = LATE
+    job.run(SETTLED)
+    assert job.health() == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
+    revisions = {each.settings for each in job.reports[-20:]}
+    assert revisions == {controller._observed._settings.revision}
+
+
+def test_links_without_windows_become_unknown() -> None:
+    job = Job(spec(adaptation={"staleAfterSeconds": 5}))
+    job.run(SETTLED)
+    job.delays[1, 0] = LATE
+    job.run(SETTLED)
+    for _ in range(7):
+        job.now += 1.0
+        job.tell()
+    assert job.health() == [Health.UNKNOWN] * 3
+    assert job.controller._observed.links.any_slow, "known to be slow, but not heard of lately"
+    job.run(3)
+    assert job.health() == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
+
+
+def test_a_report_that_was_lost_is_told_again() -> None:
+    job = Job(spec())
+    job.run(SETTLED)
+    job.delays[1, 0] = LATE
+    for _ in range(4):
+        job.now += WINDOW
+        job.agent.observe(job.now, iteration=job.iteration, links=job.windows())
+    lost = job.agent.observer.report(10_000, job.now, 0)
+    assert lost.directions
+    job.agent.sequence = 10_001
+    job.run(1)
+    assert job.health()[1] is Health.SLOW
+
+
+def test_a_report_of_another_job_shape_changes_nothing() -> None:
+    job = Job(spec())
+    job.run(SETTLED)
+    before = job.controller.view(job.now)
+    for field, wrong in (
+        ("directions", [{"link": 3, "column": 0, "direction": "forward"}]),
+        ("links", [{"link": 0, "health": "healthy", "column": 1}]),
+        ("stages", [{"stage": 4, "forward": 1, "backward_input": 1, "backward_weight": 1}]),
+    ):
+        with pytest.raises(Exception, match=rf"{field}\[0\]\.(link|column|stage): is"):
+            job.controller.report(report(10_000, **{field: wrong}), job.now)
+    assert job.controller.view(job.now) == before

@@ -1,0 +1,77 @@
+"""Rank 0's agent as its controller sees it, for tests: telemetry of ranks in, reports out."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import JobController
+from pipemorph.control.observe.observer import JobTelemetry, Observer
+from pipemorph.control.observed.reports import settings_of
+from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
+
+
+def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
+    """A report of a job that trains, with any fields."""
+    values: dict[str, Any] = {
+        "protocol": 2, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
+        "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
+        "applied_plan_version": 0,
+    }  # fmt: skip
+    return LinkHealthReport.model_validate(values | fields)
+
+
+class Agent:
+    """Observes a job of ``spec``. ``paced``: whether it reports when a report is due, and not
+    with all telemetry."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        job: str = "j",
+        namespace: str = "default",
+        attempt: int = 0,
+        paced: bool = False,
+    ) -> None:
+        mesh = spec.parallelism.mesh
+        self.observer = Observer(mesh, job=job, namespace=namespace, attempt=attempt)
+        self.paced, self.attempt = paced, attempt
+        self.sequence = 0
+        # As from the answer to its first report, which it sends before ranks measure anything.
+        self._take(0.0, DirectiveEnvelope(settings=settings_of(spec)))
+
+    def _take(self, now: float, answer: DirectiveEnvelope) -> None:
+        nothing = self.observer.report(1, now, 0)
+        self.observer.delivered(nothing, answer, now)
+
+    def observe(self, now: float, **telemetry: Any) -> bool:
+        """Take in telemetry. Returns whether a report is due."""
+        self.observer.observe(JobTelemetry(**telemetry), now, refresh=not self.paced)
+        return not self.paced or self.observer.due(now)
+
+    def tell(
+        self, controller: JobController, now: float, *, observed: int = 0, **telemetry: Any
+    ) -> bool:
+        """Take in telemetry, and report to the controller if that is due. Returns whether it
+        was."""
+        if not self.observe(now, **telemetry):
+            return False
+        self.sequence += 1
+        sent = self.observer.report(self.sequence, now, observed)
+        arrived = LinkHealthReport.model_validate_json(sent.body())
+        self.observer.delivered(sent, controller.report(arrived, now), now)
+        return True
+
+
+_AGENTS: WeakKeyDictionary[JobController, Agent] = WeakKeyDictionary()
+
+
+def tell(controller: JobController, now: float, **telemetry: Any) -> None:
+    """Let the controller's one agent take in telemetry and report it."""
+    agent = _AGENTS.get(controller)
+    if agent is None or agent.attempt != controller.attempt:
+        agent = Agent(controller.spec, attempt=controller.attempt)
+        _AGENTS[controller] = agent
+    agent.tell(controller, now, **telemetry)
