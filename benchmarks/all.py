@@ -35,6 +35,7 @@ NAMES = (
     "replica_plans",
     "varying",
     "planning_service",
+    "observing",
     "operator_scale",
     "large_jobs",
     "plan_handout",

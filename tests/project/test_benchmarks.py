@@ -63,6 +63,17 @@ def test_every_played_rank_gets_its_part() -> None:
     assert "at most 20 MB: holds" in done.stdout
 
 
+# --- what reports cost ------------------------------------------------------------------------
+
+
+def test_reports_of_a_job_cost_its_host_next_to_nothing() -> None:
+    done = run(BENCHMARKS / "observing.py", "--only", "4x1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| 4 × 1 |")]
+    assert [row.split("|")[2].strip() for row in rows] == ["healthy", "onset", "fault"]
+    assert float(rows[0].split("|")[3]) == 1.0, "reports a second"
+
+
 # --- all of them ---------------------------------------------------------------------------
 
 
