@@ -42,9 +42,11 @@ REFUSED = Counter("pipemorph_ingest_refused_total", "Rejected callers, by reason
 REPORT_SECONDS = Histogram(
     "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
 )
-DIRECTIVES = Counter("pipemorph_ingest_directives_total", "Directives persisted and served.")
+DIRECTIVES = Counter("pipemorph_ingest_directives_total", "Directives persisted.")
 PERSIST_SECONDS = Histogram(
-    "pipemorph_ingest_persist_seconds", "Time to persist a directive.", buckets=_FAST
+    "pipemorph_ingest_persist_seconds",
+    "Time to persist a directive.",
+    buckets=_FAST,
 )
 PLAN_SECONDS = Histogram(
     "pipemorph_ingest_plan_seconds",

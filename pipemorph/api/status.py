@@ -317,10 +317,16 @@ class TrainingStatus(StatusModel):
 
 
 class ControlState(StatusModel):
-    """The controller's state for a restart. Written before a directive is served."""
+    """The controller's state for a restart, and the plan versions that may be in use."""
 
     attempt: int = Field(ge=0, description="Attempt of the directive.")
     plan_version: int = Field(ge=0, description="Highest plan version issued; never decreases.")
+    reserved: int | None = Field(
+        default=None,
+        ge=0,
+        description="Plans of versions up to this one may be in force though they are not saved"
+        " here: another ingest begins above it. Never decreases.",
+    )
     snapshot: str = Field(
         max_length=1 << 20, description="State of the controller: JSON, xz, base64."
     )
@@ -384,9 +390,7 @@ class JobStatus(StatusModel):
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."
     )
-    control: ControlState | None = Field(
-        default=None, description="Issued directives; written before they are served."
-    )
+    control: ControlState | None = Field(default=None, description="Issued directives.")
 
 
 def condition(status: JobStatus, kind: str) -> Condition | None:

@@ -184,6 +184,10 @@ class JobController:
 
     # --- events ---------------------------------------------------------------------------
 
+    def skip_to(self, plan_version: int) -> None:
+        """Issue only versions above ``plan_version``: others may be in use."""
+        self._plan_version = max(self._plan_version, plan_version)
+
     def begin_attempt(self, attempt: int) -> None:
         """Begin another attempt, with the plan of the spec. Plan versions continue to grow.
 
@@ -205,9 +209,9 @@ class JobController:
         observed = self._observed
         check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
         answer = observed.take(report, now)
-        if report.observed_plan_version > self._plan_version:
-            # This controller lost its state. Its next version must be new to the ranks.
-            self._plan_version = report.observed_plan_version
+        if report.observed_plan_version > self._wanted.version:
+            # This controller lost its newest state. Its next version must be new to the ranks.
+            self.skip_to(report.observed_plan_version)
             self._foreign_plan = True
         self._ledger.add(report.iterations, observed.stages.peak_memory)
         if any(stage.crowding for stage in report.stages):

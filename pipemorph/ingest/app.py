@@ -275,6 +275,7 @@ class IngestServer:
         if self._runner is not None:
             self.handler.close()
             await self._runner.cleanup()
+            await self.handler.persisted(self._timeouts.shutdown)
             self._runner = None
 
     async def __aenter__(self) -> IngestServer:

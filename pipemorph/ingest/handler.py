@@ -1,9 +1,10 @@
 """The ingest protocol without a transport: authenticated request in, status and body out.
 
 A report is validated (size, schema, job, attempt, sequence), passed to the job's controller, and
-answered with the newest directive above the agent's version. A directive is persisted through the
-:class:`~pipemorph.ingest.interfaces.JobStore` *before* it is served, so that a served version never
-names another plan.
+answered with the newest directive above the agent's version. A directive is served at once if its
+version is reserved for this host, and persisted through the
+:class:`~pipemorph.ingest.interfaces.JobStore` after that; else it is persisted *before* it is
+served. Either way a served version never names another plan.
 
 ====== ===============================================================
 status meaning
@@ -51,6 +52,10 @@ from pipemorph.wire import (
 log = logging.getLogger("pipemorph.ingest")
 
 
+PERSIST_AGAIN_SECONDS = 1.0
+"""Delay of a retry after a directive that was served could not be persisted."""
+
+
 class Reply(NamedTuple):
     """A response: HTTP status, JSON body, extra headers, and whether to close the connection."""
 
@@ -96,12 +101,15 @@ class Limits:
 
 @dataclass
 class _JobSession:
-    """State of the ingest per job: the directive to serve, rate limits and waiting polls."""
+    """State of the ingest per job: the directive to serve, the plan version that is persisted, rate
+    limits and waiting polls."""
 
     served: Directive | None
+    persisted: int
     tokens: float
     refilled: float
-    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    persists_again_at: float = 0.0
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
 
     def take_token(self, limits: Limits, now: float) -> bool:
@@ -153,6 +161,7 @@ class IngestHandler:
         self._closing = False
         self._deciding: dict[tuple[str, str], _Deciding] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._persists: set[asyncio.Task[None]] = set()
 
     async def report(self, namespace: str, name: str, body: bytes) -> Reply:
         """Answer ``POST …/reports``. An invalid ``body`` gives an error reply, not an exception."""
@@ -258,11 +267,22 @@ class IngestHandler:
         for session in self._sessions.values():
             session.release()
 
+    async def persisted(self, seconds: float) -> None:
+        """Wait until what was served is persisted, or ``seconds`` have passed."""
+        if self._persists:
+            await asyncio.wait(self._persists, timeout=seconds)
+
     def _session(self, job: ControlledJob) -> _JobSession:
         session = self._sessions.get(job)
         if session is None:
             # A directive that exists before the first report comes from a persisted snapshot.
-            session = _JobSession(job.directive(), float(self._limits.burst), time.monotonic())
+            saved = job.directive()
+            session = _JobSession(
+                served=saved,
+                persisted=saved.plan_version if saved is not None else 0,
+                tokens=float(self._limits.burst),
+                refilled=time.monotonic(),
+            )
             self._sessions[job] = session
         return session
 
@@ -311,24 +331,58 @@ class IngestHandler:
     async def _publish(
         self, namespace: str, name: str, job: ControlledJob, session: _JobSession
     ) -> None:
-        """Persist the job's newest directive, then serve it to waiting polls."""
-        if not _is_new(job, session):
-            return
-        async with session.publishing:
-            while _is_new(job, session):
+        """Serve the job's newest directive to waiting polls, and persist it: after that if its
+        version is reserved, before if not."""
+        directive = job.directive()
+        if directive is None:
+            # A new attempt starts with the initial plan: nothing to serve or persist.
+            session.served = None
+        elif session.persisted != directive.plan_version:
+            if directive.plan_version > self._store.reserved(namespace, name):
+                await self._persist(namespace, name, job, session)
+                return
+            self._serve(session, directive)
+            if not session.persisting.locked() and time.monotonic() >= session.persists_again_at:
+                task = asyncio.create_task(self._persist(namespace, name, job, session))
+                self._persists.add(task)
+                task.add_done_callback(self._persists.discard)
+
+    @staticmethod
+    def _serve(session: _JobSession, directive: Directive) -> None:
+        if session.served is None or session.served.plan_version < directive.plan_version:
+            session.served = directive
+            session.release()
+
+    async def _persist(
+        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+    ) -> None:
+        """Persist the job's newest directive, then serve it unless it is served already."""
+        async with session.persisting:
+            while True:
                 directive, attempt = job.directive(), job.attempt
+                if directive is None or session.persisted == directive.plan_version:
+                    return
+                if self._store.lookup(namespace, name) is not job:
+                    return
+                version = directive.plan_version
                 try:
                     await self._store.persist(namespace, name, job.snapshot())
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
-                    log.error(
-                        "%s/%s: plan v%d could not be persisted; retrying before serving it: %s",
-                        namespace, name, job.plan_version, error,
-                    )  # fmt: skip
+                    left = self._store.reserved(namespace, name) - version
+                    what = (
+                        "was served but not persisted; retrying"
+                        if left >= 0
+                        else "could not be persisted, and no version is reserved; retrying before"
+                        " serving it"
+                    )
+                    log.error("%s/%s: plan v%d %s: %s", namespace, name, version, what, error)
+                    session.persists_again_at = time.monotonic() + PERSIST_AGAIN_SECONDS
                     return
-                session.served = directive if job.attempt == attempt else None
-                session.release()
+                session.persisted = version
+                if job.attempt == attempt:
+                    self._serve(session, directive)
 
     async def _wait(self, session: _JobSession, seconds: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -337,15 +391,6 @@ class IngestHandler:
             await asyncio.wait((waiter,), timeout=seconds)
         finally:
             session.waiters.discard(waiter)
-
-
-def _is_new(job: ControlledJob, session: _JobSession) -> bool:
-    directive = job.directive()
-    if directive is None:
-        # A new attempt starts with the initial plan: nothing to serve or persist.
-        session.served = None
-        return False
-    return session.served is None or session.served.plan_version != directive.plan_version
 
 
 def parse_report(body: bytes) -> LinkHealthReport | Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,9 +67,13 @@ class JobStore(Protocol):
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         """The job's controller; None if the host has no such job."""
 
+    def reserved(self, namespace: str, job: str) -> int:
+        """The highest plan version that may be served before it is persisted. After a crash of this
+        host, the next one issues versions above it only, so that no version is ever two plans."""
+
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        """Make a snapshot durable. A new directive is served only after this returns; if it raises,
-        the ingest retries at the next report or tick."""
+        """Make a snapshot durable. Called after its directive was served if the version is
+        reserved, and before otherwise. If it raises, the ingest retries."""
 
 
 class BearerAuthenticator:
@@ -88,8 +93,9 @@ class BearerAuthenticator:
 
 
 class MemoryStore:
-    """Keeps jobs in memory. Snapshots need no persistence: the ranks of ``pipemorph run`` end with
-    it. ``on_persist`` is called with every new directive before it is served."""
+    """Keeps jobs in memory. Plan versions need no reservation: the ranks of ``pipemorph run`` end
+    with it, and those of ``pipemorph serve`` tell the next host which version they have.
+    ``on_persist`` is called with every new directive."""
 
     def __init__(
         self, on_persist: Callable[[str, str, Mapping[str, Any]], None] | None = None
@@ -105,6 +111,9 @@ class MemoryStore:
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         return self._jobs.get((namespace, job))
+
+    def reserved(self, namespace: str, job: str) -> int:
+        return sys.maxsize
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         if self._on_persist is not None:

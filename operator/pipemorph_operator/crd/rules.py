@@ -216,6 +216,20 @@ RULES: dict[str, list[Rule]] = {
             reason="FieldValueForbidden",
         )
         for name in ("attempt", "planVersion")
+    ]
+    + [
+        Rule(
+            rule="!has(oldSelf.reserved)"
+            " || (has(self.reserved) && self.reserved >= oldSelf.reserved)",
+            message="reserved must not decrease: the writer's copy is outdated",
+            field_path=".reserved",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            rule="!has(self.reserved) || self.reserved >= self.planVersion",
+            message="planVersion must not be above reserved",
+            field_path=".reserved",
+        ),
     ],
     "spec.faults[]": [
         Rule(

@@ -93,7 +93,7 @@ def restore(
     on_report: Callable[[LinkHealthReport], None],
 ) -> tuple[JobController, str]:
     """A controller for an attempt, restored from ``state``, and the problem with it, if any. Its
-    plan version is never below the saved one, even if the state is damaged."""
+    plan version is never below the reserved ones, even if the state is damaged."""
     if state is None:
         return JobController(spec, attempt=attempt, on_report=on_report), ""
     problem = ""
@@ -103,6 +103,7 @@ def restore(
         problem = f"the saved control state is unusable; kept only its plan version: {error}"
         bare = {"attempt": state.attempt, "plan_version": state.plan_version, "sequence": 0}
         controller = JobController.restore(spec, bare, on_report=on_report)
+    controller.skip_to(state.reserved or 0)
     if attempt > controller.attempt:
         controller.begin_attempt(attempt)
     return controller, problem

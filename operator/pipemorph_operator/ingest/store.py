@@ -26,6 +26,7 @@ from pipemorph.control.first_plan import (
 )
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost
+from pipemorph.planning import Policy
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
@@ -35,6 +36,7 @@ from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
 from pipemorph_operator.ingest.fence import Fence, Overtaken
+from pipemorph_operator.ingest.plan_versions import Versions
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.metrics import (
     DIRECTIVES,
@@ -94,6 +96,7 @@ class TrackedJob:
     reports: ReportLog
     events: ConditionEvents
     fence: Fence
+    versions: Versions
     job_uid: str | None
     """UID of the attempt's batch Job."""
     written: TrainingStatus | None = None
@@ -101,11 +104,26 @@ class TrackedJob:
     written_at: float = float("-inf")
     looked_at: float = float("-inf")
     ended: bool = False
+    overtaken: bool = False
+    """Whether another ingest has written a plan meanwhile."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def key(self) -> Key:
         return self.namespace, self.name
+
+    @property
+    def reserves_early(self) -> bool:
+        """Whether to reserve plan versions before a directive needs them: if the job reports here
+        and adapts. Not beside another ingest: each would drive out the other."""
+        spec = self.controller.spec
+        return (
+            self.reports.reported_at is not None
+            and not (self.ended or self.overtaken)
+            and spec.adaptation.enabled
+            and spec.schedule.policy_kind is Policy.PIPEMORPH
+            and self.versions.run_out(self.controller.plan_version)
+        )
 
     @property
     def source(self) -> Source:
@@ -155,6 +173,10 @@ class ClusterStore:
             tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid
         )
 
+    def reserved(self, namespace: str, job: str) -> int:
+        tracked = self._tracked.get((namespace, job))
+        return tracked.versions.granted if tracked is not None else 0
+
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary to status. Raises if the write failed."""
         tracked = self._tracked.get((namespace, job))
@@ -163,7 +185,8 @@ class ClusterStore:
         started = self._monotonic()
         self._budget.charge(started)
         async with tracked.writing:
-            tracked.control = await snapshot_codec.pack_beside(snapshot)
+            tracked.control = await self._packed(tracked, snapshot)
+            tracked.versions.reserve(tracked.controller.plan_version)
             await self._write(tracked)
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
@@ -268,6 +291,7 @@ class ClusterStore:
             reports=reports,
             events=ConditionEvents(own),
             fence=Fence(metadata.get("resourceVersion"), status.control),
+            versions=Versions(status.control),
             job_uid=status.job_uid,
             written=status.training,
         )
@@ -372,12 +396,14 @@ class ClusterStore:
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
-        state_changed = key_state != tracked.key_state
+        # Before the first directive needs it: then it need not wait for this write.
+        reserves = tracked.reserves_early
+        state_changed = key_state != tracked.key_state or reserves
         if not write_budget.is_due(state_changed, now - tracked.written_at, len(self._tracked)):
             return
         training, conditions = self._summary(tracked, view, wall)
         self._gauge(tracked, training, conditions)
-        if training == tracked.written and conditions == tracked.conditions:
+        if training == tracked.written and conditions == tracked.conditions and not reserves:
             tracked.reports.pending = False
             return
         if self._writing >= MOST_WRITES // 2 or not self._budget.allows(
@@ -387,14 +413,32 @@ class ClusterStore:
         tracked.reports.pending = False
         async with tracked.writing:
             try:
-                if state_changed and training.adaptations and tracked.control is not None:
+                if reserves or (
+                    state_changed and training.adaptations and tracked.control is not None
+                ):
                     snapshot = tracked.controller.snapshot()
-                    tracked.control = await snapshot_codec.pack_beside(snapshot)
+                    tracked.control = await self._packed(tracked, snapshot)
+                if reserves:
+                    tracked.versions.reserve(tracked.controller.plan_version)
                 await self._write(tracked)
-            except (*REQUEST_ERRORS, Overtaken, snapshot_codec.TooLarge) as error:
+            except (*REQUEST_ERRORS, Overtaken) as error:
                 tracked.reports.pending = True
                 tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)
+
+    @staticmethod
+    async def _packed(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> ControlState:
+        """The snapshot; only its versions if it is too large for status."""
+        try:
+            return await snapshot_codec.pack_beside(snapshot)
+        except snapshot_codec.TooLarge as error:
+            log.warning(
+                "%s/%s: %s; saved only its version: after a restart, another plan is made",
+                *tracked.key, error,
+            )  # fmt: skip
+            return ControlState(
+                attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=""
+            )
 
     @staticmethod
     def _summary(
@@ -418,7 +462,10 @@ class ClusterStore:
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
         training, conditions = self._summary(tracked, view, wall)
-        status = JobStatus(conditions=conditions, training=training, control=tracked.control)
+        control = tracked.control
+        if control is not None:
+            control = control.model_copy(update={"reserved": tracked.versions.reserved})
+        status = JobStatus(conditions=conditions, training=training, control=control)
         about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
         try:
             await tracked.fence.apply(self._cluster, about, status)
@@ -428,8 +475,12 @@ class ClusterStore:
                 log.error("%s/%s: %s; continuing from it", *tracked.key, error)
                 self._drop(tracked.key)
                 self._take(tracked.key, error.body)
+                if (again := self._tracked.get(tracked.key)) is not None:
+                    again.overtaken = True
             raise
         STATUS_WRITES.labels(result="ok").inc()
+        if control is not None and control.reserved is not None:
+            tracked.versions.written(control.reserved)
         tracked.written, tracked.conditions = training, conditions
         self._sender.send(about, tracked.events.changed(conditions))
         tracked.key_state = key_state

@@ -340,23 +340,37 @@ def test_polls_of_another_attempt_are_turned_away() -> None:
     serve(test, job)
 
 
-def test_a_directive_is_persisted_before_anybody_sees_it() -> None:
-    job = Scripted()
-    events: list[str] = []
-    allow = asyncio.Event()
+class Saved(MemoryStore):
+    """A store in which persisting waits for ``allow`` and may fail. Only versions up to
+    ``granted`` are reserved."""
 
-    class Slow(MemoryStore):
-        async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-            events.append(f"persisting {snapshot['plan_version']}")
-            await allow.wait()
-            events.append(f"persisted {snapshot['plan_version']}")
+    def __init__(self, granted: int = 0) -> None:
+        super().__init__()
+        self.granted = granted
+        self.events: list[str] = []
+        self.allow = asyncio.Event()
+        self.fails = False
+
+    def reserved(self, namespace: str, job: str) -> int:
+        return self.granted
+
+    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
+        self.events.append(f"persisting {snapshot['plan_version']}")
+        await self.allow.wait()
+        if self.fails:
+            raise OSError("no space left")
+        self.events.append(f"persisted {snapshot['plan_version']}")
+
+
+def test_a_version_that_is_not_reserved_is_persisted_before_anybody_sees_it() -> None:
+    job, store = Scripted(), Saved()
 
     async def test(client: Client, server: IngestServer) -> None:
         job.on_report = lambda report: job.want(1)
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until(lambda: waiting(server, job) == 1)
         first = asyncio.create_task(client.post(body(1)))
-        await until(lambda: events == ["persisting 1"])
+        await until(lambda: store.events == ["persisting 1"])
         # Whoever asks meanwhile gets nothing, and waits for nothing it did not ask for.
         assert (await client.poll("attempt=0&wait=0"))[1]["directive"] is None
         second = asyncio.create_task(client.post(body(2)))
@@ -364,37 +378,106 @@ def test_a_directive_is_persisted_before_anybody_sees_it() -> None:
         assert not done
         job.on_report = lambda report: None
         job.want(2)
-        allow.set()
+        store.allow.set()
         answers = await asyncio.gather(first, second, poll)
-        assert events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
+        assert store.events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
         assert answers[0][1]["directive"]["plan_version"] == 2
         assert answers[1][1]["directive"]["plan_version"] == 2
         assert answers[2][1]["directive"]["plan_version"] in (1, 2)
 
-    serve(test, job, store=Slow())
+    serve(test, job, store=store)
+
+
+def test_a_reserved_version_is_served_at_once_and_persisted_after() -> None:
+    job, store = Scripted(), Saved(granted=2)
+
+    async def test(client: Client, server: IngestServer) -> None:
+        poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
+        await until(lambda: waiting(server, job) == 1)
+        job.on_report = lambda report: job.want(1)
+        assert (await client.post(body(1)))[1]["directive"]["plan_version"] == 1
+        assert (await poll)[1]["directive"]["plan_version"] == 1
+        assert store.events == ["persisting 1"]
+        job.on_report = lambda report: job.want(2)
+        assert (await client.post(body(2)))[1]["directive"]["plan_version"] == 2
+        # The block ends here.
+        job.on_report = lambda report: job.want(3)
+        last = asyncio.create_task(client.post(body(3)))
+        done, _ = await asyncio.wait({last}, timeout=0.2)
+        assert not done
+        assert (await client.poll("attempt=0&after=1&wait=0"))[1]["directive"]["plan_version"] == 2
+        store.allow.set()
+        assert (await last)[1]["directive"]["plan_version"] == 3
+        assert store.events == ["persisting 1", "persisted 1", "persisting 3", "persisted 3"]
+
+    serve(test, job, store=store)
+
+
+def test_what_was_served_is_persisted_before_the_host_ends() -> None:
+    job, store = Scripted(), Saved(granted=9)
+
+    async def test(client: Client, server: IngestServer) -> None:
+        job.on_report = lambda report: job.want(1)
+        await client.post(body(1))
+        await until(lambda: store.events == ["persisting 1"])
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0.05)
+        store.allow.set()
+        await asyncio.wait_for(stopping, PATIENCE)
+        assert store.events == ["persisting 1", "persisted 1"]
+
+    serve(test, job, store=store)
 
 
 def test_a_directive_that_cannot_be_persisted_is_held_back_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = Scripted()
-    failing = [True]
-
-    def persist(namespace: str, name: str, snapshot: Mapping[str, Any]) -> None:
-        if failing[0]:
-            raise OSError("no space left")
+    job, store = Scripted(), Saved()
+    store.fails = True
+    store.allow.set()
 
     async def test(client: Client, server: IngestServer) -> None:
         assert (await client.post(body(1)))[1]["directive"] is None
         job.want(1)
         status, answer = await client.post(body(2))
         assert (status, answer["directive"]) == (200, None)
+        assert "v1 could not be persisted, and no version is reserved" in caplog.text
         assert "no space left" in caplog.text
-        failing[0] = False
+        store.fails = False
         await server.handler.tick("default", "gpt")
         assert (await client.poll("attempt=0"))[1]["directive"]["plan_version"] == 1
 
-    serve(test, job, store=MemoryStore(persist))
+    serve(test, job, store=store)
+
+
+def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, store = Scripted(), Saved(granted=9)
+    store.fails = True
+    store.allow.set()
+    monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.5)
+
+    async def test(client: Client, server: IngestServer) -> None:
+        await client.post(body(1))
+        job.want(1)
+        for i in range(5):
+            answer = await client.post(body(2 + i))
+            assert answer[1]["directive"]["plan_version"] == 1
+        assert "v1 was served but not persisted; retrying: no space left" in caplog.text
+        assert store.events == ["persisting 1"], "not with every report"
+        store.fails = False
+
+        async def persisted() -> None:
+            while "persisted 1" not in store.events:
+                await server.handler.tick("default", "gpt")
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(persisted(), PATIENCE)
+        await server.handler.tick("default", "gpt")
+        assert store.events == ["persisting 1", "persisting 1", "persisted 1"]
+
+    serve(test, job, store=store)
 
 
 def test_a_restored_job_serves_its_directive_at_once() -> None:

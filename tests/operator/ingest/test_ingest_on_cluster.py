@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from observing import tell
 from operator_objects import body
+from operator_status import Shared
 from plant_support import settle
 from prometheus_client import REGISTRY
 
@@ -24,6 +25,7 @@ from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import count_decision, parser
 from pipemorph_operator.ingest.condition_events import ConditionEvents
 from pipemorph_operator.ingest.fence import Overtaken
+from pipemorph_operator.ingest.plan_versions import BLOCK
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 
@@ -88,6 +90,25 @@ def test_what_does_not_fit_is_refused() -> None:
     noise = random.Random(1).randbytes(snapshot_codec.MAX_PACKED).hex()
     with pytest.raises(snapshot_codec.TooLarge, match="status holds at most"):
         snapshot_codec.pack({"attempt": 0, "plan_version": 0, "noise": noise})
+
+
+def test_of_a_plan_too_large_for_status_the_versions_are_saved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot_codec, "MAX_PACKED", 100)
+    api = Shared()
+    store, controller = ingest_of(api)
+    controller.report(report(5, observed_plan_version=7), 1000.0)
+    settle(controller, 1000.0)
+
+    async def run() -> None:
+        await store.persist("team", "gpt", controller.snapshot())
+
+    asyncio.run(run())
+    assert "status holds at most 100; saved only its version" in caplog.text
+    assert api.job["status"]["control"]["planVersion"] == controller.plan_version == 8
+    _, back = ingest_of(api)
+    assert back.plan_version == api.job["status"]["control"]["reserved"] == 8 + BLOCK
 
 
 # --- summaries --------------------------------------------------------------------------------
@@ -261,37 +282,6 @@ def test_the_last_word_on_a_job_is_tried_again(
     assert (len(api.taken), api.refusals) == (written, [])
 
 
-class Shared:
-    """An API server with one job that several write: each write makes another version."""
-
-    def __init__(self) -> None:
-        self.job = body(stages=4)
-        self.job["metadata"]["resourceVersion"] = "1"
-        self.job["status"] = {"attempt": 0}
-        self.breaks: list[Exception] = []
-        """What writers are told of writes that got through."""
-
-    def write(self, status: dict[str, Any]) -> None:
-        self.job["status"] |= status
-        self.job["metadata"]["resourceVersion"] += "0"
-
-    async def get(self, url: str) -> dict[str, Any]:
-        assert url.endswith("/namespaces/team/pipemorphjobs/gpt")
-        return copy.deepcopy(self.job)
-
-    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
-        return obj
-
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        version = obj["metadata"].get("resourceVersion")
-        if version not in (None, self.job["metadata"]["resourceVersion"]):
-            raise ApiRefused(409, "Conflict", "the object has been modified")
-        self.write(obj["status"])
-        if self.breaks:
-            raise self.breaks.pop(0)
-        return copy.deepcopy(self.job)
-
-
 def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     cluster: Any = api
     store = ClusterStore(cluster)
@@ -327,7 +317,9 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
     assert "another ingest has written a plan of this job; continuing from it" in caplog.text
     taken = other.lookup("team", "gpt")
     assert isinstance(taken, JobController) and taken is not second
-    assert taken.plan_version == first.plan_version == versions(api)[0] >= 4
+    assert first.plan_version == versions(api)[0] == 4
+    reserved = api.job["status"]["control"]["reserved"]
+    assert taken.plan_version == reserved == 4 + BLOCK, "the other may have served all of them"
 
 
 @pytest.mark.parametrize("got_through", [False, True])

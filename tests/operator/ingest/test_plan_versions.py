@@ -1,0 +1,366 @@
+"""No version is ever two plans, and no plan is lost, whenever an ingest is killed: in one process,
+at every write. tests/cluster does it with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from operator_objects import body
+from operator_status import Shared
+from plant_support import Plant
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import ControlState
+from pipemorph.ingest import IngestHandler, Limits
+from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
+from pipemorph_operator.ingest.plan_versions import BLOCK, LOW, Versions
+from pipemorph_operator.ingest.store import ClusterStore
+
+KEY = ("team", "gpt")
+TURNS = ((0.0, 0.06, 0.0), (0.0, 0.15, 0.0), (0.08, 0.0, 0.0))
+"""Delays of the links: each asks for another plan."""
+SLOW, SLOWER = list(TURNS[0]), list(TURNS[1])
+
+
+class Api(Shared):
+    """The job in the API server, which many writers reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        trainer = {"module": "x", "iterations": 100_000}
+        schedule = self.job["spec"]["schedule"] | {"microbatches": 12}
+        self.job = body(stages=4, trainer=trainer, schedule=schedule)
+        self.job["status"] = {"attempt": 0}
+
+    def control(self) -> ControlState | None:
+        found = self.job["status"].get("control")
+        return None if found is None else ControlState.model_validate(found)
+
+    def reserved(self) -> int:
+        control = self.control()
+        return (control.reserved or 0) if control is not None else 0
+
+    def write(self, status: dict[str, Any]) -> None:
+        """As the CRD's rules allow."""
+        old, new = self.job["status"].get("control"), status.get("control")
+        if old is not None:
+            assert new is not None
+            assert all(new[name] >= old[name] for name in ("planVersion", "reserved"))
+        assert new is None or new["reserved"] >= new["planVersion"]
+        super().write(copy.deepcopy(status))
+
+
+class Host:
+    """One ingest: until it is killed, at the write with number ``dies_at``: before the API server
+    has it, or after (``got_through``)."""
+
+    def __init__(self, api: Api, clock: Callable[[], float], dies_at: int = -1) -> None:
+        self.api, self.dies_at, self.got_through = api, dies_at, False
+        self.dead = self.away = False
+        self.writes = 0
+        cluster: Any = self
+        self.store = ClusterStore(cluster, clock=clock, monotonic=clock)
+        self.store.changed("LISTED", copy.deepcopy(api.job))
+        self.handler = IngestHandler(self.store, limits=Limits(1e9, 1_000_000_000))
+
+    async def get(self, url: str) -> Any:
+        await self._reach()
+        return await self.api.get(url)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        return obj
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        await self._reach()
+        self.writes += 1
+        dies = self.writes - 1 == self.dies_at
+        if dies and self.got_through:
+            await self.api.apply(obj, owner, subresource=subresource)
+        if dies:
+            self.dead = True
+            await self._reach()
+        return await self.api.apply(obj, owner, subresource=subresource)
+
+    async def _reach(self) -> None:
+        if self.away:
+            raise ConnectionResetError("no API server")
+        if self.dead:
+            await asyncio.Event().wait()  # For ever: nothing happens in a process that is gone.
+
+
+class Ranks(Plant):
+    """The trainer and its agent, which keeps its plan whatever becomes of an ingest."""
+
+    def __init__(self, api: Api, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(JobSpec.model_validate(api.job["spec"]))
+        self.api, self.loop = api, loop
+        self.hosts: list[Host] = []
+        self.plans: dict[int, str] = {}
+        """By version: every plan that an ingest gave to anybody."""
+        self.loses_replies = False
+
+    def host(self, dies_at: int = -1, *, got_through: bool = False) -> Host:
+        host = Host(self.api, lambda: self.now, dies_at)
+        host.got_through = got_through
+        self.hosts = [host]
+        return host
+
+    def send(self, **fields: Any) -> None:
+        self.sequence += 1
+        report = LinkHealthReport(
+            job="gpt", namespace="team", attempt=0, sequence=self.sequence, sent_at=self.now,
+            state="training", iteration=self.iteration, observed_plan_version=self.observed,
+            applied_plan_version=self.plan.version, **fields,
+        )  # fmt: skip
+        host = self.hosts[self.sequence % len(self.hosts)]
+        directive = self.loop.run_until_complete(self._ask(host, report))
+        if directive is not None and directive.plan_version > self.observed:
+            self.observed = directive.plan_version
+            self.prepared = (self.iteration + 1, directive.plan.plan())
+
+    async def _ask(self, host: Host, report: LinkHealthReport) -> Directive | None:
+        if host.dead:
+            return None
+        body = report.model_dump_json().encode()
+        asking = asyncio.ensure_future(host.handler.report(*KEY, body))
+        for _ in range(60):
+            await asyncio.sleep(0)
+        looks = asyncio.gather(host.handler.tick(*KEY), host.store.look(KEY))
+        for _ in range(60):
+            await asyncio.sleep(0)
+        if not asking.done() or not looks.done():
+            assert host.dead, "it waits for nothing else"
+        session = next(iter(host.handler._sessions.values()), None)
+        served = session.served if session is not None else None
+        if served is not None:
+            # Whether or not this report brings it: a poll may have.
+            plan = served.plan.model_dump_json()
+            assert self.plans.setdefault(served.plan_version, plan) == plan, "two plans"
+        looks.cancel()
+        if not asking.done() or (host.dead and self.loses_replies):
+            asking.cancel()
+            return None
+        reply = asking.result()
+        assert reply.status in (200, 409), reply.body
+        return DirectiveEnvelope.model_validate_json(reply.body).directive
+
+    def adapts(self, most: int = 60) -> None:
+        """Train until there is another directive, and it is in force."""
+        before = self.observed
+        for _ in range(most):
+            self.step()
+            if self.observed > before and self.plan.version == self.observed:
+                return
+        raise AssertionError(f"no plan after v{before} in {most} iterations")
+
+    def turns(self) -> Iterator[None]:
+        """A link turns slow, then slower, then another one does."""
+        for delays in TURNS:
+            self.delays = list(delays)
+            self.adapts()
+            yield
+
+
+@contextmanager
+def ranks() -> Iterator[Ranks]:
+    loop = asyncio.new_event_loop()
+    made = Ranks(Api(), loop)
+    clock = SimpleNamespace(time=lambda: made.now, monotonic=lambda: made.now)
+    try:
+        with patch("pipemorph.ingest.handler.time", clock):
+            yield made
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def undisturbed_writes() -> int:
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        for _ in job.turns():
+            job.run(2)
+        return host.writes
+
+
+WRITES = range(12)
+"""Of one ingest, from the first reservation to the third directive and its figures."""
+
+
+def test_there_are_as_many_transitions_as_kills() -> None:
+    assert len(WRITES) <= undisturbed_writes()
+
+
+@pytest.mark.parametrize("loses_reply", [False, True], ids=["reply seen", "reply lost"])
+@pytest.mark.parametrize("got_through", [False, True], ids=["not written", "written"])
+@pytest.mark.parametrize("write", WRITES)
+def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -> None:
+    with ranks() as job:
+        job.loses_replies = loses_reply
+        host = job.host(write, got_through=got_through)
+
+        def restarted() -> None:
+            nonlocal host
+            if host.dead:
+                kept = job.observed
+                host = job.host()
+                assert job.observed == kept
+
+        job.run(4)
+        for delays in TURNS:
+            restarted()
+            before = job.observed
+            job.delays = list(delays)
+            for _ in range(60):
+                job.step()
+                restarted()
+                if job.observed > before and job.plan.version == job.observed:
+                    break
+            assert job.observed > before, f"nothing is done about {delays}"
+            job.run(2)
+        restarted()
+        job.run(3)
+        assert job.plan.warmup == job.hosts[0].store._tracked[KEY].controller.wanted.warmup
+        control = job.api.control()
+        assert control is not None
+        assert control.plan_version == job.observed, "what is in force is in status at last"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_again_and_again(seed: int) -> None:
+    chance = random.Random(seed)
+    with ranks() as job:
+        seen = [0]
+        for _ in range(12):
+            host = job.host(chance.randrange(6), got_through=chance.random() < 0.5)
+            job.loses_replies = chance.random() < 0.5
+            job.delays = list(chance.choice(TURNS))
+            for _ in range(chance.randrange(4, 16)):
+                job.step()
+                if host.dead:
+                    break
+            seen.append(job.observed)
+        assert seen == sorted(seen)
+        assert len(job.plans) >= 3
+
+
+def test_a_block_is_reserved_before_the_first_directive_and_with_one_write() -> None:
+    with ranks() as job:
+        host = job.host()
+        job.run(2)
+        control = job.api.control()
+        assert control is not None
+        assert (control.plan_version, control.reserved) == (0, BLOCK)
+        assert host.store.reserved(*KEY) == BLOCK
+        for _ in job.turns():
+            pass
+        control = job.api.control()
+        assert control is not None and control.reserved == BLOCK, "not with every directive"
+
+
+def test_the_next_block_is_reserved_while_half_of_the_last_is_left() -> None:
+    with ranks() as job:
+        host = job.host()
+        job.run(2)
+        controller = host.store._tracked[KEY].controller
+        controller.skip_to(BLOCK - LOW + 1)
+        job.run(2)
+        control = job.api.control()
+        assert control is not None and control.reserved == 2 * BLOCK - LOW + 1
+        assert host.store.reserved(*KEY) == control.reserved
+
+
+def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        job.delays = SLOW
+        job.adapts()
+        assert job.observed == 1
+        job.host()
+        job.delays = SLOWER
+        job.adapts()
+        assert job.observed == BLOCK + 1
+
+
+def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.0)
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        host.away = True
+        job.delays = SLOW
+        job.adapts()
+        assert job.observed == 1
+        assert "plan v1 was served but not persisted; retrying: no API server" in caplog.text
+        control = job.api.control()
+        assert control is not None and control.plan_version == 0
+        # The end of the block.
+        controller = host.store._tracked[KEY].controller
+        controller.skip_to(BLOCK)
+        job.delays = SLOWER
+        job.run(20)
+        assert job.observed == 1
+        assert controller.plan_version == BLOCK + 1
+        assert f"v{BLOCK + 1} could not be persisted, and no version is reserved" in caplog.text
+        host.away = False
+        job.run(2)
+        assert job.observed == BLOCK + 1
+        control = job.api.control()
+        assert control is not None and control.plan_version == BLOCK + 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
+    """One was cut off from the API server for a while, and the ranks reach both."""
+    chance = random.Random(seed)
+    with ranks() as job:
+        hosts = [job.host()]
+        job.run(4)
+        hosts[0].away = True
+        hosts.append(job.host())
+        for _ in range(8):
+            job.hosts = chance.sample(hosts, chance.choice([1, 2]))
+            for host in hosts:
+                host.away = chance.random() < 0.3
+            job.delays = list(chance.choice(TURNS))
+            job.run(chance.randrange(3, 9))
+        # Whichever is left goes on.
+        job.hosts = [chance.choice(hosts)]
+        job.hosts[0].away = False
+        job.run(12)
+        job.delays = [0.1, 0.1, 0.1]
+        job.adapts()
+        assert job.api.reserved() < 20 * BLOCK, "they drove each other out without end"
+
+
+def test_reserved_versions_are_counted_from_what_was_written() -> None:
+    versions = Versions(ControlState(attempt=0, plan_version=3, reserved=70, snapshot=""))
+    assert versions.run_out(70)
+    versions.written(70)
+    assert versions.granted == 0, "another one's"
+    for _ in range(2):
+        # The write failed, as far as is known; it may have got through.
+        versions.reserve(70)
+        assert (versions.reserved, versions.granted) == (70 + BLOCK, 0)
+    versions.written(70 + BLOCK)
+    assert versions.granted == 70 + BLOCK
+    versions.reserve(70 + LOW)
+    assert versions.reserved == 70 + BLOCK
+    versions.reserve(71 + LOW)
+    assert (versions.reserved, versions.granted) == (71 + LOW + BLOCK, 70 + BLOCK)
+    before = Versions(ControlState(attempt=0, plan_version=3, snapshot=""))
+    before.reserve(3)
+    assert before.reserved == 3 + BLOCK
