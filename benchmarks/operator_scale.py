@@ -18,7 +18,7 @@ capacity  reports of jobs of 2, 8 and 64 stages that one ingest process answers 
           processor time; and how many jobs that is at the rate at which agents report
 reports   jobs of 8 stages, as many as make half of that, report at the agents' rate and hold a
           long poll; within half a minute link 0 of every job goes slow: time to answer a report,
-          and to the directive at the agent, persisted in status before, from the first report
+          and to the directive at the agent, persisted in status meanwhile, from the first report
           that shows the slow link and from the one that completes the evidence; the ingest's memory
 storm     the same with jobs of two stages, whose links all go slow in the same moment
 
@@ -538,7 +538,7 @@ def table(found: dict[str, Result]) -> str:
                 f"{steady['directive_p50_ms']:.0f} / {steady['directive_p99_ms']:.0f} ms",
             ),
             (
-                "… of which on average: decision, persisted in status",
+                "… of which on average: decision; and, meanwhile, persisted in status",
                 f"{steady['decision_ms']:.0f} ms, {steady['persist_ms']:.0f} ms",
             ),
             (

@@ -7,12 +7,12 @@ from pipemorph.control.decide.replan import Replan
 from pipemorph.planning.search.variants import allows_variants, steps
 
 ANY = 0.002
-THOROUGH, THOROUGH_CELL = 0.04, 0.1e-3
-"""Seconds of a search with the thorough effort, per choice of routes: of the smallest problem of
-more than two stages, and per stage × microbatch."""
+THOROUGH_CELL = 0.1e-3
+"""Seconds of a search with the thorough effort, per stage × microbatch, if no plan is proven
+shortest."""
 CELL = 8e-6
 """With the usual effort."""
-VARIANTS_CELL, VARIANTS = 40e-6, 3
+VARIANTS_CELL, VARIANTS = 25e-6, 3
 """Where activations may leave the device, or backwards may be fused: per stage × microbatch of each
 plan that is tried, and how many are tried at least, beside changes of them."""
 VARYING = 3
@@ -20,8 +20,8 @@ VARYING = 3
 
 
 def estimated_seconds(asked: Replan) -> float:
-    """Processor time of :func:`~pipemorph.control.decide.replan.propose`, roughly: mostly within a
-    factor of three."""
+    """Processor time of :func:`~pipemorph.control.decide.replan.propose`, roughly. Most
+    decisions take less, few more than three times as long."""
     rules, situation = asked.spec, asked.situation
     cut = rules.parallelism
     cells = cut.stages * rules.schedule.microbatches
@@ -30,11 +30,10 @@ def estimated_seconds(asked: Replan) -> float:
     elif allows_variants(situation.stages):
         one = VARIANTS_CELL * cells * (VARIANTS + steps(cells))
     elif cells <= THOROUGH_CELLS and cut.stages_per_rank == 1:
-        one = THOROUGH + THOROUGH_CELL * cells
+        one = THOROUGH_CELL * cells
     else:
         one = CELL * cells
-    choices = 2 if rules.transport.route == "auto" and rules.adaptation.allow_delegation else 1
     if any(situation.recent):
         one *= VARYING
     parts = max(1, len({each.slow for each in situation.own}))
-    return ANY + one * choices * parts
+    return ANY + one * parts
