@@ -421,7 +421,8 @@ def test_what_was_served_is_persisted_before_the_host_ends() -> None:
         await client.post(body(1))
         await until(lambda: store.events == ["persisting 1"])
         stopping = asyncio.create_task(server.stop())
-        await asyncio.sleep(0.05)
+        done, _ = await asyncio.wait({stopping}, timeout=0.5)
+        assert not done
         store.allow.set()
         await asyncio.wait_for(stopping, PATIENCE)
         assert store.events == ["persisting 1", "persisted 1"]

@@ -293,6 +293,21 @@ def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
         assert job.observed == BLOCK + 1
 
 
+def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
+    """The ranks run it and say so; without that they would keep it when the link is well."""
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        first, host.away = job.plan, True
+        job.delays = SLOW
+        job.adapts()
+        job.host()
+        job.delays = [0.0, 0.0, 0.0]
+        job.adapts()
+        assert job.observed == BLOCK + 1
+        assert job.plan.runs_as(first)
+
+
 def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
