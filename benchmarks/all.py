@@ -35,7 +35,7 @@ NAMES = (
     "replica_plans",
     "varying",
     "planning_service",
-    "observing",
+    "observer_cost",
     "operator_scale",
     "large_jobs",
     "plan_handout",

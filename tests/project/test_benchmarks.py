@@ -67,7 +67,7 @@ def test_every_played_rank_gets_its_part() -> None:
 
 
 def test_reports_of_a_job_cost_its_host_next_to_nothing() -> None:
-    done = run(BENCHMARKS / "observing.py", "--only", "4x1")
+    done = run(BENCHMARKS / "observer_cost.py", "--only", "4x1")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| 4 × 1 |")]
     assert [row.split("|")[2].strip() for row in rows] == ["healthy", "onset", "fault"]

@@ -1,6 +1,6 @@
 """What a job's reports cost: the agent that observes its ranks, and the host that decides.
 
-    python benchmarks/observing.py [--only 64x160] [--json FILE]
+    python benchmarks/observer_cost.py [--only 64x160] [--json FILE]
 
 Ranks are played: each tells its agent a window of every direction of its links each 50 ms, and its
 op times once an iteration. Time is virtual, so the figures are processor seconds per second of
