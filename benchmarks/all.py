@@ -19,6 +19,7 @@ NAMES = (
     "schedules",
     "planner",
     "detector",
+    "fabric_memory",
     "split",
     "compiled",
     "engine",

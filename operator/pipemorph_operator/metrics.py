@@ -32,6 +32,9 @@ LEADS = {
     for component in (OPERATOR_OWNER, INGEST_OWNER)
 }
 QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
+NODES_ACCUSED = Gauge(
+    "pipemorph_operator_nodes_accused", "Nodes marked because links of several jobs accuse them."
+)
 
 # --- ingest -------------------------------------------------------------------------------
 
@@ -74,6 +77,15 @@ PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
 TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
+
+FABRIC_PAIRS = Gauge(
+    "pipemorph_fabric_pairs", "Pairs of nodes between which the links of jobs are remembered."
+)
+FABRIC_SUSPECTS = Gauge(
+    "pipemorph_fabric_suspect_confidence",
+    "Parts of the network that may be sick, at most 64, and how probable that is.",
+    ["kind", "name"],
+)
 
 # --- per job ------------------------------------------------------------------------------
 

@@ -37,6 +37,10 @@ COSCHEDULING_GROUP = "scheduling.x-k8s.io/pod-group"
 MULTUS_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 HOSTNAME_KEY = "kubernetes.io/hostname"
 
+NODE_NETWORK_SLOW = "PipeMorphNetworkSlow"
+"""Type of a node's condition: True if the links of jobs accuse it."""
+NODE_TAINT = f"{API_GROUP}/network-slow"
+
 # --- condition types ----------------------------------------------------------------------
 
 SUSPENDED = "Suspended"
@@ -93,6 +97,8 @@ R_DISRUPTED = "Disrupted"
 R_EVICTED = "Evicted"
 R_JOB_LOST = "JobDeleted"
 R_NODE_EXCLUDED = "NodeExcluded"
+R_NODE_ACCUSED = "LinksSlow"
+R_NODE_WELL = "LinksRecovered"
 R_IDLE_GPUS = "IdleGPUs"
 R_TTL = "TTLExpired"
 

@@ -70,6 +70,11 @@ class FabricMemory:
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def any_slow(self) -> bool:
+        """Whether any pair was slow as far as the memory goes."""
+        return any(seen.slow_at > NEVER for seen in self._seen.values())
+
     def observe(self, job: str, a: End, b: End, *, slow: bool, now: float) -> None:
         """Take in how a link of ``job`` is between two ends. Ignores links within a node, which use
         no network. ``now``: seconds since the Unix epoch."""

@@ -55,7 +55,8 @@
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get]
+  # Listed to learn on which nodes a job's ranks are.
+  verbs: [get{{ if .Values.fabric.enabled }}, list{{ end }}]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

@@ -44,6 +44,7 @@ _PLURALS = {
     "Secret": ("v1", "secrets"),
     "Pod": ("v1", "pods"),
     "Event": ("v1", "events"),
+    "Node": ("v1", "nodes"),
     "Job": ("batch/v1", "jobs"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
@@ -90,7 +91,8 @@ def path(
 
 def path_of(obj: Mapping[str, Any]) -> str:
     metadata = obj["metadata"]
-    return path(obj["kind"], metadata["namespace"], metadata["name"], api_version=obj["apiVersion"])
+    namespace = metadata.get("namespace")
+    return path(obj["kind"], namespace, metadata["name"], api_version=obj["apiVersion"])
 
 
 class Cluster:

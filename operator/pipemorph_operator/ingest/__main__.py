@@ -29,8 +29,10 @@ from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster, path, reason_of
 from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
+from pipemorph_operator.ingest.fabric import FabricWatch
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.write_budget import look_interval
 from pipemorph_operator.metrics import (
@@ -182,6 +184,11 @@ async def run(options: argparse.Namespace) -> None:
         log.info("%d planner processes, and one for short decisions", processes)
         # Its writes are fenced; an API server that is away must not stop adaptation.
         election = Election.configured(cluster, options, INGEST_OWNER, goes_on=True)
+        fabric: FabricWatch | None = None
+        if options.fabric_map is not None:
+            # Not fenced: what it publishes takes the place of what another has published.
+            leading = cluster.permitted(election.permit)
+            fabric = FabricWatch(leading, store.jobs, options.fabric_map, options.rack_label)
 
         def expected(namespace: str, job: str) -> Expected | None:
             if not election.acts:
@@ -231,6 +238,8 @@ async def run(options: argparse.Namespace) -> None:
                     for namespace, alive in watched.items():
                         group.create_task(follow(cluster, store, namespace, alive))
                     group.create_task(tick(server, store, ticked))
+                    if fabric is not None:
+                        group.create_task(fabric.run())
             finally:
                 # What this replica knows of jobs is out of date from now on: start again.
                 stop.set()
@@ -279,6 +288,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--metrics-port", type=int, default=8081)
     add_options(made)
+    made.add_argument(
+        "--fabric-map",
+        type=Place.of,
+        metavar="NAMESPACE/NAME",
+        help="ConfigMap in which to publish and keep what the links of all jobs tell about the"
+        " network (default: not watched)",
+    )
+    made.add_argument(
+        "--rack-label", default="", help="label of nodes that names their rack (default: none)"
+    )
     made.add_argument(
         "--max-connections",
         type=_positive,

@@ -195,6 +195,10 @@ class ClusterStore:
     def keys(self) -> list[Key]:
         return list(self._tracked)
 
+    def jobs(self) -> list[TrackedJob]:
+        """All tracked jobs."""
+        return list(self._tracked.values())
+
     # --- changes from the watch -----------------------------------------------------------
 
     @property

@@ -1,0 +1,212 @@
+"""Watches the network below all jobs: takes their links into the memory, and publishes what it
+finds. See :mod:`pipemorph.fabric.triangulation`.
+
+A rank's node is read from its pod, not from a report: a job can accuse only nodes that it runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import Health, JobController
+from pipemorph.fabric.findings import Findings
+from pipemorph.fabric.memory import End, FabricMemory
+from pipemorph.fabric.triangulation import suspects
+from pipemorph_operator import names
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
+from pipemorph_operator.cluster.fabric_map import Place, config_map, findings_of, memory_of
+from pipemorph_operator.cluster.facts import PodFacts
+from pipemorph_operator.ingest.store import TrackedJob
+from pipemorph_operator.metrics import FABRIC_PAIRS, FABRIC_SUSPECTS
+
+log = logging.getLogger("pipemorph.fabric")
+
+ROUND_SECONDS = 30.0
+SAVE_SECONDS = 300.0
+"""Longest time between a change of the memory and its publication; findings are published at
+once."""
+RACKS_SECONDS = 600.0
+"""Interval of looks at the nodes' labels."""
+MOST_LISTS = 20
+"""Most jobs whose pods are looked up in one round."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The nodes of one attempt's ranks. ``ways``: of each link, the nodes at its ends, by column;
+    without links within a node and those into which the job itself injects faults."""
+
+    attempt: int
+    node_of_rank: Mapping[int, str]
+    ways: tuple[Mapping[int, tuple[str, str]], ...]
+
+    @staticmethod
+    def of(spec: JobSpec, attempt: int, pods: Iterable[PodFacts]) -> Placed | None:
+        """None unless every pod has a node."""
+        size, mesh = spec.parallelism.ranks_per_pod, spec.parallelism.mesh
+        nodes = {
+            rank: pod.node
+            for pod in pods
+            if pod.node is not None
+            for rank in range(pod.index * size, (pod.index + 1) * size)
+        }
+        if len(nodes) < mesh.world_size:
+            return None
+        injected = {(fault.link, fault.replica) for fault in spec.faults}
+        ways: list[dict[int, tuple[str, str]]] = []
+        for link in range(mesh.stages - 1):
+            ways.append({})
+            for column in range(mesh.columns):
+                ends = nodes[mesh.rank(link, column)], nodes[mesh.rank(link + 1, column)]
+                if ends[0] != ends[1] and (link, column) not in injected:
+                    ways[link][column] = ends
+        return Placed(attempt, nodes, tuple(ways))
+
+
+@dataclass
+class FabricWatch:
+    """``jobs``: those that may report; ``rack_label``: label of a node that names its rack, empty
+    if nodes have none."""
+
+    cluster: Cluster
+    jobs: Callable[[], Collection[TrackedJob]]
+    place: Place
+    rack_label: str = ""
+    clock: Callable[[], float] = time.time
+    memory: FabricMemory = field(default_factory=FabricMemory)
+    findings: Findings = field(default_factory=Findings)
+    _placed: dict[str, Placed] = field(default_factory=dict)
+    _racks: Mapping[str, str] = field(default_factory=dict)
+    _racks_at: float = float("-inf")
+    _saved: list[tuple[object, ...]] = field(default_factory=list)
+    _saved_at: float = float("-inf")
+    _known: bool = False
+
+    async def run(self) -> None:
+        """Look at all jobs in rounds, forever."""
+        while True:
+            try:
+                await self.look()
+            except REQUEST_ERRORS as error:
+                log.warning("the network could not be looked at: %s", reason_of(error))
+            except Exception:
+                # An unexpected error must not end the process: jobs do not depend on this.
+                log.exception("the network could not be looked at")
+            await asyncio.sleep(ROUND_SECONDS)
+
+    async def look(self) -> None:
+        """Take in the links of all jobs, judge, and publish what has changed. Raises
+        :data:`REQUEST_ERRORS`."""
+        if not self._known:
+            body = await self.cluster.get(path("ConfigMap", self.place.namespace, self.place.name))
+            self.memory, self.findings = memory_of(body or {}), Findings(findings_of(body or {}))
+            self._known, self._saved = True, _told(self.findings)
+        now = self.clock()
+        if self.rack_label and now - self._racks_at > RACKS_SECONDS:
+            self._racks, self._racks_at = await self._read_racks(), now
+        sick_ports: dict[str, set[str]] = defaultdict(set)
+        await self._place()
+        for job in self.jobs():
+            placed = self._placed.get(job.uid)
+            if placed is not None and placed.attempt == job.controller.attempt:
+                self._take(job, placed, sick_ports, now)
+                await asyncio.sleep(0)
+        self.memory.forget_old(now)
+        # Beside the event loop: of a large cluster it takes up to a second.
+        evidence = self.memory.evidence(now)
+        found = await asyncio.to_thread(suspects, evidence, self._racks)
+        accused, well = self.findings.update(found, sick_ports, now)
+        for finding in accused:
+            log.warning("accused: %s", finding.text)
+        for finding in well:
+            log.info("%s %s is well again", finding.kind, finding.name)
+        FABRIC_PAIRS.set(len(evidence))
+        FABRIC_SUSPECTS.clear()
+        for finding in self.findings.all:
+            FABRIC_SUSPECTS.labels(kind=finding.kind, name=finding.name).set(finding.confidence)
+        await self._publish(now)
+
+    async def _read_racks(self) -> dict[str, str]:
+        nodes = self.cluster.metadata(path("Node", None))
+        found = {m["name"]: (m.get("labels") or {}).get(self.rack_label) async for m in nodes}
+        return {name: rack for name, rack in found.items() if rack}
+
+    async def _place(self) -> None:
+        """Look up the nodes of jobs that have begun to report; a few in a round."""
+        jobs = {job.uid: job for job in self.jobs()}
+        self._placed = {uid: each for uid, each in self._placed.items() if uid in jobs}
+        unknown = [
+            job
+            for uid, job in jobs.items()
+            if job.reports.reported_at is not None
+            and (uid not in self._placed or self._placed[uid].attempt != job.controller.attempt)
+        ]
+        for job in unknown[:MOST_LISTS]:
+            attempt, spec = job.controller.attempt, job.controller.spec
+            about = f"{names.LABEL_JOB_UID}={job.uid},{names.LABEL_ATTEMPT}={attempt}"
+            pods = await self.cluster.list(path("Pod", job.namespace), labels=about)
+            ours = [PodFacts.of(pod) for pod in pods if _is_of(pod, job.job_uid)]
+            placed = Placed.of(spec, attempt, ours)
+            if placed is not None:
+                self._placed[job.uid] = placed
+
+    def _take(
+        self, job: TrackedJob, placed: Placed, sick_ports: Mapping[str, set[str]], now: float
+    ) -> None:
+        slow, healthy = sightings(job.controller, placed, now)
+        # A pair with both is slow: it comes last.
+        for pairs, is_slow in ((healthy - slow, False), (slow, True)):
+            for a, b in pairs:
+                self.memory.observe(job.uid, End(a), End(b), slow=is_slow, now=now)
+        mesh = job.controller.spec.parallelism.mesh
+        for port in job.controller.rails(now).sick:
+            node = placed.node_of_rank[mesh.rank(port.stage, port.replica)]
+            sick_ports[node].add(f"{port.device}/{port.port}")
+
+    async def _publish(self, now: float) -> None:
+        told = _told(self.findings)
+        due = self.memory.any_slow and now - self._saved_at >= SAVE_SECONDS
+        if told != self._saved or due:
+            body = config_map(self.place, self.findings.all, self.memory, now)
+            await self.cluster.apply(body, names.INGEST_OWNER)
+            self._saved, self._saved_at = told, now
+
+
+def _told(findings: Findings) -> list[tuple[object, ...]]:
+    """What is worth a write at once if it changes."""
+    return [(f.kind, f.name, f.accused, round(f.confidence, 1), f.ports) for f in findings.all]
+
+
+Pairs = set[tuple[str, str]]
+
+
+def sightings(controller: JobController, placed: Placed, now: float) -> tuple[Pairs, Pairs]:
+    """Nodes between which a link is slow now, and between which one is healthy. Of a slow link only
+    its slowest column is known."""
+    slow: Pairs = set()
+    healthy: Pairs = set()
+    for link in controller.links(now):
+        ways = placed.ways[link.link]
+        if link.health is Health.SLOW and link.replica in ways:
+            slow.add(_ordered(ways[link.replica]))
+        elif link.health is Health.HEALTHY:
+            healthy.update(map(_ordered, ways.values()))
+    return slow, healthy
+
+
+def _ordered(ends: tuple[str, str]) -> tuple[str, str]:
+    return min(ends), max(ends)
+
+
+def _is_of(pod: Mapping[str, object], job_uid: str | None) -> bool:
+    """Whether the attempt's Job made the pod: anybody who may create pods can set its labels."""
+    metadata = pod["metadata"]
+    assert isinstance(metadata, dict)
+    owners = metadata.get("ownerReferences") or ()
+    return any(owner.get("controller") and owner.get("uid") == job_uid for owner in owners)

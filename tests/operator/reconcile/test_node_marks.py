@@ -1,0 +1,187 @@
+"""What the operator does with findings about nodes: conditions, events, taints, placement."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_objects import CONFIG, World, body
+
+from pipemorph.fabric.findings import Finding
+from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.cluster.fabric_map import Place
+from pipemorph_operator.reconcile.nodes import RELIST_LOOKS, NodeMarks
+
+PLACE = Place("system", "fabric")
+TAINT = "pipemorph.io/network-slow"
+Object = dict[str, Any]
+
+
+def node(name: str) -> Object:
+    ready = {"type": "Ready", "status": "True"}
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}"},
+        "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
+        "status": {"conditions": [ready]},
+    }
+
+
+class Api:
+    """The API server: nodes, events and the ConfigMap."""
+
+    def __init__(self, *names: str) -> None:
+        self.nodes = {name: node(name) for name in names}
+        self.findings: list[Finding] = []
+        self.events: list[tuple[str, str, str]] = []
+        self.writes = self.lists = 0
+        self.conflicts = 0
+
+    def tell(self, *names: str, accused: bool = True, confidence: float = 0.95) -> None:
+        self.findings = [
+            Finding("node", name, confidence - i / 100, accused, 3, 4, 0.0)
+            for i, name in enumerate(names)
+        ]
+
+    async def get(self, url: str) -> Object | None:
+        if "/configmaps/" in url:
+            told = [each.record() for each in self.findings]
+            return {"data": {"findings": json.dumps(told)}}
+        return copy.deepcopy(self.nodes.get(url.rsplit("/", 1)[-1]))
+
+    async def list(self, url: str) -> list[Object]:
+        self.lists += 1
+        return copy.deepcopy(list(self.nodes.values()))
+
+    async def replace(self, obj: Object) -> Object:
+        if self.conflicts:
+            self.conflicts -= 1
+            raise ApiRefused(409, "Conflict", "the node has changed")
+        self.writes += 1
+        self.nodes[obj["metadata"]["name"]]["spec"] = obj["spec"]
+        return obj
+
+    async def apply(self, obj: Object, owner: str, *, subresource: str) -> Object:
+        assert (owner, subresource) == ("pipemorph-operator", "status")
+        self.writes += 1
+        found = self.nodes[obj["metadata"]["name"]]
+        (new,) = obj["status"]["conditions"]
+        others = [c for c in found["status"]["conditions"] if c["type"] != new["type"]]
+        found["status"]["conditions"] = [*others, new]
+        return obj
+
+    async def create(self, obj: Object, owner: str) -> Object:
+        about = obj["involvedObject"]
+        assert (about["kind"], obj["metadata"]["namespace"]) == ("Node", "default")
+        self.events.append((obj["type"], obj["reason"], about["name"]))
+        return obj
+
+    def taint(self, name: str) -> list[str]:
+        return [t["effect"] for t in self.nodes[name]["spec"]["taints"] if t["key"] == TAINT]
+
+    def condition(self, name: str) -> str:
+        found = [
+            c["status"]
+            for c in self.nodes[name]["status"]["conditions"]
+            if c["type"] == "PipeMorphNetworkSlow"
+        ]
+        return found[0] if found else ""
+
+
+def marks(api: Api, **settings: Any) -> NodeMarks:
+    cluster: Any = api
+    return NodeMarks(cluster, PLACE, **settings)
+
+
+def look(made: NodeMarks, times: int = 1) -> None:
+    for _ in range(times):
+        asyncio.run(made.look())
+
+
+def test_an_accused_node_gets_a_condition_an_event_and_a_taint_until_it_is_well() -> None:
+    api = Api("a", "b")
+    made = marks(api, conditions=True, taint="PreferNoSchedule")
+    api.tell("a")
+    look(made, 3)
+    assert (api.condition("a"), api.taint("a"), api.writes) == ("True", ["PreferNoSchedule"], 2)
+    assert (api.condition("b"), api.taint("b")) == ("", [])
+    assert api.nodes["a"]["spec"]["taints"][0]["key"] == "gpu", "others' taints stay"
+    api.tell()
+    look(made, 3)
+    assert (api.condition("a"), api.taint("a"), api.writes) == ("False", [], 4)
+    assert api.nodes["a"]["spec"]["taints"] == [{"key": "gpu", "effect": "NoSchedule"}]
+    assert api.events == [("Warning", "LinksSlow", "a"), ("Normal", "LinksRecovered", "a")]
+
+
+def test_suspected_nodes_are_avoided_and_not_marked() -> None:
+    api = Api("a")
+    made = marks(api, conditions=True, taint="NoSchedule")
+    api.tell("a", accused=False, confidence=0.6)
+    look(made)
+    assert (made.suspects, api.writes) == (("a",), 0)
+
+
+def test_without_the_right_to_mark_nodes_none_is_read_or_written() -> None:
+    api = Api("a")
+    made = marks(api)
+    api.tell("a")
+    look(made, 2)
+    assert (made.suspects, api.writes, api.lists) == (("a",), 0, 0)
+
+
+def test_a_restarted_operator_clears_marks_that_it_no_longer_knows() -> None:
+    api = Api("a")
+    api.tell("a")
+    look(marks(api, conditions=True, taint="NoSchedule"))
+    api.tell()
+    look(marks(api, conditions=True, taint="NoSchedule"))
+    assert (api.condition("a"), api.taint("a")) == ("False", [])
+
+
+def test_only_so_many_nodes_are_tainted_the_surest_first() -> None:
+    api = Api("a", "b", "c")
+    made = marks(api, taint="NoSchedule", most_tainted=2)
+    api.tell("c", "a", "b")
+    look(made)
+    assert [api.taint(name) for name in "abc"] == [["NoSchedule"], [], ["NoSchedule"]]
+    assert api.condition("a") == "" and api.events == []
+
+
+def test_a_node_that_changed_meanwhile_is_marked_at_the_next_look_and_one_that_is_gone_is_not() -> (
+    None
+):
+    api = Api("a")
+    api.conflicts = 1
+    made = marks(api, taint="NoSchedule")
+    api.tell("gone", "a")
+    look(made)
+    assert api.taint("a") == []
+    look(made)
+    assert api.taint("a") == ["NoSchedule"]
+
+
+def test_marks_that_somebody_removed_come_back() -> None:
+    api = Api("a")
+    made = marks(api, taint="NoSchedule")
+    api.tell("a")
+    look(made)
+    api.nodes["a"]["spec"]["taints"] = []
+    look(made, RELIST_LOOKS)
+    assert api.taint("a") == ["NoSchedule"]
+    assert api.lists == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_next_attempt_avoids_suspect_nodes_where_there_is_room(enabled: bool) -> None:
+    placement = {"nodeExclusion": {"enabled": enabled}}
+    config = replace(CONFIG, suspect_nodes=("bad", "worse"))
+    decision = World(body(placement=placement), config).turn()
+    job = next(obj for obj in decision.apply if obj["kind"] == "Job")
+    affinity = job["spec"]["template"]["spec"].get("affinity", {}).get("nodeAffinity", {})
+    assert "requiredDuringSchedulingIgnoredDuringExecution" not in affinity, "never starves"
+    preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    named = [f["values"] for p in preferred for f in p["preference"]["matchFields"]]
+    assert named == ([["bad"], ["worse"]] if enabled else [])
