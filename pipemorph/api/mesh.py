@@ -84,6 +84,13 @@ class MeshShape:
         """Number of ranks of one stage and replica: its columns, which run one plan."""
         return self.shard * self.context * self.tensor
 
+    @property
+    def block(self) -> int:
+        """Ranks of the smallest block of consecutive ranks that is made of whole pipelines; all
+        ranks, if the dimension ``pp`` is the outermost."""
+        inner = self.order[self.order.index("pp") :] if "pp" in self.order else ()
+        return prod(self.sizes[name] for name in inner)
+
     def replica_of(self, column: int) -> int:
         """The replica that a column is part of."""
         return column // self.lockstep

@@ -51,6 +51,12 @@ class Topology(SpecModel):
         default="pack",
         description="pack: all ranks on nodes with one value; spread: evenly over values.",
     )
+    per: Literal["job", "pipeline"] = Field(
+        default="job",
+        description="What pack keeps together: the whole job, or each of its pipelines (all ranks "
+        "of a replica), which may be on nodes with different values. Pipelines need gang.kueue or "
+        "gang.volcano.tier.",
+    )
     required: bool = Field(
         default=False, description="Whether ranks wait rather than violate this."
     )
@@ -81,6 +87,13 @@ class VolcanoGang(SpecModel):
 
     queue: ObjectName = Field(default="default", description="Volcano queue.")
     priority_class: ObjectName | None = Field(default=None, description="PriorityClass.")
+    tier: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="Instead of topology.key: the highest tier of HyperNodes within which "
+        "topology.mode pack keeps ranks.",
+    )
 
 
 class CoschedulingGang(SpecModel):
@@ -137,3 +150,21 @@ class Placement(SpecModel):
         description="Avoid nodes whose links were slow in several attempts.",
     )
     gang: Gang | None = Field(default=None, description="Scheduler that starts all ranks at once.")
+
+    @model_validator(mode="after")
+    def _pipelines_can_be_kept_together(self) -> Placement:
+        topology = self.topology
+        if topology is None or topology.per == "job":
+            return self
+        where = "topology.per"
+        if topology.mode != "pack":
+            raise FieldError(where, f"is pipeline; mode {topology.mode} needs job")
+        kueue = self.gang is not None and self.gang.kueue is not None
+        volcano = self.gang.volcano if self.gang is not None else None
+        if not kueue and (volcano is None or volcano.tier is None):
+            raise FieldError(where, "is pipeline; that needs gang.kueue, or gang.volcano with tier")
+        if kueue and not topology.required:
+            raise FieldError(
+                "topology.required", "is false; Kueue keeps pipelines together only if it is true"
+            )
+        return self

@@ -449,6 +449,7 @@ class JobSpec(SpecModel):
         self._check_warmup()
         self._check_faults()
         self._check_memory()
+        self._check_topology()
         return self
 
     def _lengths(self) -> Iterator[FieldError]:
@@ -533,6 +534,24 @@ class JobSpec(SpecModel):
     def _check_dispatch(self) -> None:
         if self.schedule.dispatch_kind is Dispatch.ONLINE and self.parallelism.mesh.lockstep > 1:
             raise FieldError("schedule.dispatch", f"is online; {ONLINE_IN_LOCKSTEP}")
+
+    def _check_topology(self) -> None:
+        """Schedulers keep pods with consecutive numbers together."""
+        topology, cut = self.placement.topology if self.placement else None, self.parallelism
+        if topology is None or topology.per == "job":
+            return
+        if cut.mesh.block == cut.world_size and cut.replicas > 1:
+            raise FieldError(
+                "placement.topology.per",
+                "is pipeline, and the ranks of a pipeline are not consecutive; name dp_replicate "
+                "before pp in parallelism.order",
+            )
+        if cut.mesh.block % cut.ranks_per_pod:
+            raise FieldError(
+                "placement.topology.per",
+                f"is pipeline, and {cut.mesh.block} ranks, which are whole pipelines, are not a "
+                f"multiple of parallelism.ranksPerPod ({cut.ranks_per_pod})",
+            )
 
     def _check_warmup(self) -> None:
         warmup, most = self.schedule.warmup, self.schedule.microbatches

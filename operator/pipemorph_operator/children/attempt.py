@@ -42,6 +42,16 @@ class Attempt:
         return self.job.spec.parallelism.pods
 
     @property
+    def pipeline_pods(self) -> int | None:
+        """Pods with consecutive numbers that the topology keeps together, if those of a pipeline;
+        None if those of the whole job."""
+        cut, placement = self.job.spec.parallelism, self.job.spec.placement
+        topology = placement.topology if placement else None
+        if topology is None or topology.per == "job":
+            return None
+        return cut.mesh.block // cut.ranks_per_pod
+
+    @property
     def namespace(self) -> str:
         return self.job.metadata.namespace
 

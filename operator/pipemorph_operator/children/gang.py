@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import Attempt
@@ -36,8 +37,14 @@ def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:
     metadata, spec = template["metadata"], template["spec"]
     topology = placement.topology
     if gang.kueue is not None and topology is not None and topology.mode == "pack":
-        key = names.KUEUE_REQUIRED_TOPOLOGY if topology.required else names.KUEUE_PREFERRED_TOPOLOGY
-        metadata["annotations"].setdefault(key, topology.key)
+        annotations, pods = metadata["annotations"], attempt.pipeline_pods
+        if pods is not None:
+            annotations[names.KUEUE_SLICE_TOPOLOGY] = topology.key
+            annotations[names.KUEUE_SLICE_SIZE] = str(pods)
+        elif topology.required:
+            annotations.setdefault(names.KUEUE_REQUIRED_TOPOLOGY, topology.key)
+        else:
+            annotations.setdefault(names.KUEUE_PREFERRED_TOPOLOGY, topology.key)
     if gang.volcano is not None:
         metadata["annotations"][names.VOLCANO_GROUP] = attempt.name
         spec.setdefault("schedulerName", "volcano")
@@ -56,6 +63,7 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
         spec: dict[str, Any] = {"minMember": attempt.pods, "queue": gang.volcano.queue}
         if gang.volcano.priority_class:
             spec["priorityClassName"] = gang.volcano.priority_class
+        spec |= _network_topology(attempt)
         group = "scheduling.volcano.sh/v1beta1"
     elif gang.coscheduling is not None:
         spec = {
@@ -71,6 +79,44 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
         "metadata": attempt.metadata(attempt.name),
         "spec": spec,
     }
+
+
+def packs_hypernodes(placement: Placement) -> bool:
+    """Whether Volcano keeps ranks together by the tiers of its HyperNodes, not by a label."""
+    volcano = placement.gang.volcano if placement.gang else None
+    packed = placement.topology is not None and placement.topology.mode == "pack"
+    return packed and volcano is not None and volcano.tier is not None
+
+
+def _network_topology(attempt: Attempt) -> dict[str, Any]:
+    """What keeps the ranks of the job, or of each pipeline, within a HyperNode of Volcano."""
+    placement = attempt.job.spec.placement
+    if placement is None or not packs_hypernodes(placement):
+        return {}
+    assert placement.topology is not None and placement.gang and placement.gang.volcano
+    mode = "hard" if placement.topology.required else "soft"
+    topology = {"mode": mode, "highestTierAllowed": placement.gang.volcano.tier}
+    size = attempt.pipeline_pods
+    if size is None:
+        return {"networkTopology": topology}
+    policies = [
+        {
+            "name": f"pipeline-{first // size}",
+            "subGroupSize": size,
+            "labelSelector": {
+                "matchExpressions": [
+                    {
+                        "key": names.COMPLETION_INDEX,
+                        "operator": "In",
+                        "values": [str(index) for index in range(first, first + size)],
+                    }
+                ]
+            },
+            "networkTopology": topology,
+        }
+        for first in range(0, attempt.pods, size)
+    ]
+    return {"subGroupPolicy": policies}
 
 
 def owned_by(config_map: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:

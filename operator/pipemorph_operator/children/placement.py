@@ -9,6 +9,7 @@ from typing import Any
 from pipemorph.api.placement import Placement, Rdma, Topology
 from pipemorph.api.spec import FieldError
 from pipemorph_operator import names
+from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import Attempt
 
 SHM_VOLUME = "pipemorph-shm"
@@ -32,7 +33,8 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
     if placement.one_pod_per_node:
         term = {"topologyKey": names.HOSTNAME_KEY, "labelSelector": {"matchLabels": job}}
         _require(spec, "podAntiAffinity", term)
-    if placement.topology is not None:
+    by_scheduler = attempt.pipeline_pods is not None or gang.packs_hypernodes(placement)
+    if placement.topology is not None and not by_scheduler:
         # Select this attempt's ranks only: a rank of an earlier attempt that cannot terminate, as
         # on a rack without power, would attract this attempt's ranks to it.
         own = {"matchLabels": job | {names.LABEL_ATTEMPT: str(attempt.number)}}

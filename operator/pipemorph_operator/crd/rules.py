@@ -265,6 +265,17 @@ RULES: dict[str, list[Rule]] = {
             message="give one of module and command",
         ),
     ],
+    "spec.placement": [
+        Rule(
+            rule="!has(self.topology) || !has(self.topology.per) || self.topology.per == 'job'"
+            " || (self.topology.mode == 'pack' && has(self.gang)"
+            " && ((has(self.gang.kueue) && self.topology.required)"
+            " || (has(self.gang.volcano) && has(self.gang.volcano.tier))))",
+            message="topology.per pipeline needs mode pack, and gang.kueue with required, or"
+            " gang.volcano with tier",
+            field_path=".topology",
+        ),
+    ],
     "spec.placement.gang": [
         Rule(
             rule="[has(self.kueue), has(self.volcano), has(self.coscheduling)]"

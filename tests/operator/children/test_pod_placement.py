@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from operator_objects import (
+    CONFIG,
     NODE_TERMS,
     RDMA,
     SPREAD,
@@ -19,7 +21,8 @@ from operator_objects import (
     trainer,
 )
 
-from pipemorph_operator.children import Attempt, Unbuildable
+from pipemorph.errors import InputError
+from pipemorph_operator.children import Attempt, Unbuildable, objects
 from pipemorph_operator.cluster.job import read_job
 
 
@@ -196,3 +199,77 @@ def test_unwanted_nodes_are_used_where_there_are_no_others() -> None:
     ]
     (hard,) = found[NODE_TERMS]["nodeSelectorTerms"]
     assert [field["values"] for field in hard["matchFields"]] == [["n1"]]
+
+
+KUEUE: Object = {"kueue": {"queue": "q"}}
+RACK: Object = {"key": "rack", "required": True, "per": "pipeline"}
+FOUR: Object = {"stages": 4, "replicas": 3, "order": ["dp_replicate", "pp"]}
+
+
+def test_kueue_keeps_each_pipeline_together() -> None:
+    made = attempt(stages=4, parallelism=FOUR, placement={"gang": KUEUE, "topology": RACK})
+    found = template(made)
+    marks = found["metadata"]["annotations"]
+    assert marks["kueue.x-k8s.io/podset-slice-required-topology"] == "rack"
+    assert marks["kueue.x-k8s.io/podset-slice-size"] == "4"
+    assert "kueue.x-k8s.io/podset-required-topology" not in marks
+    assert "affinity" not in found["spec"], "it would keep the whole job together"
+    mesh = made.job.spec.parallelism.mesh
+    for column in range(3):
+        assert {mesh.rank(stage, column) // 4 for stage in range(4)} == {column}
+
+
+def test_a_slice_has_whole_pods_and_all_ranks_of_a_replica() -> None:
+    cut = {
+        "stages": 4,
+        "replicas": 2,
+        "tensor": 2,
+        "ranksPerPod": 4,
+        "order": ["dp_replicate", "pp", "tp"],
+    }
+    made = attempt(stages=4, parallelism=cut, placement={"gang": KUEUE, "topology": RACK})
+    marks = template(made)["metadata"]["annotations"]
+    assert marks["kueue.x-k8s.io/podset-slice-size"] == "2"
+
+
+def group(**placement: Any) -> Object:
+    made = attempt(stages=4, parallelism=FOUR, placement=placement)
+    assert "affinity" not in template(made)["spec"]
+    found: Object = next(o for o in objects(made, CONFIG) if o["kind"] == "PodGroup")
+    return found["spec"]
+
+
+def test_volcano_keeps_jobs_or_pipelines_within_hypernodes() -> None:
+    volcano = {"volcano": {"tier": 2}}
+    spec = group(gang=volcano, topology={"key": "rack"})
+    assert spec["networkTopology"] == {"mode": "soft", "highestTierAllowed": 2}
+    spec = group(gang=volcano, topology=RACK)
+    assert "networkTopology" not in spec, "the pipelines may be far from each other"
+    policies = spec["subGroupPolicy"]
+    assert [p["name"] for p in policies] == ["pipeline-0", "pipeline-1", "pipeline-2"]
+    assert policies[1]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 2}
+    assert policies[1]["subGroupSize"] == 4
+    (selected,) = policies[1]["labelSelector"]["matchExpressions"]
+    assert selected["values"] == ["4", "5", "6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "placement", "said"),
+    [
+        ({"stages": 2, "replicas": 2}, {"gang": KUEUE, "topology": RACK},
+         "placement.topology.per: is pipeline, and the ranks of a pipeline are not consecutive"),
+        ({"stages": 2, "replicas": 4, "ranksPerPod": 4, "order": ["dp_replicate", "pp"]},
+         {"gang": KUEUE, "topology": RACK}, "are not a multiple of parallelism.ranksPerPod"),
+        ({"stages": 2}, {"topology": RACK}, "needs gang.kueue, or gang.volcano with tier"),
+        ({"stages": 2}, {"gang": {"volcano": {}}, "topology": RACK}, "gang.volcano with tier"),
+        ({"stages": 2}, {"gang": KUEUE, "topology": RACK | {"required": False}},
+         "placement.topology.required: is false; Kueue keeps"),
+        ({"stages": 2}, {"gang": KUEUE, "topology": RACK | {"mode": "spread"}},
+         "mode spread needs job"),
+    ],
+)  # fmt: skip
+def test_pipelines_that_no_scheduler_keeps_together(
+    parallelism: Object, placement: Object, said: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        attempt(parallelism=parallelism, placement=placement)
