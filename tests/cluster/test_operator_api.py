@@ -84,6 +84,7 @@ BAD = [
     ("placement.rdma", {"resourceName": "nodomain"}, "spec.placement.rdma.resourceName"),
     ("placement.gang", {}, "spec.placement.gang"),
     ("placement.gang", {"kueue": {"queue": "a"}, "volcano": {}}, "spec.placement.gang"),
+    ("placement.topology", {"key": "rack", "per": "pipeline"}, "spec.placement.topology"),
     ("placement.sharedMemory", "lots", "spec.placement.sharedMemory"),
     ("template", {"spec": {"containers": [TRAINER | {"name": "x"}]}}, CONTAINERS),
     ("template", {"spec": {"containers": []}}, CONTAINERS),
