@@ -14,13 +14,14 @@ SUSPECTED = 0.5
 """Confidence below which an accused part counts as well again, and from which it is avoided where
 that costs nothing."""
 MOST_TOLD = 64
+MOST_PORTS = 16
 MOST_TEXT = 300
 
 
 @dataclass(frozen=True)
 class Finding:
     """A suspect part of the network. ``since``: when it was first listed, seconds since the Unix
-    epoch; ``ports``: of a node, those that report errors themselves."""
+    epoch; ``ports``: of a node, those that report errors themselves, at most :data:`MOST_PORTS`."""
 
     kind: str
     name: str
@@ -91,7 +92,7 @@ class Findings:
                 slow=suspect.slow,
                 pairs=suspect.pairs,
                 since=old.since if old is not None else now,
-                ports=tuple(sorted(ports.get(suspect.part.name, ()))),
+                ports=tuple(sorted(ports.get(suspect.part.name, ()))[:MOST_PORTS]),
             )
         was = {part for part, told in before.items() if told.accused}
         now_accused = {part for part, told in self._told.items() if told.accused}

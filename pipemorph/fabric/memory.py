@@ -22,6 +22,8 @@ MOST_WEIGHT = 3.0
 """Most weight of one pair, which any number of jobs may use."""
 MOST_DUMPED = 4_000
 """Most sightings in :meth:`FabricMemory.dump`: about 200 kB of JSON."""
+MOST_NAMED = 400_000
+"""Most characters of names in it: a ConfigMap holds 1 MiB, and a node's name up to 253."""
 NEVER = float("-inf")
 
 
@@ -53,11 +55,12 @@ class _Sighting:
     seen_at: float = NEVER
     well_since: float | None = None
 
-    def shows_recovery_from(self, slow: _Sighting) -> bool:
-        """Whether the pair has been healthy for long enough after ``slow`` was last seen slow."""
-        if self.well_since is None:
-            return False
-        return self.seen_at - max(self.well_since, slow.slow_at) >= RECOVERED_SECONDS
+    @property
+    def well_from(self) -> float:
+        """What was slow until then has recovered: the pair was healthy for long enough after it."""
+        if self.well_since is None or self.seen_at - self.well_since < RECOVERED_SECONDS:
+            return NEVER
+        return self.seen_at - RECOVERED_SECONDS
 
 
 class FabricMemory:
@@ -117,11 +120,13 @@ class FabricMemory:
             for end in (a, b)
         }
         names: dict[str, int] = {}
+        named = 0
         rows: list[list[Any]] = []
         for (job, a, b), seen in reversed(self._seen.items()):
-            if len(rows) >= MOST_DUMPED:
-                break
             if a.node in sick or b.node in sick:
+                named += sum(len(each) for each in {job, *a, *b} - names.keys())
+                if len(rows) >= MOST_DUMPED or named > MOST_NAMED:
+                    break
                 numbers = [names.setdefault(each, len(names)) for each in (job, *a, *b)]
                 times = (seen.slow_at, seen.seen_at, seen.well_since)
                 rows.append([*numbers, *(_age(at, now) for at in times)])
@@ -148,10 +153,11 @@ class FabricMemory:
 
 def _weigh(ends: tuple[End, End], found: Sequence[_Sighting], now: float) -> PairEvidence:
     slow = healthy = 0.0
+    well_from = max(seen.well_from for seen in found)
     for seen in found:
         if seen.slow_at == NEVER:
             healthy += _weight(now - seen.seen_at)
-        elif not any(other.shows_recovery_from(seen) for other in found):
+        elif seen.slow_at > well_from:
             slow += _weight(now - seen.slow_at)
         elif seen.well_since is not None:
             healthy += _weight(now - seen.seen_at)

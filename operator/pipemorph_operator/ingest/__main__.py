@@ -186,7 +186,7 @@ async def run(options: argparse.Namespace) -> None:
         election = Election.configured(cluster, options, INGEST_OWNER, goes_on=True)
         fabric: FabricWatch | None = None
         if options.fabric_map is not None:
-            # Not fenced: what it publishes takes the place of what another has published.
+            # What it writes is based on nothing that was read: only while this replica leads.
             leading = cluster.permitted(election.permit)
             fabric = FabricWatch(leading, store.jobs, options.fabric_map, options.rack_label)
 

@@ -19,7 +19,13 @@ from pipemorph.fabric.findings import Findings
 from pipemorph.fabric.memory import End, FabricMemory
 from pipemorph.fabric.triangulation import suspects
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
+from pipemorph_operator.cluster.client import (
+    REQUEST_ERRORS,
+    ApiRefused,
+    Cluster,
+    path,
+    reason_of,
+)
 from pipemorph_operator.cluster.fabric_map import Place, config_map, findings_of, memory_of
 from pipemorph_operator.cluster.facts import PodFacts
 from pipemorph_operator.ingest.store import TrackedJob
@@ -33,7 +39,7 @@ SAVE_SECONDS = 300.0
 once."""
 RACKS_SECONDS = 600.0
 """Interval of looks at the nodes' labels."""
-MOST_LISTS = 20
+MOST_LISTS = 100
 """Most jobs whose pods are looked up in one round."""
 
 
@@ -56,7 +62,7 @@ class Placed:
             if pod.node is not None
             for rank in range(pod.index * size, (pod.index + 1) * size)
         }
-        if len(nodes) < mesh.world_size:
+        if not nodes.keys() >= set(range(mesh.world_size)):
             return None
         injected = {(fault.link, fault.replica) for fault in spec.faults}
         ways: list[dict[int, tuple[str, str]]] = []
@@ -82,6 +88,9 @@ class FabricWatch:
     memory: FabricMemory = field(default_factory=FabricMemory)
     findings: Findings = field(default_factory=Findings)
     _placed: dict[str, Placed] = field(default_factory=dict)
+    _asked: dict[str, int] = field(default_factory=dict)
+    """In which round a job's pods were looked up last."""
+    _round: int = 0
     _racks: Mapping[str, str] = field(default_factory=dict)
     _racks_at: float = float("-inf")
     _saved: list[tuple[object, ...]] = field(default_factory=list)
@@ -119,7 +128,7 @@ class FabricWatch:
                 await asyncio.sleep(0)
         self.memory.forget_old(now)
         # Beside the event loop: of a large cluster it takes up to a second.
-        evidence = self.memory.evidence(now)
+        evidence = await asyncio.to_thread(self.memory.evidence, now)
         found = await asyncio.to_thread(suspects, evidence, self._racks)
         accused, well = self.findings.update(found, sick_ports, now)
         for finding in accused:
@@ -138,23 +147,36 @@ class FabricWatch:
         return {name: rack for name, rack in found.items() if rack}
 
     async def _place(self) -> None:
-        """Look up the nodes of jobs that have begun to report; a few in a round."""
+        """Look up the nodes of jobs that have begun to report; a few in a round, in turn."""
         jobs = {job.uid: job for job in self.jobs()}
         self._placed = {uid: each for uid, each in self._placed.items() if uid in jobs}
+        self._asked = {uid: turn for uid, turn in self._asked.items() if uid in jobs}
         unknown = [
             job
             for uid, job in jobs.items()
             if job.reports.reported_at is not None
             and (uid not in self._placed or self._placed[uid].attempt != job.controller.attempt)
         ]
+        self._round += 1
+        unknown.sort(key=lambda job: self._asked.get(job.uid, 0))
         for job in unknown[:MOST_LISTS]:
-            attempt, spec = job.controller.attempt, job.controller.spec
-            about = f"{names.LABEL_JOB_UID}={job.uid},{names.LABEL_ATTEMPT}={attempt}"
-            pods = await self.cluster.list(path("Pod", job.namespace), labels=about)
-            ours = [PodFacts.of(pod) for pod in pods if _is_of(pod, job.job_uid)]
-            placed = Placed.of(spec, attempt, ours)
+            self._asked[job.uid] = self._round
+            try:
+                placed = await self._found(job)
+            except (ApiRefused, ValueError) as error:
+                # Other jobs do not depend on this one's pods.
+                log.warning("%s/%s: its nodes are not known: %s", *job.key, reason_of(error))
+                continue
             if placed is not None:
                 self._placed[job.uid] = placed
+
+    async def _found(self, job: TrackedJob) -> Placed | None:
+        """The nodes of a job's ranks. Raises ValueError for a pod without a number."""
+        attempt, spec = job.controller.attempt, job.controller.spec
+        about = f"{names.LABEL_JOB_UID}={job.uid},{names.LABEL_ATTEMPT}={attempt}"
+        pods = await self.cluster.list(path("Pod", job.namespace), labels=about)
+        ours = [PodFacts.of(pod) for pod in pods if _is_of(pod, job.job_uid)]
+        return Placed.of(spec, attempt, ours)
 
     def _take(
         self, job: TrackedJob, placed: Placed, sick_ports: Mapping[str, set[str]], now: float

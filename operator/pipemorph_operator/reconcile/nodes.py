@@ -30,6 +30,7 @@ RELIST_LOOKS = 40
 EVENTS_NAMESPACE = "default"
 """Where events of objects without a namespace are."""
 CONFLICT, GONE = 409, 404
+UNMARKED = (False, False)
 
 Object = dict[str, Any]
 
@@ -54,15 +55,18 @@ class NodeMarks:
     async def run(self) -> None:
         """Follow the findings, until cancelled."""
         self._looks = 0  # Another leader may have marked nodes meanwhile.
-        while True:
-            try:
-                await self.look()
-            except REQUEST_ERRORS as error:
-                log.warning("the findings about nodes: %s", reason_of(error))
-            except Exception:
-                # An unexpected error must not end the process: jobs do not depend on this.
-                log.exception("the findings about nodes")
-            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            while True:
+                try:
+                    await self.look()
+                except REQUEST_ERRORS as error:
+                    log.warning("the findings about nodes: %s", reason_of(error))
+                except Exception:
+                    # An unexpected error must not end the process: jobs do not depend on this.
+                    log.exception("the findings about nodes")
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            NODES_ACCUSED.set(0)  # The next leader counts them.
 
     async def look(self) -> None:
         """Read the findings and mark nodes accordingly. Raises :data:`REQUEST_ERRORS`."""
@@ -78,18 +82,20 @@ class NodeMarks:
             marks = {node["metadata"]["name"]: _marks(node) for node in listed}
             self._marked = {name: each for name, each in marks.items() if any(each)}
         self._looks += 1
-        tainted = list(accused)[: self.most_tainted] if self.taint else []
+        # Those with the taint first: it does not move from node to node with the confidence.
+        by_taint = sorted(accused, key=lambda name: not self._marked.get(name, UNMARKED)[1])
+        tainted = by_taint[: self.most_tainted] if self.taint else []
         for name in sorted({*accused, *self._marked}):
             wanted = (self.conditions and name in accused, name in tainted)
-            if self._marked.get(name, (False, False)) == wanted:
+            if self._marked.get(name, UNMARKED) == wanted:
                 continue
             try:
                 await self._mark(name, accused.get(name), *wanted)
             except ApiRefused as refused:
                 if refused.status == GONE:
                     self._marked.pop(name, None)
-                elif refused.status != CONFLICT:  # Then somebody else wrote; the next look retries.
-                    raise
+                elif refused.status != CONFLICT:  # Then somebody else wrote.
+                    log.warning("node %s cannot be marked; will retry: %s", name, refused)
 
     async def _mark(self, name: str, finding: Finding | None, condition: bool, taint: bool) -> None:
         node = await self.cluster.get(path("Node", None, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -88,6 +89,25 @@ def test_a_restart_keeps_what_concerns_nodes_with_slow_links() -> None:
     assert found.dump(100.0) == dumped
     found.observe("j", A, B, slow=False, now=60.0 + RECOVERED_SECONDS)
     assert weights(found, 700.0)["a", "b"][0] == 0.0, "since when it was healthy is kept"
+
+
+def test_what_a_restart_keeps_is_bounded_however_long_the_names_are() -> None:
+    """A ConfigMap holds 1 MiB."""
+    memory = FabricMemory()
+    for i in range(3000):
+        memory.observe("j", End(f"{i:0253}"), End(f"{i + 1:0253}"), slow=True, now=float(i))
+    dumped = memory.dump(3000.0)
+    assert 300_000 < len(json.dumps(dumped)) < 700_000
+    assert dumped["sightings"][0][-2] == 1, "the newest are kept"
+
+
+def test_many_jobs_between_two_nodes_are_weighed_at_once() -> None:
+    memory = FabricMemory()
+    for number in range(20_000):
+        memory.observe(f"j{number}", A, B, slow=True, now=0.0)
+    began = time.process_time()
+    memory.evidence(0.0)
+    assert time.process_time() - began < 1.0, "not every job against every other: minutes"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from operator_objects import body
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
 from pipemorph.fabric.findings import nodes
+from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.fabric_map import Place, findings_of
 from pipemorph_operator.ingest import fabric
 from pipemorph_operator.ingest.fabric import SAVE_SECONDS, FabricWatch
@@ -31,6 +32,7 @@ class Api:
         self.racks: dict[str, str] = {}
         self.saved: Object | None = None
         self.writes = self.lists = 0
+        self.forbidden = ""
 
     async def get(self, url: str) -> Object | None:
         assert url == "/api/v1/namespaces/system/configmaps/fabric"
@@ -39,6 +41,8 @@ class Api:
     async def list(self, url: str, *, labels: str) -> list[Object]:
         self.lists += 1
         uid = labels.partition(",")[0].partition("=")[2]
+        if uid == self.forbidden:
+            raise ApiRefused(403, "Forbidden", "not in this namespace")
         return self.pods[uid]
 
     async def metadata(self, url: str) -> AsyncIterator[Object]:
@@ -62,6 +66,7 @@ class Job:
         made = body(stages=stages, **spec)["spec"]
         made["parallelism"]["replicas"] = len(placed) // stages
         self.uid, self.job_uid, self.namespace = uid, f"{uid}-job", "team"
+        self.key = (self.namespace, uid)
         self.spec, self.attempt = JobSpec.model_validate(made), 0
         self.slow: set[tuple[int, int]] = set()
         self.unknown: set[int] = set()
@@ -269,3 +274,31 @@ def test_pods_of_many_jobs_are_looked_up_over_several_rounds() -> None:
     assert world.api.lists == fabric.MOST_LISTS
     world.look()
     assert world.api.lists == fabric.MOST_LISTS + 5
+
+
+def test_jobs_whose_nodes_are_never_known_do_not_keep_others_from_their_turn() -> None:
+    world = World()
+    for number in range(fabric.MOST_LISTS):
+        world.job(f"job-{number}", ["a", "b"])
+        del world.api.pods[f"job-{number}"][1]["spec"]["nodeName"]
+    world.look()
+    world.job("later", ["c", "d"])
+    world.look()
+    assert [e.ends[0].node for e in world.watch.memory.evidence(world.now)] == ["c"]
+
+
+@pytest.mark.parametrize("damage", ["forbidden", "no number", "a number twice"])
+def test_pods_that_cannot_be_read_do_not_hide_those_of_other_jobs(damage: str) -> None:
+    """Who may change pods of a namespace can make them so."""
+    world = World()
+    world.job("broken", ["x", "y"])
+    if damage == "forbidden":
+        world.api.forbidden = "broken"
+    else:
+        index = {"no number": "none", "a number twice": "0"}[damage]
+        for each in world.api.pods["broken"]:
+            each["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] = index
+        world.api.pods["broken"].append(pod(7, "z", "broken-job"))
+    world.sick_node()
+    world.look()
+    assert world.found() == ["bad"]

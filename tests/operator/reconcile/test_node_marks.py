@@ -39,6 +39,7 @@ class Api:
         self.events: list[tuple[str, str, str]] = []
         self.writes = self.lists = 0
         self.conflicts = 0
+        self.guarded = ""
 
     def tell(self, *names: str, accused: bool = True, confidence: float = 0.95) -> None:
         self.findings = [
@@ -60,6 +61,8 @@ class Api:
         if self.conflicts:
             self.conflicts -= 1
             raise ApiRefused(409, "Conflict", "the node has changed")
+        if obj["metadata"]["name"] == self.guarded:
+            raise ApiRefused(403, "Forbidden", "an admission policy says so")
         self.writes += 1
         self.nodes[obj["metadata"]["name"]]["spec"] = obj["spec"]
         return obj
@@ -161,6 +164,31 @@ def test_a_node_that_changed_meanwhile_is_marked_at_the_next_look_and_one_that_i
     assert api.taint("a") == []
     look(made)
     assert api.taint("a") == ["NoSchedule"]
+
+
+def test_a_taint_stays_where_it_is_while_other_nodes_become_surer() -> None:
+    api = Api("a", "b", "c")
+    made = marks(api, taint="NoSchedule", most_tainted=2)
+    api.tell("a", "b", "c")
+    look(made)
+    api.tell("c", "b", "a")
+    look(made)
+    assert [api.taint(name) for name in "abc"] == [["NoSchedule"], ["NoSchedule"], []]
+    api.tell("c", "b")
+    look(made)
+    assert [api.taint(name) for name in "abc"] == [[], ["NoSchedule"], ["NoSchedule"]]
+
+
+def test_a_node_that_cannot_be_marked_does_not_keep_others_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = Api("a", "b")
+    api.guarded = "a"
+    made = marks(api, taint="NoSchedule")
+    api.tell("a", "b")
+    look(made)
+    assert (api.taint("a"), api.taint("b")) == ([], ["NoSchedule"])
+    assert "node a cannot be marked" in caplog.text
 
 
 def test_marks_that_somebody_removed_come_back() -> None:
