@@ -569,4 +569,29 @@ def said(job: Object, kind: str) -> str:
     return str(_condition(job, kind)["message"])
 
 
-__all__ = ["History", "Installation", "Jobs", "Program", "Ranks", "condition", "manifest", "said"]
+def may(jobs: Jobs, account: str, asked: Object) -> bool:
+    """Whether a service account of the release has a right."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{SYSTEM}:{account}",
+            "groups": ["system:serviceaccounts", "system:authenticated"],
+            "resourceAttributes": asked,
+        },
+    }
+    where = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    return bool(jobs.cluster.client.request("POST", where, review)["status"]["allowed"])
+
+
+__all__ = [
+    "History",
+    "Installation",
+    "Jobs",
+    "Program",
+    "Ranks",
+    "condition",
+    "manifest",
+    "may",
+    "said",
+]

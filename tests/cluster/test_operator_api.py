@@ -367,15 +367,54 @@ def test_without_network_policies_of_jobs_there_is_no_right_to_make_any(jobs: Jo
         assert passed == ([peers] if enabled else [])
 
 
+def rights_to_nodes(made: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """By process: what it may do with nodes, as ``verb resource``."""
+    return {
+        document["metadata"]["name"].rpartition("nodes")[2]: {
+            f"{verb} {resource}"
+            for rule in document["rules"]
+            for verb in rule["verbs"]
+            for resource in rule["resources"]
+        }
+        for document in made
+        if any("nodes" in rule["resources"] for rule in document.get("rules") or ())
+    }
+
+
+def test_nodes_are_read_and_marked_only_if_the_chart_s_values_say_so(jobs: Jobs) -> None:
+    label = {"fabric.rackLabel": "rack"}
+    condition = {"fabric.nodeConditions.enabled": True}
+    taint = {"fabric.taint.enabled": True}
+    read = {"get nodes", "list nodes"}
+    told = {"patch nodes/status", "create events"}
+    assert rights_to_nodes(rendered(jobs)) == {}
+    assert rights_to_nodes(rendered(jobs, **label)) == {"-ingest": {"list nodes"}}
+    assert rights_to_nodes(rendered(jobs, **condition)) == {"": read | told}
+    assert rights_to_nodes(rendered(jobs, **taint)) == {"": read | {"update nodes"}}
+    without = rendered(jobs, **{"fabric.enabled": False}, **label, **condition, **taint)
+    assert rights_to_nodes(without) == {}
+    assert "fabric" not in json.dumps(
+        [d for d in without if d["kind"] != "CustomResourceDefinition"]
+    )
+    (ingest,) = (
+        d["rules"]
+        for d in without
+        if d["kind"] == "ClusterRole" and d["metadata"]["name"].endswith("sys-ingest")
+    )
+    assert [r["verbs"] for r in ingest if r["resources"] == ["pods"]] == [["get"]]
+
+
 def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
     made = rendered(jobs, watchNamespaces=["a", "b"])
     bound = [
         document["roleRef"]["name"] for document in made if document["kind"] == "ClusterRoleBinding"
     ]
     assert bound == [f"{FULL_NAME.replace(RELEASE, 'x')}-sys-tokenreview"]
-    roles = {d["metadata"]["namespace"]: d["rules"] for d in made if d["kind"] == "Role"}
-    assert set(roles) == {"a", "b", "sys"}
-    assert {kind for rule in roles["sys"] for kind in rule["resources"]} == {"leases", "events"}
+    roles = [d for d in made if d["kind"] == "Role"]
+    assert {d["metadata"]["namespace"] for d in roles} == {"a", "b", "sys"}
+    own = [rule for d in roles if d["metadata"]["namespace"] == "sys" for rule in d["rules"]]
+    kinds = {kind for rule in own for kind in rule["resources"]}
+    assert kinds == {"leases", "events", "configmaps"}
     arguments = [
         argument
         for document in made

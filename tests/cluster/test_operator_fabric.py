@@ -2,19 +2,32 @@
 rights."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from operator_support import CHART, FABRIC_MAP, FULL_NAME, RELEASE, SYSTEM, Jobs, manifest
+from operator_support import (
+    CHART,
+    DEADLINE,
+    FABRIC_MAP,
+    FULL_NAME,
+    RELEASE,
+    SYSTEM,
+    Jobs,
+    manifest,
+    may,
+)
+from testbed import wait_for
 from testbed.api import Object
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
+from pipemorph.fabric.memory import End, FabricMemory
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.fabric_map import Place
+from pipemorph_operator.cluster.fabric_map import Place, config_map
 from pipemorph_operator.ingest.fabric import FabricWatch
 from pipemorph_operator.reconcile.nodes import NodeMarks
 
@@ -27,11 +40,16 @@ PLACE = Place.of(FABRIC_MAP)
 @pytest.fixture
 def rights(jobs: Jobs) -> Iterator[None]:
     """Those of an installation that marks nodes."""
+    jobs.installation.ingest.kill()  # It publishes as well.
     upgrade = ("upgrade", RELEASE, str(CHART), "--namespace", SYSTEM)
     values = ("nodeConditions.enabled=true", "taint.enabled=true", "rackLabel=rack")
     jobs.cluster.helm(*upgrade, *(f"--set=fabric.{value}" for value in values))
     yield
     jobs.cluster.helm(*upgrade, "--reset-values")
+    forget(jobs)
+
+
+def forget(jobs: Jobs) -> None:
     jobs.cluster.kubectl("delete", "configmap", "-n", SYSTEM, "--ignore-not-found", PLACE.name)
 
 
@@ -118,3 +136,54 @@ def test_a_node_that_two_jobs_accuse_is_marked_until_it_is_well(
     for name in ("one", "two"):
         for pod in jobs.pods(name, 4):
             jobs.cluster.fake_pod_gone(jobs.namespace, pod["metadata"]["name"])
+
+
+def test_who_marks_nodes_may_do_nothing_else_to_them(jobs: Jobs, rights: None) -> None:
+    asked = {
+        (verb, resource): {"group": "", "verb": verb, "resource": name, "subresource": sub}
+        for verb in ("get", "list", "create", "update", "patch", "delete")
+        for resource in ("nodes", "nodes/status")
+        for name, _, sub in [resource.partition("/")]
+    }
+
+    def allowed(account: str) -> set[tuple[str, str]]:
+        return {what for what, each in asked.items() if may(jobs, account, each)}
+
+    nodes = {(verb, "nodes") for verb in ("get", "list", "update")}
+    wanted = nodes | {("patch", "nodes/status")}
+    # The authorizer sees a new right when its watch delivers it.
+    wait_for("the operator's rights", lambda: allowed(FULL_NAME) == wanted, DEADLINE)
+    ingest = f"{FULL_NAME}-ingest"
+    wait_for("the ingest's rights", lambda: allowed(ingest) == {("list", "nodes")}, DEADLINE)
+
+
+def test_the_replica_that_serves_next_remembers_what_the_last_one_knew(jobs: Jobs) -> None:
+    installation = jobs.installation
+    first, (second, _) = installation.ingest, installation.ingest_replica("second-fabric")
+    memory, now = FabricMemory(), time.time()
+    for other in "abc":
+        memory.observe("j", End("bad"), End(other), slow=True, now=now)
+
+    def pairs() -> tuple[float, ...]:
+        running = (each for each in (first, second) if each.process.running)
+        return tuple(each.metric("pipemorph_fabric_pairs") for each in running)
+
+    first.kill()
+    jobs.cluster.client.request(
+        "POST",
+        f"/api/v1/namespaces/{SYSTEM}/configmaps",
+        config_map(PLACE, (), memory, now),
+    )
+    try:
+        first.start()
+        wait_for("the first to know it", lambda: pairs() == (3.0,), DEADLINE)
+        second.start()
+        assert pairs() == (3.0, 0.0), "one that stands by looks at nothing"
+        found = jobs.cluster.client.get("configmaps", PLACE.name, SYSTEM)["data"]["findings"]
+        assert '"name": "bad"' in found
+        first.kill()
+        wait_for("the second to know it", lambda: pairs() == (3.0,), DEADLINE)
+    finally:
+        second.process.stop()
+        first.kill()
+        forget(jobs)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from operator_support import FULL_NAME, SYSTEM, Jobs, Object, manifest
+from operator_support import FABRIC_MAP, FULL_NAME, SYSTEM, Jobs, Object, manifest, may
 from testbed import ApiError, NotYet, wait_for
 from testbed.api import ApiClient
 
@@ -48,6 +48,8 @@ def test_people_of_a_namespace_may_not_do_more_than_they_need(jobs: Jobs) -> Non
     tries: list[Callable[[], Any]] = [
         lambda: client.patch("pipemorphjobs", "seen", status, namespace, subresource="status"),
         lambda: client.get("leases", FULL_NAME, SYSTEM),
+        lambda: client.get("configmaps", FABRIC_MAP.partition("/")[2], SYSTEM),
+        lambda: client.list("nodes"),
         lambda: client.list("pipemorphjobs", SYSTEM),
         lambda: viewer.list("secrets", namespace),
         lambda: viewer.patch("pipemorphjobs", "seen", {"spec": {"suspend": True}}, namespace),
@@ -125,6 +127,8 @@ def test_a_job_has_a_network_policy_before_it_has_ranks(jobs: Jobs) -> None:
         ("create", "", "pods/exec"),
         ("create", "", "serviceaccounts/token"),
         ("update", "coordination.k8s.io", "leases"),
+        ("get", "", "configmaps"),
+        ("patch", "", "configmaps"),
         ("patch", "pipemorph.io", "pipemorphjobs"),
     ],
 )
@@ -149,16 +153,15 @@ def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
     assert allowed == {(account, account) for account in accounts}
 
 
-def may(jobs: Jobs, account: str, asked: Object) -> bool:
-    """Whether a service account of the release has a right."""
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SubjectAccessReview",
-        "spec": {
-            "user": f"system:serviceaccount:{SYSTEM}:{account}",
-            "groups": ["system:serviceaccounts", "system:authenticated"],
-            "resourceAttributes": asked,
-        },
+def test_the_memory_of_the_network_is_written_by_the_ingest_alone(jobs: Jobs) -> None:
+    place, accounts = FABRIC_MAP.partition("/")[2], (FULL_NAME, f"{FULL_NAME}-ingest")
+    asked = {"group": "", "resource": "configmaps", "namespace": SYSTEM}
+    allowed = {
+        (account, verb, name)
+        for account in accounts
+        for verb in ("get", "list", "watch", "update", "patch")
+        for name in (place, "another")
+        if may(jobs, account, asked | {"verb": verb, "name": name})
     }
-    where = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
-    return bool(jobs.cluster.client.request("POST", where, review)["status"]["allowed"])
+    ingest = accounts[1]
+    assert allowed == {(FULL_NAME, "get", place), (ingest, "get", place), (ingest, "patch", place)}
