@@ -299,6 +299,8 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
 
 def main() -> None:
     options = parser().parse_args()
+    if (options.node_conditions or options.node_taint) and options.fabric_map is None:
+        parser().error("--node-conditions and --node-taint need --fabric-map")
     try:
         level = log_level()
     except InputError as error:

@@ -327,6 +327,8 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     options = parser().parse_args()
+    if options.rack_label and options.fabric_map is None:
+        parser().error("--rack-label needs --fabric-map")
     try:
         level = log_level()
     except InputError as error:
