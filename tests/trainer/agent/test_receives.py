@@ -161,7 +161,7 @@ def receiving(
         )
         for m in range(batch.microbatches)
     }
-    socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+    socket: Any = SimpleNamespace(notes=notes, note_of=notes.get)
     poller: Any = SimpleNamespace(wake=lambda: None)
     incoming = DirectIncoming(
         group=wire,  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
     }
     with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
         group: Any = SimpleNamespace(recv=recv)
-        socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+        socket: Any = SimpleNamespace(notes=notes, note_of=notes.get)
         poller: Any = SimpleNamespace(wake=lambda: None)
         incoming = DirectIncoming(
             group=group, peer=1, direction=Direction.BACKWARD, socket=socket, poller=poller,

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
+import torch
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
+from pipemorph_trainer.links.message import ALL_PRESENT, Contents, Direction, Note, TensorMeta
 
 SECRET = b"the job's secret"
 SOON = 20.0
@@ -141,3 +143,59 @@ def test_a_forked_child_keeps_no_line_open() -> None:
         with closing_socket(accepted), closing_socket(dialled[0]):
             dialled[0].pump()
             assert dialled[0].lost is None and not dialled[0].goodbye
+
+
+# --- what a connection carries ------------------------------------------------------------------
+
+
+@contextmanager
+def pair() -> Iterator[tuple[peer_socket.PeerSocket, peer_socket.PeerSocket]]:
+    with ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            mine = socket.create_connection(listener.getsockname())
+            other = listener.accept()[0]
+        yield (
+            stack.enter_context(closing_socket(peer_socket.PeerSocket(mine, 1))),
+            stack.enter_context(closing_socket(peer_socket.PeerSocket(other, 0))),
+        )
+
+
+def comes(peer: peer_socket.PeerSocket, what: Callable[[], object]) -> None:
+    until = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < until, "it does not come"
+        peer.pump()
+
+
+def note(microbatch: int) -> Note:
+    return Note(1, 7, microbatch, ALL_PRESENT, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_frames_of_every_length_arrive_in_order() -> None:
+    long = Contents((TensorMeta((4, 1024), torch.float32, True),) * 31, "x" * 2000)
+    with pair() as (mine, other):
+        for _ in range(3):
+            mine.send_held(frozenset(range(200)))
+            mine.send_token(peer_socket.StepToken(1, 2, 3))
+            mine.send_shapes(long)
+            mine.send_shapes(None)
+            mine.send_note(Direction.FORWARD, note(5))
+        comes(other, lambda: len(other.shapes) == 6 and other.notes)
+        assert list(other.tokens) == [peer_socket.StepToken(1, 2, 3)] * 3
+        assert list(other.shapes) == [long, None] * 3
+        assert other.held == frozenset(range(200))
+        assert other.notes[0, 7, 5].note == note(5)
+        assert other.note_of((0, 7, 6)) is None
+
+
+def test_a_note_tells_what_was_taken_and_otherwise_it_is_told_after_some_or_at_the_end() -> None:
+    with pair() as (mine, other):
+        for m in range(3):
+            mine.send_taken(Direction.BACKWARD, (7, m + 1), last=False)
+        mine.send_note(Direction.FORWARD, note(0))
+        comes(other, lambda: other.taken == {Direction.BACKWARD: (7, 3)})
+        for m in range(3, 7):
+            mine.send_taken(Direction.BACKWARD, (7, m + 1), last=False)
+        comes(other, lambda: other.taken == {Direction.BACKWARD: (7, 7)})
+        mine.send_taken(Direction.BACKWARD, (7, 8), last=True)
+        comes(other, lambda: other.taken == {Direction.BACKWARD: (7, 8)})

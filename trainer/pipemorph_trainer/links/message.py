@@ -148,11 +148,8 @@ Hold = Callable[[int, int, float], Held]
 trace holds messages."""
 
 
-class Position(NamedTuple):
-    """A place in the order of one direction's messages."""
-
-    iteration: int
-    microbatch: int
+Position = tuple[int, int]
+"""A place in the order of one direction's messages: iteration, microbatch."""
 
 
 class Receives(NamedTuple):

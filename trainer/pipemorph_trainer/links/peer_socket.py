@@ -25,7 +25,14 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError, ShapeError
-from pipemorph_trainer.links.message import Contents, Direction, Note, Position, TensorMeta
+from pipemorph_trainer.links.message import (
+    NOTE_BYTES,
+    Contents,
+    Direction,
+    Note,
+    Position,
+    TensorMeta,
+)
 from pipemorph_trainer.topology.addresses import in_url
 
 log = logging.getLogger("pipemorph.trainer")
@@ -33,6 +40,10 @@ log = logging.getLogger("pipemorph.trainer")
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<IIIIII")
 _POSITION = struct.Struct("<qI")
+_LEAST_BYTES = NOTE_BYTES + _POSITION.size
+"""Frames are padded to this length behind their header, so that one call reads any frequent one."""
+_MOST_UNSAID = 4
+"""Messages taken after which the neighbour is told, if no note to it has told it."""
 _HELLO = struct.Struct("<II16s32s")
 _NONCE_BYTES = 16
 _CLIENT_SECONDS = 10.0
@@ -93,7 +104,9 @@ class PeerSocket:
             sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         _open.add(sock)
         self._sock = sock
-        self._buffer = bytearray()
+        self._buffer = b""
+        self._took: Position = -1, 0
+        self._unsaid = 0
         self.peer_rank = peer_rank
         self.notes: dict[tuple[int, int, int], ArrivedNote] = {}
         self.tokens: deque[StepToken] = deque()
@@ -115,7 +128,9 @@ class PeerSocket:
         return self._sock.fileno()
 
     def send_note(self, direction: Direction, note: Note) -> None:
-        self._send(_NOTE, direction, note.pack())
+        """Send the note of a direct message, and with it what was taken in the other direction."""
+        self._unsaid = 0
+        self._send(_NOTE, direction, note.pack() + _POSITION.pack(*self._took))
 
     def send_token(self, token: StepToken) -> None:
         self._send(_STEP, 0, _TOKEN.pack(*token))
@@ -132,9 +147,15 @@ class PeerSocket:
             )
         self._send(_SHAPES, 0, body)
 
-    def send_taken(self, direction: Direction, after: Position) -> None:
-        """Say that messages of ``direction`` before ``after`` were taken and need not be kept."""
-        self._send(_TAKEN, direction, _POSITION.pack(*after))
+    def send_taken(self, direction: Direction, after: Position, *, last: bool) -> None:
+        """Say that messages of ``direction`` before ``after`` were taken and need not be kept:
+        with the next note, or at once if there are some, or if it is the ``last`` of its
+        iteration."""
+        self._took = after
+        self._unsaid += 1
+        if last or self._unsaid == _MOST_UNSAID:
+            self._unsaid = 0
+            self._send(_TAKEN, direction, _POSITION.pack(*after))
 
     def send_position(self, missing_from: Position) -> None:
         """Say that this rank gave up the direct route, and which message it misses first."""
@@ -145,7 +166,7 @@ class PeerSocket:
         self._send(_HELD, 0, struct.pack(f"<{len(versions)}I", *sorted(versions)))
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:
-        data = memoryview(_HEADER.pack(kind, direction, len(body)) + body)
+        data = _HEADER.pack(kind, direction, len(body)) + body.ljust(_LEAST_BYTES, b"\0")
         deadline = 0.0
         while data:
             try:
@@ -165,30 +186,39 @@ class PeerSocket:
 
     def pump(self) -> None:
         """Read what has arrived. Sets :attr:`lost` at the end of the stream."""
+        while self._read():
+            pass
+
+    def note_of(self, key: tuple[int, int, int]) -> ArrivedNote | None:
+        """The note of a direct message, by direction, iteration and microbatch; None if it has not
+        arrived."""
+        while (found := self.notes.get(key)) is None and self._read():
+            pass
+        return found
+
+    def _read(self) -> bool:
+        """Read at most one frame, since the kernel tells the time of the newest byte read. Returns
+        whether more may have arrived."""
         if self.lost:
-            return
-        while True:
-            # Not more than one frame, since the kernel tells the time of the newest byte read.
-            buffer, size = self._buffer, _HEADER.size
-            if len(buffer) >= size:
-                size += _HEADER.unpack_from(buffer)[2]
-            try:
-                data, extra, _, _ = self._sock.recvmsg(size - len(buffer), _EXTRA)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self.lost = f"its connection broke ({error.strerror})"
-                break
-            if not data:
-                self.lost = "it left" if self.goodbye else "its connection closed"
-                break
-            buffer += data
-            if len(buffer) >= _HEADER.size:
-                kind, direction, size = _HEADER.unpack_from(buffer)
-                if len(buffer) == _HEADER.size + size:
-                    body = bytes(buffer[_HEADER.size :])
-                    buffer.clear()
-                    self._handle(kind, direction, body, _arrival(extra))
+            return False
+        # Its length is known once any part behind the header has come.
+        missing = _frame_bytes(self._buffer) - len(self._buffer)
+        try:
+            data, extra, _, _ = self._sock.recvmsg(missing, _EXTRA)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = f"its connection broke ({error.strerror})"
+            return False
+        if not data:
+            self.lost = "it left" if self.goodbye else "its connection closed"
+            return False
+        self._buffer += data
+        if len(self._buffer) == _frame_bytes(self._buffer):
+            frame, self._buffer = self._buffer, b""
+            kind, direction, size = _HEADER.unpack_from(frame)
+            self._handle(kind, direction, frame[_HEADER.size : _HEADER.size + size], extra)
+        return True
 
     def ends_within(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the end of the connection; return whether it has ended."""
@@ -201,11 +231,16 @@ class PeerSocket:
             self.pump()
         return self.lost is not None
 
-    def _handle(self, kind: int, direction: int, body: bytes, at: float | None) -> None:
-        """Handle a frame, which arrived at the time ``at``."""
+    def _handle(
+        self, kind: int, direction: int, body: bytes, extra: list[tuple[int, int, bytes]]
+    ) -> None:
+        """Handle a frame. ``extra``: what came beside it."""
         if kind == _NOTE:
             note = Note.unpack(body)
-            self.notes[direction, note.iteration, note.microbatch] = ArrivedNote(note, at)
+            self.notes[direction, note.iteration, note.microbatch] = ArrivedNote(
+                note, _arrival(extra)
+            )
+            self.taken[1 - direction] = _POSITION.unpack_from(body, NOTE_BYTES)
         elif kind == _STEP:
             iteration, version, generation, refused, evaluation, digest = _TOKEN.unpack(body)
             self.tokens.append(
@@ -218,9 +253,9 @@ class PeerSocket:
                 shapes = Contents(tuple(TensorMeta.decode(m) for m in metas), structure)
             self.shapes.append(shapes)
         elif kind == _TAKEN:
-            self.taken[direction] = Position(*_POSITION.unpack(body))
+            self.taken[direction] = _POSITION.unpack(body)
         elif kind == _MISSING:
-            self.missing_from = Position(*_POSITION.unpack(body))
+            self.missing_from = _POSITION.unpack(body)
         elif kind == _HELD:
             self.held = frozenset(struct.unpack(f"<{len(body) // 4}I", body))
             self.on_held()
@@ -232,6 +267,12 @@ class PeerSocket:
         if goodbye and not self.lost:
             self._send(_GOODBYE, 0, b"")
         self._sock.close()
+
+
+def _frame_bytes(begun: bytes) -> int:
+    """Length of a frame of which ``begun`` has come."""
+    size = _HEADER.unpack_from(begun)[2] if len(begun) >= _HEADER.size else 0
+    return _HEADER.size + max(size, _LEAST_BYTES)
 
 
 def _arrival(extra: list[tuple[int, int, bytes]]) -> float | None:

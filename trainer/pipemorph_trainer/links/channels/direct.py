@@ -103,7 +103,7 @@ class DirectIncoming:
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self.error: str | None = None
         """Why this route has failed; None while it is up."""
-        self._came = Position(-1, 0)
+        self._came: Position = -1, 0
         self._batch: Batch | None = None
         self._nbytes = 0
         self._thread: threading.Thread | None = None
@@ -140,13 +140,9 @@ class DirectIncoming:
             if error is not None:
                 raise PipelineError(error)
             return None
-        key = (int(self.direction), iteration, microbatch)
-        arrived = self._socket.notes.get(key)
+        arrived = self._socket.note_of((self.direction, iteration, microbatch))
         if arrived is None:
-            self._socket.pump()
-            arrived = self._socket.notes.get(key)
-            if arrived is None:
-                return None
+            return None
         note = arrived.note
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
@@ -158,7 +154,7 @@ class DirectIncoming:
         assert self._batch is not None
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
-        note, noted_at = self._socket.notes.pop((int(self.direction), iteration, microbatch))
+        note, noted_at = self._socket.notes.pop((self.direction, iteration, microbatch))
         self._taken = microbatch + 1
         self._post_due()
         if note.generation != self._batch.generation:
@@ -236,7 +232,7 @@ class DirectIncoming:
                 iteration, microbatch, contents = posted
                 del posted
                 self._arrived[iteration, microbatch] = self._wait(contents)
-                self._came = Position(iteration, microbatch + 1)
+                self._came = iteration, microbatch + 1
                 with self._posting:
                     self._under_way -= 1
                 self._post_due()

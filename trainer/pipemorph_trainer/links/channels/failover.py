@@ -105,7 +105,8 @@ class FailoverIncoming:
 
     def ready_at(self, microbatch: int) -> float | None:
         failover = self._failover
-        failover.attend()
+        if failover.socket.missing_from is not None:
+            failover.attend()
         if failover.broken is None and self._direct.error is not None:
             failover.give_up(self._direct.error)
         if failover.broken is None or self._direct.holds(microbatch):
@@ -117,8 +118,12 @@ class FailoverIncoming:
         if self._failover.broken is None or self._direct.holds(microbatch):
             tensors = self._direct.take(microbatch)
             if self._failover.broken is None:
-                after = Position(self._batch.iteration, microbatch + 1)
-                self._failover.socket.send_taken(self._direct.direction, after)
+                batch, after = self._batch, microbatch + 1
+                self._failover.socket.send_taken(
+                    self._direct.direction,
+                    (batch.iteration, after),
+                    last=after == batch.microbatches,
+                )
             return tensors
         # The note of a message that was lost on the direct route may have arrived.
         self._failover.socket.notes.pop(
@@ -168,12 +173,13 @@ class FailoverOutgoing:
         batch = self._batch
         assert batch is not None
         failover = self._failover
-        failover.attend()
+        if failover.socket.missing_from is not None:
+            failover.attend()
         if failover.answered:
             self._delegated.send(microbatch, tensors)
             return
         self.all_taken()
-        self._kept[Position(batch.iteration, microbatch)] = _Kept(batch, tensors)
+        self._kept[batch.iteration, microbatch] = _Kept(batch, tensors)
         if failover.broken is not None:
             # Wait for the neighbour: newer messages must not fill slots that older ones need.
             return
@@ -200,7 +206,7 @@ class FailoverOutgoing:
         for at, kept in self._kept.items():
             if at >= position:
                 self._delegated.begin(kept.batch)
-                self._delegated.send(at.microbatch, kept.tensors)
+                self._delegated.send(at[1], kept.tensors)
         self._kept.clear()
         if self._batch is not None:
             self._delegated.begin(self._batch)
