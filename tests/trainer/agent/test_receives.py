@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drawn_plans import random_plan
 from torch import Tensor
 
@@ -123,6 +127,28 @@ def test_windows_hold_nobody_up_for_ever() -> None:
     assert receives.ends(schedule, (16,))
 
 
+@pytest.mark.parametrize("limits", [(3, None, 2), (None, 5, 4)])
+def test_under_online_dispatch_in_flight_limits_are_the_window(
+    limits: tuple[int | None, int | None, int | None],
+) -> None:
+    """Memory is reserved for as many messages as can come, not for all of an iteration."""
+    n = 40
+    stages = [
+        StageTimes(forward=1, backward_input=1, backward_weight=1, in_flight_limit=limit)
+        for limit in limits
+    ]
+    problem = Problem(microbatches=n, stages=tuple(stages), links=(Link(), Link()))
+    routes = (Route.DIRECT,) * 2
+    chosen = plan(problem, Policy.ZERO_BUBBLE).to_plan(1, routes, Dispatch.ONLINE)
+    found = receives.windows(chosen)
+    least = [min(limit or n for limit in limits[: link + 1]) for link in range(2)]
+    assert found == tuple(min(n, each + receives.SPARE) for each in least)
+    for stage in (1, 2):
+        for sent in range(n + 1):
+            come, _ = reachable(chosen, stage, sent, n)
+            assert come - sent <= found[stage - 1], "what can come has a receive"
+
+
 # --- the direct route's receiving end -------------------------------------------------------------
 
 
@@ -132,12 +158,17 @@ class Wire:
     def __init__(self) -> None:
         self.posted = 0
         self.came = 0
+        self.woken = 0
+
+    def wake(self) -> None:
+        """The receiver thread has seen a message, and posted what may be posted."""
+        self.woken += 1
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         number = self.posted
         self.posted += 1
 
-        def wait() -> None:
+        def wait(timeout: timedelta | None = None) -> None:
             until(lambda: self.came > number, f"message {number} comes")
 
         return SimpleNamespace(wait=wait, exception=lambda: None)
@@ -151,9 +182,14 @@ def until(what: Callable[[], object], why: str) -> None:
 
 
 def receiving(
-    monkeypatch: pytest.MonkeyPatch, batch: Batch, posted: int | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    batch: Batch,
+    posted: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Wire, DirectIncoming]:
-    monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
+    """``group``: where messages come from; None: the wire."""
+    peer = 0 if group is None else 1
+    monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: peer)
     wire = Wire()
     notes = {
         (0, batch.iteration, m): ArrivedNote(
@@ -162,9 +198,9 @@ def receiving(
         for m in range(batch.microbatches)
     }
     socket: Any = SimpleNamespace(notes=notes, note_of=notes.get)
-    poller: Any = SimpleNamespace(wake=lambda: None)
+    poller: Any = SimpleNamespace(wake=wire.wake)
     incoming = DirectIncoming(
-        group=wire,  # type: ignore[arg-type]
+        group=group or wire,  # type: ignore[arg-type]
         peer=0,
         direction=Direction.FORWARD,
         socket=socket,
@@ -194,15 +230,37 @@ def test_no_more_is_received_early_than_the_plan_has_room_for(
     incoming.close()
 
 
-def test_a_receive_waits_for_what_its_sender_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    after = (0, 0, 1, 3)
-    wire, incoming = receiving(monkeypatch, Batch(1, 0, 4, (META,), receives=Receives(after)))
+def test_on_a_device_a_receive_waits_for_what_its_sender_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = Batch(1, 0, 4, (META,), receives=Receives((0, 0, 1, 3)))
+    wire, incoming = receiving(monkeypatch, batch, posted=4)
     wire.came = 4
     seen: deque[int] = deque([wire.posted])
     for sent in (1, 2, 3):
         incoming.sent(sent)
         seen.append(wire.posted)
     assert list(seen) == [2, 3, 3, 4]
+    incoming.close()
+
+
+def test_on_the_cpu_receives_are_posted_at_once_and_without_a_take_as_long_as_some_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the sender waits for does not matter there. Most are posted by the receiver's thread."""
+    batch = Batch(1, 0, 8, (META,), receives=Receives((7,) * 8, window=4))
+    wire, incoming = receiving(monkeypatch, batch)
+    until(lambda: wire.posted == 4, "as many are posted as there is room for")
+    wire.came = 1
+    until(lambda: wire.woken == 1, "the first message is here")
+    assert incoming.take(0) is not None
+    assert wire.posted == 4, "three are posted, so the next one is left to the thread"
+    wire.came = 2
+    until(lambda: wire.posted == 5, "it posts it at the next arrival")
+    wire.came = 8
+    for m in range(1, 8):
+        until(lambda m=m: incoming.ready_at(m) is not None, f"message {m} is here")
+        assert incoming.take(m) is not None
     incoming.close()
 
 
@@ -213,3 +271,33 @@ def test_a_device_is_given_one_receive_at_a_time(monkeypatch: pytest.MonkeyPatch
         wire.came += 1
     until(lambda: incoming.ready_at(5) is not None, "the last message is here")
     incoming.close()
+
+
+@contextmanager
+def gloo(deadline: float) -> Iterator[list[dist.ProcessGroup]]:
+    """Both ends of a real group, whose operations end after ``deadline`` by themselves."""
+    store = dist.HashStore()
+
+    def made(rank: int) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=deadline))
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(made, range(2)))
+    yield ends
+    ends.clear()
+
+
+def test_a_receive_outlives_the_deadline_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is posted when the iteration begins, and its message may be the last one of the sender."""
+    deadline = 0.5
+    batch = Batch(1, 0, 1, (META,))
+    with gloo(deadline) as (ours, peers), gloo(deadline) as (clock, _):
+        _, incoming = receiving(monkeypatch, batch, group=ours)
+        until(lambda: incoming.held == 1, "the receive is posted")
+        with pytest.raises(RuntimeError, match="Timed out"):
+            clock.recv([torch.zeros(1)], 1, 0).wait()
+        assert incoming.error is None
+        peers.send([torch.full((1,), 7.0)], 0, int(Direction.FORWARD)).wait()
+        until(lambda: incoming.ready_at(0) is not None, "the message is here")
+        assert incoming.take(0) == [torch.full((1,), 7.0)]
+        incoming.close()

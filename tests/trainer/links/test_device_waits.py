@@ -391,8 +391,11 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
     iteration.PLAN_POLL_SECONDS = 0.0
     for module in (rendezvous, parts):
         vars(module)["accelerator_of"] = lambda _: device
-    post, wait = DirectIncoming._post, DirectIncoming._wait
+    make, post, wait = DirectIncoming.__init__, DirectIncoming._post, DirectIncoming._wait
     given: dict[int, SimulatedEvent] = {}
+
+    def made(self: Any, **options: Any) -> None:
+        make(self, **options | {"posted": direct.POSTED_ON_DEVICE})
 
     def posted(self: Any, batch: Batch) -> Any:
         found = post(self, batch)
@@ -412,6 +415,7 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
         return part(moved, context.rank, MeshShape(job.stages)) if first else None
 
     came = False
+    vars(direct)["DirectIncoming"].__init__ = made
     vars(direct)["DirectIncoming"]._post = posted
     DirectIncoming._wait = waited  # type: ignore[method-assign]
     NoControl.newest_plan = newest_plan  # type: ignore[method-assign]

@@ -2,9 +2,9 @@
 
 If a receive is posted while its sender still waits for this stage, it can only complete after later
 work of this stage. On a device such a receive occupies resources, and a call that waits for all
-work of the device, as page-locking memory may, would never return. So a receive is posted when this
-stage has sent everything that the sender needs from it. Before that, the message cannot be sent
-anyway.
+work of the device, as page-locking memory may, would never return. So there a receive is posted
+when this stage has sent everything that the sender needs from it. Before that, the message cannot
+be sent anyway.
 
 A message that arrives before its op uses memory of this stage. So at most the link's slackness and
 a few more messages are received ahead, as many as the delegated route has slots for.
@@ -13,6 +13,7 @@ a few more messages are received ahead, as many as the delegated route has slots
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 
@@ -57,13 +58,17 @@ def windows(plan: Plan) -> tuple[int, ...]:
 
     For a fixed order, the smallest numbers without a deadlock: a send waits while its receiver
     takes no more messages, and two stages must not wait for each other in this way. Under online
-    dispatch every order is possible, and only in-flight limits bound the number of messages.
+    dispatch every order is possible, and the in-flight limits of the stages above bound the number
+    of messages in both directions, so that no send waits.
     """
-    n = plan.schedule.microbatches
-    slack = [max(0, up - down) for up, down in zip(plan.warmup, plan.warmup[1:], strict=False)]
+    n, links = plan.schedule.microbatches, plan.schedule.stage_count - 1
     if plan.dispatch is Dispatch.ONLINE:
-        return (n,) * len(slack)
-    return _least(plan.schedule, plan.turns, tuple(slack))
+        limits = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:links]]
+        slack = tuple(accumulate(limits, min))
+    else:
+        ahead = zip(plan.warmup, plan.warmup[1:], strict=False)
+        slack = tuple(max(0, up - down) for up, down in ahead)
+    return _least(plan.schedule, plan.turns, slack)
 
 
 @lru_cache(maxsize=8)

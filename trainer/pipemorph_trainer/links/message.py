@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -183,11 +183,11 @@ class Batch:
     uncounted: int = 0
     receives: Receives = RECEIVE_ALL
     """For the receiving end."""
+    nbytes: int = field(init=False)
+    """Bytes of one message."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one message."""
-        return sum(meta.nbytes for meta in self.metas)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(meta.nbytes for meta in self.metas))
 
     @property
     def step(self) -> int:

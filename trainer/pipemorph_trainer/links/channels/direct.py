@@ -5,9 +5,10 @@ until the first is done. Frameworks whose sends share a stream behave like this:
 its stage blocks ops that are ready (head-of-line blocking). The bound also applies on gloo, so that
 the effect can be measured there.
 
-A receive is posted when its sender waits for nothing from this stage and there is room for its
-message (:mod:`pipemorph_trainer.agent.receives`). One thread per direction waits for receives in
-order and wakes the executor's poller: a gloo receive completes only while it is waited for.
+A receive is posted when there is room for its message, and on a device when its sender waits for
+nothing from this stage (:mod:`pipemorph_trainer.agent.receives`). One thread per direction posts
+receives, waits for them in order and wakes the executor's poller: a gloo receive completes only
+while it is waited for.
 
 On CUDA the payload is sent by NCCL, with one communicator per direction (a shared one would
 serialise the two directions). The receiver thread has its own stream, since a wait for a message in
@@ -60,6 +61,11 @@ POLL_SECONDS = 0.0002
 POSTED_ON_DEVICE = 1
 """Receives of one direction that are posted on a device: each occupies resources of it until its
 message has arrived."""
+NO_DEADLINE = timedelta(days=365)
+"""Of a receive on the CPU, which may be posted long before its message is sent. The executor has
+the deadlines; if one is over, the receive is aborted."""
+ENOUGH_POSTED = 2
+"""Posted receives with which the receiver thread has until the next arrival to post more."""
 JOIN_SECONDS = 5.0
 
 
@@ -82,7 +88,8 @@ class DirectIncoming:
         posted: int | None = None,
     ) -> None:
         """``accelerator``: of ``device``; None for the CPU. ``posted``: most receives that are
-        posted and not complete; None: as many as the plan allows."""
+        posted and not complete; None, on the CPU: as many as there is room for, whatever their
+        sender waits for."""
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
@@ -99,13 +106,12 @@ class DirectIncoming:
         self._posting = threading.Lock()
         self._next = self._sent = self._taken = 0
         self._under_way = 0
-        self._posted: queue.SimpleQueue[_Posted | RuntimeError | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[_Posted | RuntimeError | _Due | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self.error: str | None = None
         """Why this route has failed; None while it is up."""
         self._came: Position = -1, 0
         self._batch: Batch | None = None
-        self._nbytes = 0
         self._thread: threading.Thread | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -119,12 +125,15 @@ class DirectIncoming:
         with self._posting:
             self._batch = batch
             self._next = self._sent = self._taken = 0
-        self._nbytes = batch.nbytes
-        self._post_due()
+        if self._most_posted is None:
+            self._posted.put(_Due())
+        else:
+            self._post_due()
 
     def sent(self, messages: int) -> None:
         self._sent = messages
-        self._post_due()
+        if self._most_posted is not None:
+            self._post_due()
 
     @property
     def held(self) -> int:
@@ -156,14 +165,15 @@ class DirectIncoming:
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
         note, noted_at = self._socket.notes.pop((self.direction, iteration, microbatch))
         self._taken = microbatch + 1
-        self._post_due()
+        if self._under_way < ENOUGH_POSTED:
+            self._post_due()
         if note.generation != self._batch.generation:
             raise PipelineError(
                 f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
                 f"shape generation {note.generation}; expected {self._batch.generation}"
             )
         record_arrival(
-            self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact,
+            self._recorder, note, self._peer_clock, stamp, self._batch.nbytes, exact=exact,
             # NCCL may take another way than the control socket.
             noted_at=noted_at if self._accelerator is None else None,
         )  # fmt: skip
@@ -229,6 +239,9 @@ class DirectIncoming:
             while (posted := self._posted.get()) is not None:
                 if isinstance(posted, RuntimeError):
                     raise posted
+                if isinstance(posted, _Due):
+                    self._post_due()
+                    continue
                 iteration, microbatch, contents = posted
                 del posted
                 self._arrived[iteration, microbatch] = self._wait(contents)
@@ -260,16 +273,16 @@ class DirectIncoming:
                 self._under_way += 1
 
     def _is_due(self) -> bool:
-        """Whether the next receive may be posted: its sender waits for nothing from this stage,
-        there is room for its message, and not too many receives are posted."""
+        """Whether the next receive may be posted: there is room for its message, and on a device
+        its sender waits for nothing from this stage, and not too many receives are posted."""
         batch = self._batch
         if batch is None or self._next == batch.microbatches:
             return False
         after, window = batch.receives
-        return (
-            (not after or self._sent >= after[self._next])
-            and (window is None or self._next < self._taken + window)
-            and (self._most_posted is None or self._under_way < self._most_posted)
+        if window is not None and self._next >= self._taken + window:
+            return False
+        return self._most_posted is None or (
+            (not after or self._sent >= after[self._next]) and self._under_way < self._most_posted
         )
 
     def _wait(
@@ -278,12 +291,11 @@ class DirectIncoming:
         """Wait for one message. This thread keeps no reference to it, since the stage could
         otherwise not offload its memory."""
         tensors, works = contents.pop()
-        for work in works:
-            work.wait()
-        self._synchronize()
-        for work in works if self._accelerator is not None else ():
-            if not _is_complete(work):
-                raise RuntimeError("a receive was given up")
+        if self._accelerator is None:
+            for work in works:
+                work.wait(NO_DEADLINE)
+        else:
+            self._synchronize(self._accelerator, works)
         stamp = time.time()
         return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
 
@@ -295,10 +307,19 @@ class DirectIncoming:
             ]
         return tensors, works
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, accelerator: Accelerator, works: list[Any]) -> None:
         """Wait for the data itself: with NCCL, ``wait`` only makes the side stream wait."""
-        if self._accelerator is not None and self._side is not None:
-            self._accelerator.record(self._side).synchronize()
+        for work in works:
+            work.wait()
+        if self._side is not None:
+            accelerator.record(self._side).synchronize()
+        for work in works:
+            if not _is_complete(work):
+                raise RuntimeError("a receive was given up")
+
+
+class _Due:
+    """Asks the receiver thread to post what may be posted."""
 
 
 class _Posted(NamedTuple):
@@ -341,7 +362,6 @@ class DirectOutgoing:
         self._device = device
         self._outstanding: deque[_Sent] = deque()
         self._batch: Batch | None = None
-        self._nbytes = 0
 
     def allow(self, deadline: float) -> None:
         """Set the longest time of a send, seconds."""
@@ -349,7 +369,6 @@ class DirectOutgoing:
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._nbytes = sum(meta.nbytes for meta in batch.metas)
 
     def slot_free_at(self) -> float:
         """Only considers faults: a gloo send does not know whether it is complete."""
@@ -365,7 +384,7 @@ class DirectOutgoing:
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = time.time()
-        held = self._hold(DIRECT_QUEUE, self._nbytes, posted)
+        held = self._hold(DIRECT_QUEUE, batch.nbytes, posted)
         present = presence(tensors)
         payload: list[Tensor] = []
         if tensors is None:
