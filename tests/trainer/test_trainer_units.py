@@ -350,6 +350,30 @@ def test_a_bell_wakes_at_a_ring_and_at_a_moment() -> None:
     poller.close()
 
 
+def test_a_wait_for_a_message_ends_with_a_neighbour_and_not_with_its_input() -> None:
+    """Its notes come before their messages, and would wake the executor in vain."""
+    poller = Poller()
+    mine, other = socket.socketpair()
+    poller.watch_socket(mine.fileno())
+    other.send(b"a note")
+    assert poller.wait(10.0), "input is news where one waits for it"
+    began = time.monotonic()
+    assert poller.wait(0.02, hears=False)
+    assert time.monotonic() - began >= 0.02
+    poller.wake()
+    assert not poller.wait(10.0, hears=False), "a message has come; no socket is to be read"
+    # All that a close on another machine shows at first.
+    other.shutdown(socket.SHUT_WR)
+    began = time.monotonic()
+    assert poller.wait(10.0, hears=False)
+    assert time.monotonic() - began < 5.0
+    assert mine.recv(16) == b"a note"
+    poller.forget(mine.fileno())
+    mine.close()
+    other.close()
+    poller.close()
+
+
 def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
     accelerator = Accelerator()
     began, cpu = time.monotonic(), time.thread_time()

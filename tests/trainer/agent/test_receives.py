@@ -30,6 +30,7 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph_trainer.agent import receives
+from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels import direct
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming
@@ -197,7 +198,7 @@ def receiving(
         )
         for m in range(batch.microbatches)
     }
-    socket: Any = SimpleNamespace(notes=notes, note_of=notes.get)
+    socket: Any = SimpleNamespace(notes=notes, note_of=notes.get, lost=None)
     poller: Any = SimpleNamespace(wake=wire.wake)
     incoming = DirectIncoming(
         group=group or wire,  # type: ignore[arg-type]
@@ -301,3 +302,25 @@ def test_a_receive_outlives_the_deadline_of_its_group(monkeypatch: pytest.Monkey
         until(lambda: incoming.ready_at(0) is not None, "the message is here")
         assert incoming.take(0) == [torch.full((1,), 7.0)]
         incoming.close()
+
+
+def test_a_message_that_came_before_its_note_is_looked_at_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The note wakes nobody who has just begun to wait."""
+    wire, incoming = receiving(monkeypatch, Batch(1, 0, 1, (META,)))
+    socket = vars(incoming)["_socket"]
+    late = socket.notes.pop((0, 0, 0))
+    assert incoming.ready_at(0) is None
+    wire.came = 1
+    until(lambda: wire.woken == 1, "the message is here")
+    began = time.time()
+    at = incoming.ready_at(0)
+    assert at is not None and began < at < time.time() + 0.01
+    socket.lost = "its connection closed"
+    with pytest.raises(PipelineError, match="its connection closed"):
+        incoming.ready_at(0)
+    socket.lost, socket.notes[0, 0, 0] = None, late
+    assert incoming.ready_at(0) == 0.0
+    assert incoming.take(0) is not None
+    incoming.close()

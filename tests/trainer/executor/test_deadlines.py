@@ -26,11 +26,12 @@ class Clocks:
         monkeypatch.setattr(mailbox, "monotonic", lambda: self.monotonic)
         self.waits = 0
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, *, hears: bool) -> bool:
         self.waits += 1
         assert self.waits < 1000, "a wait that does not end"
         self.monotonic += seconds
         self.wall += seconds + self._step
+        return True
 
 
 class Coming:

@@ -223,8 +223,9 @@ class Poller:
     def __init__(self, world: World, stage: int) -> None:
         self.world, self.stage = world, stage
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, *, hears: bool) -> bool:
         self.world.sleep(self.stage, self.world.now + seconds, DECIDING)
+        return True
 
 
 def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[Executor]:

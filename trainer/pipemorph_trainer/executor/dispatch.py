@@ -271,11 +271,12 @@ class Executor:
                 self._weight(w)
                 w += 1
             else:
+                hears = deadline is not None
                 if deadline is None:
                     deadline = monotonic() + self._deadline
                     self._waiting.begin(self._either(may_forward, f, may_backward, b))
                 first = min(backward_at, forward_at)
-                self.mail.sleep(first if first < NEVER else None, deadline)
+                self.mail.sleep(first if first < NEVER else None, deadline, hears=hears)
                 continue
             if deadline is not None:
                 self._waiting.end()

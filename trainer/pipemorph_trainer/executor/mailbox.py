@@ -21,6 +21,9 @@ from pipemorph_trainer.links.poller import Poller
 
 LONGEST_NAP = 0.25
 """Seconds after which a waiting stage looks at the agent and its neighbours again."""
+QUIET_SECONDS = 0.002
+"""Begin of a wait for a message in which news on control sockets do not wake the stage: the note of
+a message comes before it, and would wake it once more."""
 
 
 class Mailbox:
@@ -64,10 +67,10 @@ class Mailbox:
         if at is not None and at <= now:
             return None
         self._waiting.begin(self.message(end, word, microbatch))
-        began, deadline = now, monotonic() + self._deadline
+        began, deadline, hears = now, monotonic() + self._deadline, False
         while True:
-            self.sleep(at, deadline)
-            at = self.ready_at(end, word, microbatch)
+            self.sleep(at, deadline, hears=hears)
+            at, hears = self.ready_at(end, word, microbatch), True
             now = time()
             if at is not None and at <= now:
                 break
@@ -90,18 +93,20 @@ class Mailbox:
         why = end.gone() if end.is_lost() else str(error)
         return PeerLostError(f"{self._waiting.describe()}; {why}")
 
-    def sleep(self, at: float | None, deadline: float) -> None:
+    def sleep(self, at: float | None, deadline: float, *, hears: bool = True) -> None:
         """Wait for an event, or until ``at`` (wall clock, as in notes). Raises after ``deadline``
-        (monotonic, so independent of clock corrections), or if a peer is lost."""
+        (monotonic, so independent of clock corrections), or if a peer is lost. Without ``hears``,
+        news on control sockets are no event, and it lasts at most :data:`QUIET_SECONDS`."""
         left = deadline - monotonic()
         if left <= 0:
             raise WaitTimeoutError(
                 f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
             )
-        nap = min(LONGEST_NAP, left)
-        self._poller.wait(min(nap, at - time()) if at is not None else nap)
+        nap = min(LONGEST_NAP if hears else QUIET_SECONDS, left)
+        if self._poller.wait(min(nap, at - time()) if at is not None else nap, hears=hears):
+            for each in self._ends:
+                self._attend(each)
         for each in self._ends:
-            self._attend(each)
             if each.socket.lost is not None:
                 self._check_lost(each, at)
         self._between()

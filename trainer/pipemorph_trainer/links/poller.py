@@ -7,8 +7,8 @@ import ctypes
 import math
 import os
 
-_POLLIN = 0x001
-_libc = ctypes.CDLL(None, use_errno=True)
+_POLLIN, _POLLRDHUP = 0x001, 0x2000
+_ppoll = ctypes.CDLL(None, use_errno=True).ppoll
 
 
 class _PollFd(ctypes.Structure):
@@ -39,7 +39,7 @@ class Poller:
         self._build()
 
     def watch_socket(self, fd: int) -> None:
-        """Watch a socket for input. Its owner reads it after a wait."""
+        """Watch a socket. Its owner reads it after a wait."""
         self._sockets.append(fd)
         self._build()
 
@@ -51,24 +51,36 @@ class Poller:
         self._build()
 
     def _build(self) -> None:
-        fds = [*self._eventfds, *self._sockets]
-        self._poll = (_PollFd * len(fds))(*[_PollFd(fd, _POLLIN, 0) for fd in fds])
+        self._quiet, self._hearing = (
+            (_PollFd * (len(self._eventfds) + len(self._sockets)))(
+                *[_PollFd(fd, _POLLIN, 0) for fd in self._eventfds],
+                *[_PollFd(fd, events, 0) for fd in self._sockets],
+            )
+            for events in (_POLLRDHUP, _POLLIN)
+        )
 
     def wake(self) -> None:
         """Wake the waiting thread. Callable from any thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._fd, 1)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for an event, for ``seconds``, or for a signal."""
+    def wait(self, seconds: float, *, hears: bool = True) -> bool:
+        """Wait for an event, for ``seconds``, or for a signal. ``hears``: input of a socket is an
+        event, and not only its end. Returns whether sockets are to be read: they may have input,
+        or have ended."""
         seconds = max(0.0, seconds)
         whole = math.floor(seconds)
         timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
-        _libc.ppoll(self._poll, len(self._poll), ctypes.byref(timeout), None)
-        for index, fd in enumerate(self._eventfds):
-            if self._poll[index].revents:
+        polled = self._hearing if hears else self._quiet
+        left: int = _ppoll(polled, len(polled), ctypes.byref(timeout), None)
+        if left <= 0:
+            return True
+        for each, fd in zip(polled, self._eventfds, strict=False):
+            if each.revents:
+                left -= 1
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
+        return left > 0
 
     def close(self) -> None:
         self._eventfds.remove(self._fd)

@@ -58,6 +58,8 @@ OUTSTANDING_ON_DEVICE = 8
 """Outstanding sends on a device. Their messages are kept until they are done, so this bounds memory
 and not compute."""
 POLL_SECONDS = 0.0002
+LATE_NOTE_SECONDS = 0.0002
+"""Pause before a note is looked for again whose message has arrived."""
 POSTED_ON_DEVICE = 1
 """Receives of one direction that are posted on a device: each occupies resources of it until its
 message has arrived."""
@@ -151,7 +153,10 @@ class DirectIncoming:
             return None
         arrived = self._socket.note_of((self.direction, iteration, microbatch))
         if arrived is None:
-            return None
+            if self._socket.lost is not None:
+                raise PipelineError(self._socket.lost)
+            # It was sent before the message, so it is about to come.
+            return time.time() + LATE_NOTE_SECONDS
         note = arrived.note
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
