@@ -92,6 +92,7 @@ class Iterations:
     ) -> None:
         self._world, self._coordinate = world, world.coordinate
         self._ends, self._stages, self._plans = links.ends, stages, plans
+        self._cutting = [end.faults for end in links.ends if end.faults.cuts]
         # All stages of a job are of one kind.
         first = next(iter(stages.values()))
         self._microbatches, self._has_module = first.microbatches, first.module is not None
@@ -377,12 +378,13 @@ class Iterations:
     def _end(self, iteration: int, plan: RankPlan, origin: float, loss: float) -> None:
         """Prepare a plan that has waited for this, and report the iteration, its profile and its
         trace."""
-        outcomes, ops = self._turns.outcomes, [op for _, op in self._turns.ran]
+        outcomes, ran = self._turns.outcomes, self._turns.ran
+        ops = [op for _, op in ran]
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
             ops = self._device_times.resolve(ops)
             for stage, outcome in outcomes.items():
-                at = zip(self._turns.ran, ops, strict=True)
+                at = zip(ran, ops, strict=True)
                 outcome.ops = [op for (whose, _), op in at if whose == stage]
                 # Only with one stage per rank, see PlanBook.
                 if outcome.copies:
@@ -452,14 +454,14 @@ class Iterations:
 
     def _between_ops(self) -> None:
         """Called between two ops and during all waits for messages. Cheap, and never blocks."""
-        now = time()
-        for end in self._ends:
+        for faults in self._cutting:
             # Every time, so that a short iteration is not missed.
-            end.faults.cut_due(now)
+            faults.cut_due(time())
         self._turns.between_ops()
-        if monotonic() - self._polled_at < PLAN_POLL_SECONDS:
+        now = monotonic()
+        if now - self._polled_at < PLAN_POLL_SECONDS:
             return
-        self._polled_at = monotonic()
+        self._polled_at = now
         self._loss.between_ops()
         self.rounds.advance()
         self._take_plan(page_lock=False)

@@ -145,7 +145,7 @@ class Turns:
 
     def between_ops(self) -> None:
         """Begin the stages whose token has arrived, without waiting."""
-        while self._early and self._pending and self._tokens[self._pending[0]].arrived():
+        while self._pending and self._early and self._tokens[self._pending[0]].arrived():
             self._begin_next()
 
     def _begin_next(self) -> None:

@@ -160,7 +160,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         iterations = object.__new__(Iterations)
         told: Any = SimpleNamespace(between_ops=lambda: None, advance=lambda: None, prepared=0)
         vars(iterations).update(
-            _ends=[], _turns=told, _reporter=told, _loss=told, rounds=told,
+            _ends=[], _cutting=[], _turns=told, _reporter=told, _loss=told, rounds=told,
             _polled_at=0.0, _training_began=0.0, _warm=True, _postponed=None, _plans=book,
             _agreements={},
             _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, time
 from typing import Any, Protocol
 
@@ -129,6 +130,8 @@ class Executor:
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
+        self._gives_gradients = self._gets_gradients = False
+        """Whether gradients go to the stage above, and come from the stage below."""
         self._iteration = self._microbatches = 0
         self._generations = Generations()
         self._inputs = Inputs()
@@ -137,6 +140,7 @@ class Executor:
         self._outcome = Outcome()
         self._residency = Residency(None)
         self._recomputes = False
+        self._profiled = False
 
     def allow(self, deadline: float) -> None:
         """Set the longest wait for a message under online dispatch, seconds."""
@@ -176,6 +180,7 @@ class Executor:
         self._inputs = inputs
         self._outcome = Outcome()
         self._residency, self._recomputes = Residency(device_limit), recompute
+        self._profiled = profiling()
         self._shapes_known = not start.shapes_to_below
         only_fused = not any(op.kind is OpKind.B for op in ops)
         self._runner.begin_iteration(
@@ -190,9 +195,11 @@ class Executor:
         self._below = None if start.refused else self._down
         if self._above is not None and start.shapes_from_above:
             self._await_shapes(self._above)
+        self._gives_gradients = any(meta.gradient for meta in self.input_metas)
+        self._gets_gradients = any(meta.gradient for meta in self.output_metas)
         bounds = self._from_above
         if self._above is not None:
-            if not self._has_gradients(self._above):
+            if not self._gives_gradients:
                 # The stage above then waits for nothing from this stage.
                 bounds = bounds._replace(after=())
             # First, since it may page-lock memory, while no receive is posted.
@@ -224,15 +231,13 @@ class Executor:
         elif kind is OpKind.W:
             self._weight(microbatch)
         else:
-            self._backward(kind, microbatch)
+            self._backward(kind, microbatch, source)
 
     def _source(self, kind: OpKind) -> LinkEnd | None:
         """The link on which the message of an op arrives; None if it needs none."""
         if kind is OpKind.F:
             return self._above
-        if kind is OpKind.W or self._below is None or not self._has_gradients(self._below):
-            return None
-        return self._below
+        return self._below if kind is not OpKind.W and self._gets_gradients else None
 
     def run_online(self, mine: RankStage) -> None:
         """Run all ops of an iteration that has begun: the next ready op of B, F and W, in this
@@ -261,7 +266,7 @@ class Executor:
             backward_at = self._backward_ready_at(b) if may_backward else NEVER
             forward_at = self._forward_ready_at(f) if may_forward else NEVER
             if backward_at <= now:
-                self._backward(backward, b)
+                self._backward(backward, b, self._source(backward))
                 b += 1
                 w += fused
             elif forward_at <= now:
@@ -274,7 +279,7 @@ class Executor:
                 hears = deadline is not None
                 if deadline is None:
                     deadline = monotonic() + self._deadline
-                    self._waiting.begin(self._either(may_forward, f, may_backward, b))
+                    self._waiting.begin(partial(self._either, may_forward, f, may_backward, b))
                 first = min(backward_at, forward_at)
                 self.mail.sleep(first if first < NEVER else None, deadline, hears=hears)
                 continue
@@ -303,7 +308,7 @@ class Executor:
         return at
 
     def _backward_ready_at(self, microbatch: int) -> float:
-        if self._below is None or not self._has_gradients(self._below):
+        if self._below is None or not self._gets_gradients:
             return 0.0
         found = self.mail.ready_at(self._below, "B", microbatch)
         return NEVER if found is None else found
@@ -346,7 +351,7 @@ class Executor:
             # Before the op starts, so that this wait is not part of its time.
             self._runner.reclaim()
         start = self._start_op()
-        with self._range("F", microbatch):
+        with self._range("F", microbatch) if self._profiled else _NO_RANGE:
             if leaves and self._recomputes:
                 outputs = self._runner.forward(microbatch, args, kwargs, target, recompute=True)
             elif leaves:
@@ -363,9 +368,8 @@ class Executor:
             self._check_outputs(outputs, self._below)
         return outputs
 
-    def _backward(self, kind: OpKind, microbatch: int) -> None:
+    def _backward(self, kind: OpKind, microbatch: int, source: LinkEnd | None) -> None:
         grads: list[Tensor | None] | None = None
-        source = self._source(kind)
         taken = source.incoming.take(microbatch) if source is not None else []
         if taken is None or (microbatch == 0 and not self._may_begin_backward()):
             self._refuse()
@@ -381,7 +385,7 @@ class Executor:
             self._begin_if_last(kind, microbatch)
         start = self._start_op()
         letter = "B" if kind is OpKind.BW else "I"
-        with self._range(letter, microbatch):
+        with self._range(letter, microbatch) if self._profiled else _NO_RANGE:
             if returns and self._recomputes:
                 self._run_again(kind, microbatch)
             elif returns:
@@ -390,7 +394,7 @@ class Executor:
         self._end_op(kind, microbatch, start)
         if kind is OpKind.BW:
             self._end_if_last(microbatch)
-        if self._above is not None and self._has_gradients(self._above):
+        if self._above is not None and self._gives_gradients:
             self._send(kind, microbatch, self._to_send(found))
         self._boundary()
 
@@ -416,7 +420,7 @@ class Executor:
         self._residency.run(OpKind.W, microbatch)
         self._begin_if_last(OpKind.W, microbatch)
         start = self._start_op()
-        with self._range("W", microbatch):
+        with self._range("W", microbatch) if self._profiled else _NO_RANGE:
             self._runner.backward_weight(microbatch)
         self._end_op(OpKind.W, microbatch, start)
         self._end_if_last(microbatch)
@@ -432,9 +436,7 @@ class Executor:
             self._last_op.end_last_op()
 
     def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
-        """A range ``PP:3F7`` for torch.profiler. None without a profiler, since it costs 40 µs."""
-        if not profiling():
-            return _NO_RANGE
+        """A range ``PP:3F7`` for torch.profiler. Not without a profiler, since it costs 40 µs."""
         return profiler.record_function(f"PP:{self._coordinate.stage}{letter}{microbatch}")
 
     def _start_op(self) -> float:
@@ -455,7 +457,7 @@ class Executor:
         """Send the results of an op to the stage that needs them, if any. None: an empty
         message."""
         end = self._below if kind is OpKind.F else self._above
-        if end is None or kind is OpKind.W or (end is self._above and not self._has_gradients(end)):
+        if end is None or kind is OpKind.W or not (kind is OpKind.F or self._gives_gradients):
             return
         self.mail.send(end, microbatch, tensors)
 
@@ -499,10 +501,6 @@ class Executor:
             self._uncounted, receives,
         )  # fmt: skip
 
-    def _has_gradients(self, end: LinkEnd) -> bool:
-        metas = self.input_metas if end is self._up else self.output_metas
-        return any(meta.gradient for meta in metas)
-
     def _begin_downstream(self, end: LinkEnd) -> None:
         generation = self._generations.below
         end.outgoing.begin(self._batch(generation, self.output_metas))
@@ -520,6 +518,7 @@ class Executor:
                     "at most 31 can be sent"
                 )
             self.output_metas, self._structure = metas, structure
+            self._gets_gradients = any(meta.gradient for meta in metas)
             end.socket.send_shapes(Contents(metas, structure.encode()))
             self._reserve(end, gradients_of(metas))
             self._begin_downstream(end)

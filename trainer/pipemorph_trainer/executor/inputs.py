@@ -138,7 +138,7 @@ def of_stage(
         elif not inputs.kwargs:
             raise InputError(f"{coordinate}: step() got no input; stage 0 needs the batch")
     shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
-    if coordinate.first:
+    if coordinate.first and (given.arg_mbs is not None or given.kwarg_mbs is not None):
         _check_alike(inputs, shapes, microbatches)
     if coordinate.last:
         if given.target_mbs is not None:

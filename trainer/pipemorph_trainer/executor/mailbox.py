@@ -7,6 +7,7 @@ link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic, time
 from typing import Any
 
@@ -66,7 +67,7 @@ class Mailbox:
         now = time()
         if at is not None and at <= now:
             return None
-        self._waiting.begin(self.message(end, word, microbatch))
+        self._waiting.begin(partial(self.message, end, word, microbatch))
         began, deadline, hears = now, monotonic() + self._deadline, False
         while True:
             self.sleep(at, deadline, hears=hears)

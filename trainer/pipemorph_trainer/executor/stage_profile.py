@@ -68,13 +68,16 @@ def stage_profile(
     moves = [copy for copy in copies if not copy.again]
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
+    times: dict[OpKind, list[float]] = {kind: [] for kind in OpKind}
+    for kind, microbatch, start, end in ops:
+        took = end - start
+        if copying:
+            took -= copying.get((kind, microbatch), 0.0)
+        times[kind].append(took if took > 0.0 else 0.0)
+
     def mean(*kinds: OpKind) -> float:
-        times = [
-            max(0.0, op.end - op.start - copying.get((op.kind, op.microbatch), 0.0))
-            for op in ops
-            if op.kind in kinds
-        ]
-        return statistics.fmean(times) if times else 0.0
+        found = [took for kind in kinds for took in times[kind]]
+        return statistics.fmean(found) if found else 0.0
 
     backward = mean(OpKind.B, OpKind.BW)
     weight = 0.0 if split == "fused" else mean(OpKind.W)

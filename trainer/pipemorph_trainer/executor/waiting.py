@@ -23,9 +23,11 @@ class Waiting:
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._stack: list[tuple[str, float]] = []
+        self._stack: list[tuple[str | Callable[[], str], float]] = []
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str | Callable[[], str]) -> None:
+        """Begin a wait. ``what``: its description, or what returns it, in any thread: most waits
+        are over before somebody asks."""
         self._stack.append((what, time.monotonic()))
 
     def end(self) -> None:
@@ -41,7 +43,8 @@ class Waiting:
         if not stack:
             return f"{self._who} was not waiting for a message"
         what, since = stack[0]
-        return f"{self._who} waited {time.monotonic() - since:.1f} s for {what}"
+        text = what if isinstance(what, str) else what()
+        return f"{self._who} waited {time.monotonic() - since:.1f} s for {text}"
 
 
 class CollectiveWait:

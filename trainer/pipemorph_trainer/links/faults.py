@@ -115,6 +115,8 @@ class LinkFaults:
         return held
 
     def _hold(self, queue: int, nbytes: int, now: float) -> Held:
+        if not self._faults:
+            return Held(now, 0.0)
         began = self._began
         active = [
             i for i, f in enumerate(self._faults) if _is_active(f, self._iteration, began, now)
@@ -137,6 +139,11 @@ class LinkFaults:
             if count.first_iteration is None:
                 count.first_iteration = self._iteration
         return Held(start, done, delay)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there are cuts to make."""
+        return bool(self._cuts)
 
     def cut_due(self, now: float) -> None:
         """Make the cuts that are due. Called between ops, so that they happen during an

@@ -71,7 +71,7 @@ class LinkConfig:
     deadline: float
     poller: Poller
     op_clock: OpClock
-    begin_wait: Callable[[str], None]
+    begin_wait: Callable[[Callable[[], str]], None]
     end_wait: Callable[[], None]
     faults: FaultTrace = field(default_factory=FaultTrace)
     max_sends: int | None = None
@@ -104,7 +104,7 @@ class LinkConfig:
         send two messages before."""
 
         def on_block(iteration: int, microbatch: int) -> None:
-            self.begin_wait(end.taking(f"iteration {iteration}", microbatch))
+            self.begin_wait(lambda: end.taking(f"iteration {iteration}", microbatch))
 
         return {"on_block": on_block, "on_unblock": self.end_wait}
 

@@ -118,7 +118,7 @@ class Rounds:
         """Offer when the ops of this rank ran, under plan ``version``. Does not wait for the other
         ranks of this iteration, but for those of the last one, which are usually done."""
         self._share(iteration - 1)
-        busy = sum(op.end - op.start for op in ops)
+        busy = sum([end - start for _, _, start, end in ops])
         mine = Summary(version, ops[0].start, ops[-1].end, busy, 1)
         found = self._open[iteration]
         found.loss = loss

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
 
 Key = tuple[int, int, int, int, int]
+CPU = torch.device("cpu")
 GRANT_SECONDS = 10.0
 """Longest wait for larger slots after a change of shapes."""
 
@@ -46,8 +47,8 @@ class DelegatedIncoming:
         self._link, self._direction = link, direction
         self._peer_clock, self._recorder = peer_clock, recorder
         self._batch: Batch | None = None
-        self._nbytes = 0
         self._here: dict[int, list[_engine.Message | None]] = {}
+        self._notes: dict[int, Note] = {}
 
     def reserve(self, messages: int, batch: Batch) -> None:
         """Grant slots for ``messages`` messages in advance. Raises :class:`PipelineError` if the
@@ -61,7 +62,6 @@ class DelegatedIncoming:
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._nbytes = batch.nbytes
 
     def sent(self, messages: int) -> None:
         """Does nothing: granted slots do not depend on the other direction."""
@@ -70,7 +70,10 @@ class DelegatedIncoming:
         batch = self._batch
         assert batch is not None
         parts = self._whole(batch, microbatch)
-        return None if parts is None else self._usable_from(Note.unpack(parts[0].note))
+        if parts is None:
+            return None
+        note = self._notes[microbatch] = Note.unpack(parts[0].note)
+        return self._usable_from(note)
 
     def _whole(self, batch: Batch, microbatch: int) -> list[_engine.Message] | None:
         """The parts of a message; None until all have arrived. Raises :class:`PipelineError` if the
@@ -98,31 +101,28 @@ class DelegatedIncoming:
         batch = self._batch
         assert batch is not None
         tensors: list[Tensor | None] = []
-        note: Note | None = None
         started = arrived = 0.0
-        parts = self._here.pop(microbatch)
+        note, parts = self._notes.pop(microbatch), self._here.pop(microbatch)
         for k, (message, meta) in enumerate(zip(parts, batch.metas, strict=True)):
             assert message is not None
-            if note is None:
-                note = Note.unpack(message.note)
-                started = message.started_at
+            started = started or message.started_at
             arrived = max(arrived, message.arrived_at)
             if not note.present >> k & 1:
                 tensors.append(None)
                 message.release()
                 continue
-            tensor = meta.empty(torch.device("cpu"))
-            if meta.nbytes:
+            tensor = meta.empty(CPU)
+            # The second one takes longer. A message of another size is an error.
+            if message.nbytes or meta.nbytes:
                 message.copy_into(bytes_of(tensor).numpy().data)
             message.release()
             tensors.append(tensor)
-        assert note is not None
         record_arrival(
             self._recorder,
             note,
             self._peer_clock,
             arrived,
-            self._nbytes,
+            batch.nbytes,
             exact=True,
             started_at=started,
         )

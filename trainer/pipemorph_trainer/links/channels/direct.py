@@ -363,14 +363,14 @@ class DirectOutgoing:
         self.direction = direction
         self._socket, self._hold = socket, hold
         self._on_block, self._on_unblock = on_block, on_unblock
-        self._deadline = deadline
         self._device = device
         self._outstanding: deque[_Sent] = deque()
         self._batch: Batch | None = None
+        self.allow(deadline)
 
     def allow(self, deadline: float) -> None:
         """Set the longest time of a send, seconds."""
-        self._deadline = deadline
+        self._deadline, self._timeout = deadline, timedelta(seconds=deadline)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -419,14 +419,13 @@ class DirectOutgoing:
                 self._poll(sent)
             else:
                 for work in sent.works:
-                    work.wait(timedelta(seconds=self._deadline))
+                    work.wait(self._timeout)
         except RuntimeError as error:
             if time.monotonic() - began >= self._deadline:
                 raise WaitTimeoutError(f"the deadline is {self._deadline:g} s") from error
             raise self._failed(error) from error
-        left = sent.not_before - time.time()
-        if left > 0:
-            time.sleep(left)
+        if sent.not_before:
+            time.sleep(max(0.0, sent.not_before - time.time()))
         self._outstanding.popleft()
         self._on_unblock()
 

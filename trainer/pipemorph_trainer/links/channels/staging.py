@@ -342,7 +342,8 @@ class StagedIncoming(DelegatedIncoming):
         return arrival
 
     def take(self, microbatch: int) -> list[Tensor | None] | None:
-        arrival = self._arrivals.pop(microbatch)
+        batch, arrival = self._batch, self._arrivals.pop(microbatch)
+        assert batch is not None
         self._next = microbatch + 1
         if arrival.event is not None:
             accelerator = self._staging.accelerator
@@ -352,7 +353,7 @@ class StagedIncoming(DelegatedIncoming):
                 if tensor is not None:
                     accelerator.keep(tensor, compute)
         record_arrival(
-            self._recorder, arrival.note, self._peer_clock, arrival.arrived_at, self._nbytes,
+            self._recorder, arrival.note, self._peer_clock, arrival.arrived_at, batch.nbytes,
             exact=True, started_at=arrival.started_at,
         )  # fmt: skip
         return None if arrival.note.present == NOTHING else arrival.tensors
