@@ -24,6 +24,7 @@ NAMES = (
     "compiled",
     "engine",
     "engine_idle",
+    "op_cost",
     "torch_peer",
     "torch_slow_link",
     "emulated",

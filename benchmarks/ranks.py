@@ -6,10 +6,19 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 
-def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: float) -> str:
+def run_ranks(
+    file: str,
+    world: int,
+    arguments: list[str],
+    deadline_seconds: float,
+    *,
+    python: Path | None = None,
+) -> str:
     """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; what rank 0 printed.
+    ``python``: the interpreter; None: this one.
 
     Raises RuntimeError if a rank fails (its stderr is passed on) and
     :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
@@ -30,7 +39,7 @@ def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: flo
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, file, "--rank", *arguments],
+            [str(python or sys.executable), file, "--rank", *arguments],
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             text=True,
