@@ -42,6 +42,7 @@ _TOKEN = struct.Struct("<IIIIII")
 _POSITION = struct.Struct("<qI")
 _LEAST_BYTES = NOTE_BYTES + _POSITION.size
 """Frames are padded to this length behind their header, so that one call reads any frequent one."""
+_SHORTEST_FRAME = _HEADER.size + _LEAST_BYTES
 _MOST_UNSAID = 4
 """Messages taken after which the neighbour is told, if no note to it has told it."""
 _HELLO = struct.Struct("<II16s32s")
@@ -202,7 +203,8 @@ class PeerSocket:
         if self.lost:
             return False
         # Its length is known once any part behind the header has come.
-        missing = _frame_bytes(self._buffer) - len(self._buffer)
+        begun = self._buffer
+        missing = _frame_bytes(begun) - len(begun) if begun else _SHORTEST_FRAME
         try:
             data, extra, _, _ = self._sock.recvmsg(missing, _EXTRA)
         except BlockingIOError:
@@ -213,11 +215,13 @@ class PeerSocket:
         if not data:
             self.lost = "it left" if self.goodbye else "its connection closed"
             return False
-        self._buffer += data
-        if len(self._buffer) == _frame_bytes(self._buffer):
-            frame, self._buffer = self._buffer, b""
-            kind, direction, size = _HEADER.unpack_from(frame)
-            self._handle(kind, direction, frame[_HEADER.size : _HEADER.size + size], extra)
+        frame = begun + data if begun else data
+        if len(frame) < _SHORTEST_FRAME or len(frame) < _frame_bytes(frame):
+            self._buffer = frame
+            return True
+        self._buffer = b""
+        kind, direction, size = _HEADER.unpack_from(frame)
+        self._handle(kind, direction, frame[_HEADER.size : _HEADER.size + size], extra)
         return True
 
     def ends_within(self, seconds: float) -> bool:
@@ -272,7 +276,7 @@ class PeerSocket:
 def _frame_bytes(begun: bytes) -> int:
     """Length of a frame of which ``begun`` has come."""
     size = _HEADER.unpack_from(begun)[2] if len(begun) >= _HEADER.size else 0
-    return _HEADER.size + max(size, _LEAST_BYTES)
+    return max(_HEADER.size + size, _SHORTEST_FRAME)
 
 
 def _arrival(extra: list[tuple[int, int, bytes]]) -> float | None:
