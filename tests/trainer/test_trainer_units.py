@@ -171,6 +171,16 @@ def test_the_latency_of_a_window_is_that_of_its_quickest_note() -> None:
     assert sample is not None and sample.latency is None
 
 
+def test_a_message_that_is_held_takes_at_least_as_long_as_it_is_held() -> None:
+    """Its bytes leave while it is held, and may arrive after that."""
+    recorder = LinkRecorder(2, 0, Direction.FORWARD)
+    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 5.03)
+    for arrived_at, expected in ((5.029, 0.03), (5.031, 0.031)):
+        record_arrival(recorder, note, PeerClock(), arrived_at, 10, exact=False, started_at=5.02)
+        sample = recorder.drain()
+        assert sample is not None and sample.wire.min == pytest.approx(expected)
+
+
 def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
     recorder.add(0.001, 0.0, 1, exact=True)

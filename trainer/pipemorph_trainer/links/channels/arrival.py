@@ -45,14 +45,16 @@ def record_arrival(
     usable.
 
     ``started_at``: when the first byte left, if that is after the note's time. The wire time of a
-    message that a fault holds back is exactly the time for which it was held. ``noted_at``: when
-    its note arrived, if that went the same way.
+    message that a fault holds back is exactly the time for which it was held, or longer if it
+    arrived later. ``noted_at``: when its note arrived, if that went the same way.
     """
     start, usable = max(note.started_at, started_at), arrived_at - clock.offset
     if note.present == NOTHING:
         return  # It was sent without its bytes.
+    if note.not_before:
+        start = note.started_at
     if note.not_before >= usable:
-        start, usable, exact = note.started_at, note.not_before, True
+        usable, exact = note.not_before, True
     recorder.arrived(usable, start - note.posted_at)
     latency = None
     if noted_at is not None:
