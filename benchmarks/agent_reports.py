@@ -10,6 +10,7 @@ measured.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Literal
 
 from pipemorph.api.mesh import MeshShape
@@ -31,10 +32,10 @@ PERIOD = ITERATION = REPORT_SECONDS
 """Seconds between two reports of one agent while its ranks train, and of an iteration: each report
 tells of one, and of the op times of all stages."""
 Kind = Literal["first", "quiet", "alarm", "slow"]
-"""first: tells everything; quiet: nothing but an iteration; alarm: that link 0 has turned slow;
+"""first: tells everything; quiet: nothing but an iteration; alarm: that a link has turned slow;
 slow: an iteration while it is."""
-NORMAL, SLOW = 0.002, 0.08
-"""Wire times, seconds."""
+NORMAL, SLOW = 0.002, (0.04, 0.12)
+"""Wire times, seconds. A slow link's is drawn."""
 OP = 0.01
 """Seconds."""
 MESSAGES = 5
@@ -48,10 +49,11 @@ _SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003,
 
 
 class Reports:
-    """Bodies of the reports of jobs of ``stages`` stages."""
+    """Bodies of the reports of a job of ``stages`` stages. ``seed``: of its op times, of which link
+    turns slow, and of how slow."""
 
-    def __init__(self, stages: int) -> None:
-        self._texts = _texts(stages)
+    def __init__(self, stages: int, seed: int = 0) -> None:
+        self._texts = _texts(stages, seed)
 
     def body(self, namespace: str, job: str, sequence: int, observed: int, kind: Kind) -> str:
         """The report number ``sequence`` of a job. ``observed``: plan version in effect."""
@@ -65,9 +67,10 @@ class Reports:
         return text
 
 
-def _texts(stages: int) -> dict[Kind, str]:
+def _texts(stages: int, seed: int) -> dict[Kind, str]:
     """A report of each kind."""
-    draw = random.Random(stages)
+    draw = random.Random(f"{stages} {seed}")
+    slow_link, slow_time = draw.randrange(stages - 1), draw.uniform(*SLOW)
     merger = TelemetryMerger(stages)
     observer = Observer(MeshShape(stages), job=_NAME, namespace=_NAMESPACE, attempt=0)
     now = 1.7e9
@@ -76,8 +79,9 @@ def _texts(stages: int) -> dict[Kind, str]:
     def hear(*, slow: bool = False, finished: bool = False) -> None:
         nonlocal now
         now += WINDOW
+        times = {slow_link: slow_time} if slow else {}
         for rank in range(stages):
-            merger.add(_telemetry(draw, rank, stages, slow, finished))
+            merger.add(_telemetry(draw, rank, stages, times, finished))
         observer.observe(merger.take(), now, refresh=finished)
 
     def send(kind: Kind | None = None) -> LinkHealthReport:
@@ -103,7 +107,7 @@ def _texts(stages: int) -> dict[Kind, str]:
 
 
 def _telemetry(
-    draw: random.Random, rank: int, stages: int, slow: bool, finished: bool
+    draw: random.Random, rank: int, stages: int, slow: Mapping[int, float], finished: bool
 ) -> RankTelemetry:
     """What one rank tells. It receives activations on the link before it, and gradients on
     that after it."""
@@ -149,8 +153,10 @@ def _telemetry(
     )  # fmt: skip
 
 
-def _window(draw: random.Random, link: int, direction: str, slow: bool) -> LinkSample:
-    usual = SLOW if slow and link == 0 else NORMAL
+def _window(
+    draw: random.Random, link: int, direction: str, slow: Mapping[int, float]
+) -> LinkSample:
+    usual = slow.get(link, NORMAL)
     least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
     return LinkSample.model_validate(
         {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 from operator_support import Jobs, manifest, own_installation  # noqa: E402
 from testbed import tools, wait_for  # noqa: E402

@@ -11,19 +11,21 @@ the exit status is 1 if one does not. They are for the default sizes. Sections:
 pods      apply of one job of RANKS ranks until all its pods exist, against a plain Indexed Job of
           the same pods in the same run (goal: at most 1.2 times); the controllers have their
           default settings, 20 requests a second, here alone
-jobs      JOBS jobs of two ranks: API requests of the operator per job, its memory, and the time
-          a restarted operator needs until it has looked at all of them
-capacity  reports of jobs of 2, 8 and 64 stages that one ingest process answers per second, with
-          every connection busy (goal: 2,000 of two stages), by the clock and per second of its own
-          processor time; and how many jobs that is at the rate at which agents report
-reports   jobs of 8 stages, as many as make half of that, report at the agents' rate and hold a
-          long poll; within half a minute link 0 of every job goes slow: time to answer a report,
-          and to the directive at the agent, persisted in status meanwhile, from the first report
-          that shows the slow link and from the one that completes the evidence; the ingest's memory
-storm     the same with jobs of two stages, whose links all go slow in the same moment
+jobs      JOBS jobs of 2, 8 and 64 stages, eight ranks in a pod: API requests of the operator per
+          job, its memory, and the time a restarted operator needs until it has looked at all
+fleet     all these jobs report at their agents' rate and hold a long poll, over TLS. After QUIET
+          seconds a link turns slow in one job a second, ONSETS of them; then in STORM jobs in the
+          same moment. From the report that shows it to the directive at the agent (goals: p50
+          50 ms and p99 250 ms with 2 and 8 stages, p99 1 s with 64; the storm within 10 s), and of
+          that: the wait for a planner, the decision, the write to status, which comes after; what
+          the ingest takes without its planners (goals: one processor, 512 MiB)
+restart   the ingest is killed and started while all of them are connected: until it has answered
+          each again
 
 Reports are made by the agent's code from what ranks tell it, and sent at its rate while a job
-trains: one a second, and one at once when a link turns slow.
+trains: one a second, and one at once when a link turns slow. Of each job whose link does, the op
+times, the link and its delay are drawn, so that no two decisions are the same; it is one that the
+controller answers with a plan.
 """
 
 from __future__ import annotations
@@ -32,21 +34,24 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 import yaml  # noqa: E402
 from agent_reports import PERIOD, Kind, Reports, parsed  # noqa: E402
 from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
+from report_load import BEGAN  # noqa: E402
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
@@ -54,17 +59,22 @@ from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
 
 DEADLINE = 1800.0
-SLOW_AFTER, SPREAD, WATCHED = 5.0, 30.0, 20.0
-"""Seconds before the first link goes slow, over which the links of all jobs do, and after."""
+MIX = {2: 0.4, 8: 0.4, 64: 0.2}
+"""Jobs, by stages."""
+QUIET, ONSETS, STORM, CALM = 20, 60, 100, 20.0
+"""Seconds before the first link turns slow; how many do, one a second; how many at once, two such
+pauses later; seconds until the ingest is killed."""
+RESTART = 60.0
+"""Seconds that are watched after that."""
 MORE_THAN_SENT = 1_000_000
 """A sequence number above those of the load before."""
-CONNECTIONS = {2: 120, 8: 60, 64: 16}
-"""By stages, jobs that keep the ingest busy, each within its limit of 25 reports a second."""
-STEADY_STAGES, STORM_STAGES = 8, 2
-PART_OF_CAPACITY = 0.5
 
-MOST_OF_PLAIN, LEAST_REPORTS = 1.2, 2000.0
-"""Goals: times a plain Indexed Job; reports per second by the clock."""
+MOST_OF_PLAIN = 1.2
+"""Goal: times a plain Indexed Job."""
+MOST_MS = {2: (50.0, 250.0), 8: (50.0, 250.0), 64: (math.inf, 1000.0)}
+"""Goals, by stages: p50 and p99 of alarm to directive, one onset a second."""
+MOST_STORM, MOST_CORES, MOST_MIB = 10.0, 1.0, 512.0
+"""Goals: seconds; processors and memory of the ingest without its planners."""
 
 Result = dict[str, float]
 
@@ -203,13 +213,14 @@ class Processors:
         }
 
 
-def many(installation: Installation, jobs: Jobs, count: int) -> Result:
-    """Jobs that exist: what they cost the operator."""
+def many(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> Result:
+    """Jobs of so many stages that exist: what they cost the operator."""
+    count = len(sizes)
     operator = installation.operator
     before = operator.metric("pipemorph_api_requests_total")
     started = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: create(jobs, job_of(2, f"j{i}")), range(count)))
+        list(pool.map(lambda i: create(jobs, job_of(sizes[i], f"j{i}")), range(count)))
     wait_for(
         f"{count} attempts",
         lambda: operator.metric("pipemorph_operator_jobs_created_total") >= count,
@@ -246,16 +257,21 @@ def many(installation: Installation, jobs: Jobs, count: int) -> Result:
 
 def job_of(stages: int, name: str) -> dict[str, Any]:
     """A job that has not nearly finished: no plan is worth a change for its last iterations."""
-    trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000_000}
-    return manifest(name, stages=stages, trainer=trainer)
+    job = manifest(
+        name,
+        stages=stages,
+        parallelism={"stages": stages, "ranksPerPod": min(stages, 8)},
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000_000},
+    )
+    job["spec"]["schedule"]["microbatches"] = max(12, 2 * stages)
+    return job
 
 
-def sized(jobs: Jobs, stages: int, count: int) -> dict[str, str]:
-    """New jobs of so many stages; a rank's token for each."""
-    names = [f"s{stages}-{i}" for i in range(count)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: create(jobs, job_of(stages, name)), names))
-    return tokens(jobs, names)
+def mixed(count: int) -> list[int]:
+    """Stages of so many jobs, in an order that mixes them."""
+    sizes = [stages for stages, part in MIX.items() for _ in range(round(part * count))]
+    random.Random(count).shuffle(sizes)
+    return sizes
 
 
 def create(jobs: Jobs, job: dict[str, Any]) -> None:
@@ -281,31 +297,42 @@ def tokens(jobs: Jobs, names: Sequence[str]) -> dict[str, str]:
         return dict(pool.map(one, names))
 
 
+@contextlib.contextmanager
 def load(
-    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], **what: float
-) -> dict[str, Any]:
-    """Reports of these jobs, from a process of its own: see report_load.py."""
+    installation: Installation, made: Sequence[dict[str, Any]], **what: float
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Reports of these jobs, from a process of its own: see report_load.py. Entered once all are
+    connected; yields what waits for its figures."""
     asked = {
         "port": installation.port,
         "server_name": f"pm-pipemorph-operator-ingest.{SYSTEM}.svc",
         "ca_file": str(installation.folder / "ca.crt"),
-        "jobs": [
-            {"namespace": jobs.namespace, "name": name, "token": token, "stages": stages}
-            for name, token in made.items()
-        ],
+        "jobs": made,
+        "period": PERIOD,
     } | what
-    ended = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, str(ROOT / "benchmarks/report_load.py")],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE,
-    )
-    if ended.returncode != 0:
-        raise RuntimeError(f"report_load.py: {ended.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(ended.stdout)
-    return figures
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(json.dumps(asked))
+    process.stdin.close()
+    process.stdin = None
+    if (said := process.stderr.readline()).strip() != BEGAN:
+        raise RuntimeError(f"report_load.py: {said}{process.stderr.read()[-2000:]}")
+
+    def figures() -> dict[str, Any]:
+        out, errors = process.communicate(timeout=DEADLINE)
+        if process.returncode != 0:
+            raise RuntimeError(f"report_load.py: {errors[-2000:]}")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    try:
+        yield figures
+    finally:
+        process.kill()
+        process.wait()
 
 
 def milliseconds(name: str, values: Sequence[float]) -> Result:
@@ -336,114 +363,101 @@ class Timed:
         return 1e3 * (seconds - self._before[0]) / max(1.0, self.count())
 
 
-def reports_to_act_on(stages: int, slow_from: int, limit: int = 10) -> int:
-    """How many reports of a slow link, after ``slow_from`` normal ones, a controller needs for
-    its directive: the product's own, given what report_load.py sends, on a clock that stands
-    still while it decides. What comes later than that is the service's doing."""
+def acts(stages: int, seed: int) -> bool:
+    """Whether a controller answers the alarm of such a job with a plan, and nothing before it: the
+    product's own, given what report_load.py sends."""
     controller = JobController(parse_job(yaml.safe_dump(job_of(stages, "j"))).spec)
-    reports = Reports(stages)
-    for at in range(slow_from + limit):
-        kind: Kind = "first" if at == 0 else "quiet"
-        if at >= slow_from:
-            kind = "alarm" if at == slow_from else "slow"
+    reports = Reports(stages, seed)
+    kinds: tuple[Kind, ...] = ("first", *["quiet"] * (QUIET - 1), "alarm")
+    for at, kind in enumerate(kinds):
+        if controller.directive() is not None:
+            return False
         body = reports.body("default", "j", MORE_THAN_SENT + at, 0, kind)
         controller.report(parsed(body), now=at * PERIOD)
         if (asked := controller.replan) is not None:
             controller.settle(asked, propose(asked), now=at * PERIOD)
-        if controller.directive() is not None:
-            if at < slow_from:
-                raise RuntimeError(f"a directive after {at + 1} reports of a link that is well")
-            return at - slow_from + 1
-    raise RuntimeError(f"no directive after {limit} reports of a link that is slow")
+    return controller.directive() is not None
 
 
-def completing_report(stages: int) -> int:
-    """The same, which must not depend on when the link of a job goes slow."""
-    # One more: that which asks for a TokenReview.
-    turns = range(turns_of(SLOW_AFTER), turns_of(SLOW_AFTER + SPREAD))
-    found = {reports_to_act_on(stages, 1 + turn) for turn in turns}
-    if len(found) != 1:
-        raise RuntimeError(f"evidence is complete after {sorted(found)} reports, depending")
-    return found.pop()
+def onsets(sizes: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
+    """Per job, what its agent plays: the seed of its telemetry, and when its link turns slow.
+    Returns as well how many were drawn for that."""
+    found: list[dict[str, Any]] = [{"stages": stages, "seed": 0} for stages in sizes]
+    times = [QUIET + i for i in range(ONSETS)] + [QUIET + ONSETS + CALM] * STORM
+    drawn = 0
+    # More than all that may be drawn before, so that no two jobs have the same.
+    for job, slow_at in zip(found, times, strict=False):
+        seed = drawn = drawn + 1
+        while not acts(job["stages"], seed):
+            seed = drawn = drawn + 1
+        job |= {"seed": seed, "slow_at": slow_at}
+    return found, drawn
 
 
-def turns_of(seconds: float) -> int:
-    """How many reports an agent sends in so many seconds."""
-    return max(1, round(seconds / PERIOD))
-
-
-def steady(
-    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], over: float
-) -> Result:
-    """Every job reports at the agents' rate; within ``over`` seconds link 0 of each goes slow."""
+def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple[Result, Result]:
+    """All jobs report; link after link turns slow, then many at once; then the ingest is killed."""
     ingest = installation.ingest
-    completes = completing_report(stages)
-    busy, load_before = Processors(installation), os.getloadavg()[0]
-    plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
-    writes = ingest.metric("pipemorph_ingest_status_writes_total")
-    found = load(
-        installation, jobs, stages, made, period=PERIOD,
-        turns=turns_of(SLOW_AFTER + over + WATCHED), slow_from=turns_of(SLOW_AFTER),
-        slow_over=round(over / PERIOD), first=MORE_THAN_SENT, completes=completes,
-    )  # fmt: skip
-    count = len(made)
-    if not found["directives"]:
-        raise RuntimeError(f"no directive for any of {count} slow links")
-    return {
-        "jobs": count,
-        "stages": stages,
+    played, drawn = onsets(sizes)
+    names = [f"j{i}" for i in range(len(sizes))]
+    held = tokens(jobs, names)
+    made = [
+        {"namespace": jobs.namespace, "name": name, "token": held[name]} | job
+        for name, job in zip(names, played, strict=True)
+    ]
+    storm_at = QUIET + ONSETS + CALM
+    gone_at = storm_at + CALM
+    with load(
+        installation, made, seconds=gone_at + RESTART, gone_at=gone_at, first=MORE_THAN_SENT
+    ) as figures:
+        began = time.monotonic()
+        busy, load_before = Processors(installation), os.getloadavg()[0]
+        plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
+        waits = Timed(installation, "plan_wait")
+        time.sleep(gone_at + began - time.monotonic())
+        used: Result = {
+            "wait_ms": waits.mean_ms(),
+            "decision_ms": plans.mean_ms(),
+            "decisions": plans.count(),
+            "persist_ms": persists.mean_ms(),
+            "planner_cpu_ms": 1e3 * busy.used("planners") / max(1.0, plans.count()),
+            "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
+            "machine_load_before": load_before,
+            **busy.shares(),
+        }
+        ingest.restart()
+        found = figures()
+    asked = sum("slow_at" in job for job in played)
+    result: Result = {
+        "jobs": len(made),
+        "drawn": drawn,
+        "asked": asked,
         "reports": found["reports"],
         "reports_per_second": found["reports"] / found["wall"],
         **milliseconds("answer", found["answers"]),
-        # Links that were slow for WATCHED seconds and more without a directive.
-        "directives_missing": count - len(found["directives"]) - found["unasked"],
+        "directives_missing": asked - len(found["directives"]) - found["unasked"],
         "directives_unasked": found["unasked"],
-        # From the first report that shows the slow link to the directive at the agent: the wait
-        # for the reports that complete the evidence is part of it.
-        **milliseconds("evidence", found["evidence"]),
-        # From the report that completes it, by what the controller needs: reports_to_act_on().
-        "completing_report": completes,
-        **milliseconds("directive", found["directives"]),
-        # Of which: decisions, the wait for a planner included, and their way into status.
-        "decisions": plans.count(),
-        "decision_ms": plans.mean_ms(),
-        "planner_cpu_ms": 1e3 * busy.used("planners") / max(1.0, plans.count()),
-        "persist_ms": persists.mean_ms(),
-        "status_writes": ingest.metric("pipemorph_ingest_status_writes_total") - writes,
-        "ingest_cpu_us_per_report": 1e6 * busy.used("ingest") / found["reports"],
+        "ingest_cpu_us_per_report": 1e6 * used["ingest_cores"] * found["wall"] / found["reports"],
         "load_generator_cpu_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
         "load_generator_late_ms": 1e3 * found["late"],
         "load_generator_cores": found["own_cpu"] / found["wall"],
-        **busy.shares(),
-        "machine_load_before": load_before,
+        **used,
+    }
+    for stages in MIX:
+        took = [t for s, at, t in found["directives"] if s == stages and at < storm_at]
+        result |= milliseconds(f"onset_{stages}", took or [math.inf])
+        result[f"onsets_{stages}"] = len(took)
+    storm = [took for _, at, took in found["directives"] if at >= storm_at]
+    result |= milliseconds("storm", storm or [math.inf])
+    result["storm_last_seconds"] = max(storm) if len(storm) == STORM else math.inf
+    back = found["back"]
+    restart: Result = {
+        "jobs": len(back),
+        "missing": len(made) - len(back),
+        "p50_seconds": quantile(back, 0.5) if back else math.inf,
+        "last_seconds": max(back) if len(back) == len(made) else math.inf,
         "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
-        "reconnects": found["reconnects"],
     }
-
-
-def full(
-    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], seconds: float
-) -> Result:
-    """All connections busy, each within its job's limit."""
-    busy, load_before = Processors(installation), os.getloadavg()[0]
-    found = load(installation, jobs, stages, made, seconds=seconds)
-    used = busy.used("ingest")
-    return {
-        "connections": len(made),
-        "stages": stages,
-        "jobs_at_agents_rate": found["reports"] / found["wall"] * PERIOD,
-        # As measured here, beside whatever else this machine's processors have to do …
-        "reports_per_second_wall": found["reports"] / found["wall"],
-        **milliseconds("answer", found["answers"]),
-        # … and per second of processor time of the ingest alone, handshakes included.
-        "reports_per_cpu_second": found["reports"] / used,
-        "ingest_cpu_us_per_report": 1e6 * used / found["reports"],
-        "load_generator_cpu_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
-        "load_generator_cores": found["own_cpu"] / found["wall"],
-        **busy.shares(),
-        "machine_load_before": load_before,
-        "processors": os.cpu_count() or 0,
-    }
+    return result, restart
 
 
 def run(options: argparse.Namespace) -> dict[str, Result]:
@@ -460,129 +474,135 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         installation.operator.restart()
         with cluster.namespace("bench") as namespace:
             jobs = Jobs(installation, namespace)
-            section("jobs", many(installation, jobs, options.jobs))
-            made = {stages: sized(jobs, stages, n) for stages, n in CONNECTIONS.items()}
-            for stages, some in made.items():
-                section(f"capacity {stages}", full(installation, jobs, stages, some, 15.0))
-            for name, stages, over in (
-                ("reports", STEADY_STAGES, SPREAD),
-                ("storm", STORM_STAGES, 0.0),
+            sizes = mixed(options.jobs)
+            section("jobs", many(installation, jobs, sizes))
+            for name, result in zip(
+                ("fleet", "restart"), fleet(installation, jobs, sizes), strict=True
             ):
-                most = PART_OF_CAPACITY * out[f"capacity {stages}"]["jobs_at_agents_rate"]
-                some = dict(list(made[stages].items())[: max(1, int(most))])
-                section(name, steady(installation, jobs, stages, some, over))
+                section(name, result)
     return out
 
 
 def table(found: dict[str, Result]) -> str:
     """What docs/benchmarks.md quotes, with what it was measured beside."""
-    pods, jobs = found["pods"], found["jobs"]
-
-    def shares(section: Result) -> str:
-        return ", ".join(
-            f"{name.replace('_', ' ')} {section[f'{name}_cores']:.2f}"
-            for name in (
-                "ingest", "planners", "load_generator", "api_server", "etcd", "operator",
-                "controllers", "idle",
-            )
-        )  # fmt: skip
-
-    def cost(section: Result) -> str:
-        return (
-            f"{section['ingest_cpu_us_per_report']:.0f} µs"
-            f" ({section['load_generator_cpu_us_per_report']:.0f} µs)"
+    pods, jobs, fleet, restart = (found[n] for n in ("pods", "jobs", "fleet", "restart"))
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {fleet[f'{name}_cores']:.2f}"
+        for name in (
+            "ingest", "planners", "load_generator", "api_server", "etcd", "operator",
+            "controllers", "idle",
         )
-
+    )  # fmt: skip
     rows = [
         (
             f"apply to all {pods['ranks']:.0f} pods of one job; a plain Indexed Job of the same",
             f"{pods['seconds']:.1f} s; {pods['plain_seconds']:.1f} s, {pods['ratio']:.2f}×",
         ),
         (
-            f"API requests per job, {jobs['jobs']:.0f} jobs",
+            f"API requests per job, {jobs['jobs']:.0f} jobs of {sizes_text()} stages",
             f"{jobs['requests_per_job']:.1f}",
         ),
         ("operator's memory then", f"{jobs['memory_mib']:.0f} MiB"),
         ("restarted operator: until each was looked at", f"{jobs['restart_seconds']:.1f} s"),
+        (
+            "one ingest, all of them connected: reports per second; answered within, p50 / p99",
+            f"{fleet['reports_per_second']:.0f};"
+            f" {fleet['answer_p50_ms']:.1f} / {fleet['answer_p99_ms']:.0f} ms",
+        ),
+        (
+            "… its processor time per report (of the load generator)",
+            f"{fleet['ingest_cpu_us_per_report']:.0f} µs"
+            f" ({fleet['load_generator_cpu_us_per_report']:.0f} µs)",
+        ),
+        ("… its memory", f"{fleet['memory_mib']:.0f} MiB"),
+        ("… processors busy", shares),
+        *(
+            (
+                f"a link turns slow in a job a second; of {stages} stages"
+                f" ({fleet[f'onsets_{stages}']:.0f}): alarm to directive, p50 / p99",
+                f"{fleet[f'onset_{stages}_p50_ms']:.0f} / {fleet[f'onset_{stages}_p99_ms']:.0f} ms",
+            )
+            for stages in MIX
+        ),
+        (
+            f"in {STORM} jobs at once: p50, and the last directive",
+            f"{fleet['storm_p50_ms'] / 1e3:.1f} s, {fleet['storm_last_seconds']:.1f} s",
+        ),
+        (
+            "… on average: wait for a planner, decision, and, after it is served, write to status",
+            f"{fleet['wait_ms']:.0f}, {fleet['decision_ms']:.0f}, {fleet['persist_ms']:.0f} ms",
+        ),
+        (
+            "… processor time of a decision, and how many there were",
+            f"{fleet['planner_cpu_ms']:.0f} ms, {fleet['decisions']:.0f}",
+        ),
+        ("… latest report of the load generator", f"{fleet['load_generator_late_ms']:.0f} ms"),
+        (
+            "ingest killed and started: half, and all of them are answered again",
+            f"{restart['p50_seconds']:.1f} s, {restart['last_seconds']:.1f} s",
+        ),
     ]
-    for full in (found[f"capacity {stages}"] for stages in CONNECTIONS):
-        rows += [
-            (
-                f"one ingest, {full['connections']:.0f} jobs of {full['stages']:.0f} stages busy",
-                f"{full['reports_per_second_wall']:.0f} reports/s,"
-                f" {full['reports_per_cpu_second']:.0f} per second of its processor",
-            ),
-            (
-                f"… which is so many jobs at the agents' rate, {1 / PERIOD:.0f} report/s each",
-                f"{full['jobs_at_agents_rate']:.0f}",
-            ),
-            ("… processor time per report (of the load generator)", cost(full)),
-            ("… processors busy", shares(full)),
-        ]
-    for name, when in (("reports", f"within {SPREAD:g} s"), ("storm", "at once")):
-        steady = found[name]
-        rows += [
-            (
-                f"{steady['jobs']:.0f} jobs of {steady['stages']:.0f} stages at the agents' rate:"
-                " report answered, p50 / p99",
-                f"{steady['answer_p50_ms']:.1f} / {steady['answer_p99_ms']:.0f} ms",
-            ),
-            (
-                f"… link 0 of each goes slow {when}: first report that shows it to the directive,"
-                " p50 / p99",
-                f"{steady['evidence_p50_ms']:.0f} / {steady['evidence_p99_ms']:.0f} ms",
-            ),
-            (
-                "… the report that completes the evidence"
-                f" (number {steady['completing_report']:.0f}) to the directive, p50 / p99",
-                f"{steady['directive_p50_ms']:.0f} / {steady['directive_p99_ms']:.0f} ms",
-            ),
-            (
-                "… of which on average: decision; and, meanwhile, persisted in status",
-                f"{steady['decision_ms']:.0f} ms, {steady['persist_ms']:.0f} ms",
-            ),
-            (
-                "… processor time of a decision, and how many there were",
-                f"{steady['planner_cpu_ms']:.1f} ms, {steady['decisions']:.0f}",
-            ),
-            ("… slow links without a directive", f"{steady['directives_missing']:.0f}"),
-            ("… processor time per report (of the load generator)", cost(steady)),
-            ("… latest report of the load generator", f"{steady['load_generator_late_ms']:.0f} ms"),
-            ("… processors busy", shares(steady)),
-            ("… ingest's memory", f"{steady['memory_mib']:.0f} MiB"),
-        ]
     lines = ["| operator and ingest at scale | |", "|---|---:|"]
     lines += [f"| {what} | {figure} |" for what, figure in rows]
-    first, last = found["capacity 2"], found["storm"]
     lines += [
         "",
-        f"{first['processors']:.0f} processors, which everything shares, the load generator and the"
-        " control plane included; load average before the first of the reports and before the last"
-        f" {first['machine_load_before']:.1f} and {last['machine_load_before']:.1f}. No kubelets.",
+        f"{os.cpu_count() or 0} processors, which everything shares, the load generator and the"
+        " control plane included; load average before the first report"
+        f" {fleet['machine_load_before']:.1f}. No kubelets. {fleet['drawn']:.0f} slow links were"
+        f" drawn, of which {fleet['asked']:.0f} ask for another plan at once.",
     ]
     return "\n".join(lines)
 
 
+def sizes_text() -> str:
+    *some, last = MIX
+    return f"{', '.join(map(str, some))} and {last}"
+
+
 def goals(found: dict[str, Result]) -> list[tuple[str, bool]]:
     """What is promised with what was measured, and whether it holds."""
-    pods, full = found["pods"], found["capacity 2"]
-    slow = [found["reports"], found["storm"]]
-    links = sum(each["jobs"] for each in slow)
-    missing = sum(each["directives_missing"] for each in slow)
-    unasked = sum(each["directives_unasked"] for each in slow)
-    return [
+    pods, fleet, restart = found["pods"], found["fleet"], found["restart"]
+    kept = [
         (
             f"apply to all {pods['ranks']:.0f} pods ≤ {MOST_OF_PLAIN} × a plain Indexed Job:"
             f" {pods['ratio']:.2f}",
             pods["ratio"] <= MOST_OF_PLAIN,
         ),
+    ]
+    for stages, most in MOST_MS.items():
+        for quantile_, limit in zip(("p50", "p99"), most, strict=True):
+            value = fleet[f"onset_{stages}_{quantile_}_ms"]
+            if limit < math.inf:
+                kept.append(
+                    (
+                        f"alarm to directive, {stages} stages, {quantile_} ≤ {limit:.0f} ms:"
+                        f" {value:.0f}",
+                        value <= limit,
+                    )
+                )
+    missing, unasked = fleet["directives_missing"], fleet["directives_unasked"]
+    return [
+        *kept,
         (
-            f"one ingest ≥ {LEAST_REPORTS:.0f} reports/s of two stages:"
-            f" {full['reports_per_second_wall']:.0f} over {full['connections']:.0f} connections",
-            full["reports_per_second_wall"] >= LEAST_REPORTS,
+            f"{STORM} jobs at once, the last directive ≤ {MOST_STORM:.0f} s:"
+            f" {fleet['storm_last_seconds']:.1f}",
+            fleet["storm_last_seconds"] <= MOST_STORM,
         ),
-        (f"slow links of {links:.0f} without a directive = 0: {missing:.0f}", not missing),
-        (f"directives before there was evidence = 0: {unasked:.0f}", not unasked),
+        (
+            f"ingest without its planners ≤ {MOST_CORES:g} processor: {fleet['ingest_cores']:.2f}",
+            fleet["ingest_cores"] <= MOST_CORES,
+        ),
+        (
+            f"its memory ≤ {MOST_MIB:.0f} MiB: {fleet['memory_mib']:.0f}",
+            fleet["memory_mib"] <= MOST_MIB,
+        ),
+        (f"slow links of {fleet['asked']:.0f} without a directive = 0: {missing:.0f}", not missing),
+        (f"directives before an alarm = 0: {unasked:.0f}", not unasked),
+        (
+            f"jobs that are not answered within {RESTART:.0f} s of a restart = 0:"
+            f" {restart['missing']:.0f}",
+            not restart["missing"],
+        ),
     ]
 
 

@@ -9,12 +9,14 @@ the processor is left to what is measured.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
+import math
+import random
 import ssl
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -23,44 +25,45 @@ from agent_reports import Kind, Reports
 
 OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
+BEGAN = "began"
+"""What it says on standard error once everybody is connected: its time begins."""
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
+"""Seconds until an agent tries again: the first time, and at most."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job's seat: what it needs to speak for itself."""
+    """One job's seat: what it needs to speak for itself. ``seed``: see
+    :class:`~agent_reports.Reports`; ``slow_at``: seconds after which its link turns slow."""
 
     namespace: str
     name: str
     token: str
     stages: int = 2
+    seed: int = 0
+    slow_at: float | None = None
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to do. ``slow_from``, ``slow_over``: turns from which on, and over which, link 0 of
-    job after job goes slow, all at once if that is 0; with ``period`` 0 every connection is kept
-    busy for ``seconds``, up to ``rate`` reports a second of each."""
+    """What to do: all jobs report once per ``period`` for so many ``seconds``. ``gone_at``: seconds
+    after which the ingest may be away; before that an agent that is not answered ends it all."""
 
     port: int
     server_name: str
     ca_file: str
     jobs: list[dict[str, Any]]
-    period: float = 0.0
-    turns: int = 0
-    slow_from: int = 0
-    slow_over: int = 0
-    completes: int = 1
-    """Which report of a slow link, counted from 1, is the one that a controller can act on."""
-    seconds: float = 0.0
-    rate: float = 20.0
+    period: float
+    seconds: float
+    gone_at: float = math.inf
     first: int = 1
     """Sequence number of a job's first report."""
 
 
 @cache
-def reports_of(stages: int) -> Reports:
-    """Of all jobs of so many stages."""
-    return Reports(stages)
+def reports_of(stages: int, seed: int) -> Reports:
+    """Of all such jobs."""
+    return Reports(stages, seed)
 
 
 class Line(asyncio.Protocol):
@@ -102,20 +105,25 @@ class Line(asyncio.Protocol):
         return await self._answer
 
 
+class Refused(Exception):
+    """The ingest answered with an error."""
+
+
 class Reporter:
     """Rank 0's agent of one job: one connection for reports, one for the long poll."""
 
     def __init__(self, load: Load, trust: ssl.SSLContext, job: Job) -> None:
         self._load, self._trust, self._job = load, trust, job
-        reports_of(job.stages)  # Made before anything is timed.
+        reports_of(job.stages, job.seed)  # Made before anything is timed.
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
         self._sequence = load.first - 1
-        self._slow = 0
-        """Reports since link 0 has turned slow."""
+        self._memory = b""
+        self._told = False
+        """Whether the ingest has been told everything."""
+        self.stages, self.slow_at = job.stages, job.slow_at
         self.observed = 0
-        self.slow_sent: list[float] = []
-        """When each report of the slow link was sent, until the directive was there."""
+        self.alarm_sent: float | None = None
 
     async def line(self) -> Line:
         _, line = await asyncio.get_running_loop().create_connection(
@@ -124,17 +132,11 @@ class Reporter:
         )  # fmt: skip
         return line
 
-    def request(self, slow: bool) -> bytes:
+    def request(self, kind: Kind) -> bytes:
         """The next report."""
         self._sequence += 1
-        self._slow += slow
-        kind: Kind = "quiet"
-        if slow:
-            kind = "alarm" if self._slow == 1 else "slow"
-        elif self._sequence == self._load.first:
-            kind = "first"
         job = self._job
-        body = reports_of(job.stages).body(
+        body = reports_of(job.stages, job.seed).body(
             job.namespace, job.name, self._sequence, self.observed, kind
         )
         return (
@@ -144,12 +146,20 @@ class Reporter:
 
     async def send(self, line: Line, *, slow: bool = False) -> float:
         """Seconds to the answer."""
-        request = self.request(slow)
+        kind: Kind = "first" if not self._told else "slow" if slow else "quiet"
+        if slow and self.alarm_sent is None and self._told:
+            kind = "alarm"
+        request = self.request(kind)
         started = time.monotonic()
-        if slow and not self.observed:
-            self.slow_sent.append(started)
-        self.take(*await line.ask(request))
-        return time.monotonic() - started
+        if kind == "alarm":
+            self.alarm_sent = started
+        body = await line.ask(request)
+        took = time.monotonic() - started
+        memory = _memory_of(self.take(*body))
+        # An ingest that has another one remembers nothing: it is told everything again.
+        self._told = kind == "first" or memory == self._memory
+        self._memory = memory
+        return took
 
     async def poll(self, line: Line) -> None:
         """Wait for a directive, as long as a poll may."""
@@ -160,11 +170,17 @@ class Reporter:
             )
         )
 
-    def take(self, status: int, body: bytes) -> None:
+    def take(self, status: int, body: bytes) -> bytes:
         if status != 200:
-            raise RuntimeError(f"{self._job.name} was answered {status}: {body!r}")
+            raise Refused(f"{self._job.name} was answered {status}: {body!r}")
         if b'"plan_version"' in body:
             self.observed = max(self.observed, json.loads(body)["directive"]["plan_version"])
+        return body
+
+
+def _memory_of(body: bytes) -> bytes:
+    """What an answer names the memory of the ingest; empty if it does not."""
+    return body.partition(b'"memory":"')[2].partition(b'"')[0]
 
 
 class _Gate:
@@ -184,107 +200,117 @@ class _Gate:
 
 @dataclass
 class Figures:
-    """What was seen. Seconds. ``directives``: from when the report that completes the evidence
-    was sent (:attr:`Load.completes`) to the directive at the agent, however many more reports
-    were sent meanwhile; ``evidence``: the same from the first report of the slow link. A report
-    that was lost counts as sent, so that both are too long then. ``wall``, ``own_cpu``: since
-    all connections are open; what this process takes of a processor."""
+    """What was seen. Seconds. ``directives``: stages, when the link turned slow, and from when the
+    alarm was sent to the directive at the agent. ``late``: most seconds that a report left after it
+    was due: above some ms, this process is the bound. ``back``: from ``gone_at`` until a report was
+    answered again, per job. ``wall``, ``own_cpu``: since all connections are open until the ingest
+    may be away; what this process takes of a processor."""
 
     reports: int = 0
     wall: float = 0.0
     own_cpu: float = 0.0
     late: float = 0.0
-    """Most seconds a report left after it was due: above some ms, this process is the bound."""
     reconnects: int = 0
     answers: list[float] = field(default_factory=list)
-    directives: list[float] = field(default_factory=list)
-    evidence: list[float] = field(default_factory=list)
+    directives: list[tuple[int, float, float]] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
     unasked: int = 0
-    """Directives that came before the evidence was complete."""
+    """Directives that came before the alarm."""
 
 
-async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
-    """Every job reports once per period and holds a long poll; link after link goes slow."""
-    everybody = _Gate(len(reporters))
+class Fleet:
+    """All jobs, which report and hold a long poll each."""
 
-    opening = asyncio.Semaphore(OPENED_AT_A_TIME)
-    began: list[tuple[float, float]] = []
+    def __init__(self, load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
+        self._load, self._reporters, self._out = load, reporters, out
+        self._everybody = _Gate(len(reporters))
+        self._opening = asyncio.Semaphore(OPENED_AT_A_TIME)
+        self._began = 0.0
+        self._cpu = 0.0
 
-    async def one(number: int, reporter: Reporter) -> None:
-        async def wait_for_directive(polled: Line) -> None:
-            while not reporter.observed:
-                try:
-                    await reporter.poll(polled)
-                except ConnectionError:
-                    out.reconnects += 1
-                    polled = await reporter.line()
-            now = time.monotonic()
-            if len(reporter.slow_sent) < load.completes:
-                out.unasked += 1
-                return
-            out.directives.append(now - reporter.slow_sent[load.completes - 1])
-            out.evidence.append(now - reporter.slow_sent[0])
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, reporter in enumerate(self._reporters):
+                tasks.create_task(self._one(number, reporter))
 
-        async with opening:
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    async def _one(self, number: int, reporter: Reporter) -> None:
+        async with self._opening:
             line = await reporter.line()
             await reporter.send(line)  # Asks for a TokenReview.
-            waiting = asyncio.create_task(wait_for_directive(await reporter.line()))
-        everybody.release()
-        await everybody.wait()
-        if not began:
-            began.append((time.monotonic(), time.process_time()))
-        start = time.monotonic() + load.period * number / len(reporters)
-        slow_from = load.slow_from + number * load.slow_over // len(reporters)
-        for turn in range(load.turns):
-            due = start + turn * load.period
-            await asyncio.sleep(due - time.monotonic())
-            out.late = max(out.late, time.monotonic() - due)
+            waiting = asyncio.create_task(self._wait_for_directive(reporter))
+        self._everybody.release()
+        await self._everybody.wait()
+        if not self._began:
+            self._began, self._cpu = time.monotonic(), time.process_time()
+            print(BEGAN, file=sys.stderr, flush=True)
+        due = self._load.period * number / len(self._reporters)
+        backoff, back = 0.0, False
+        while due < self._load.seconds:
+            await asyncio.sleep(due - self._now())
+            now = self._now()
+            if now < self._load.gone_at:
+                self._out.late = max(self._out.late, now - due)
+                self._out.wall = now
+                self._out.own_cpu = time.process_time() - self._cpu
+            slow = reporter.slow_at is not None and now >= reporter.slow_at
             try:
-                took = await reporter.send(line, slow=turn >= slow_from)
-            except ConnectionError:
-                # As an agent would: this report is lost, the next one has its line.
-                out.reconnects += 1
-                line = await reporter.line()
+                took = await reporter.send(line, slow=slow)
+            except (OSError, Refused):
+                if now < self._load.gone_at:
+                    raise
+                backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
+                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                with contextlib.suppress(OSError):
+                    async with self._opening:
+                        line = await reporter.line()
+                    self._out.reconnects += 1
+                due = self._now()
                 continue
-            out.reports += 1
-            out.answers.append(took)
+            backoff = 0.0
+            if now < self._load.gone_at:
+                self._out.reports += 1
+                self._out.answers.append(took)
+            elif not back:
+                back = True
+                self._out.back.append(self._now() - self._load.gone_at)
+            due = self._next(due, reporter)
         waiting.cancel()
         for error in await asyncio.gather(waiting, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
 
-    await _all(one(i, reporter) for i, reporter in enumerate(reporters))
-    wall, cpu = began[0]
-    out.wall, out.own_cpu = time.monotonic() - wall, time.process_time() - cpu
+    def _next(self, due: float, reporter: Reporter) -> float:
+        """When the next report is due: an alarm at once, and one after each period."""
+        due, turns_slow = due + self._load.period, reporter.slow_at
+        if turns_slow is not None and reporter.alarm_sent is None:
+            return min(due, max(turns_slow, self._now()))
+        return due
 
-
-async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
-    """All connections busy, each within its job's limit."""
-    lines = []
-    for reporter in reporters:
-        lines.append(await reporter.line())
-        await reporter.send(lines[-1])
-    out.own_cpu = -time.process_time()
-    started = time.monotonic()
-    stop = started + load.seconds
-
-    async def one(reporter: Reporter, line: Line) -> None:
-        due = time.monotonic()
-        while due < stop:
-            out.answers.append(await reporter.send(line))
-            out.reports += 1
-            due = max(due + 1 / load.rate, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-
-    await _all(one(r, line) for r, line in zip(reporters, lines, strict=True))
-    out.wall = time.monotonic() - started
-    out.own_cpu += time.process_time()
-
-
-async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for each in work:
-            tasks.create_task(each)
+    async def _wait_for_directive(self, reporter: Reporter) -> None:
+        polled, backoff, seen = await reporter.line(), FIRST_BACKOFF, False
+        while True:
+            try:
+                await reporter.poll(polled)
+                backoff = FIRST_BACKOFF
+            except (OSError, Refused):
+                if self._now() < self._load.gone_at:
+                    raise
+                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                backoff = min(2 * backoff, LAST_BACKOFF)
+                with contextlib.suppress(OSError):
+                    async with self._opening:
+                        polled = await reporter.line()
+            if not reporter.observed or seen:
+                continue
+            seen = True
+            if reporter.alarm_sent is None or reporter.slow_at is None:
+                self._out.unasked += 1
+                continue
+            took = time.monotonic() - reporter.alarm_sent
+            self._out.directives.append((reporter.stages, reporter.slow_at, took))
 
 
 def main() -> None:
@@ -293,8 +319,8 @@ def main() -> None:
     trust = ssl.create_default_context(cafile=load.ca_file)
     reporters = [Reporter(load, trust, Job(**job)) for job in load.jobs]
     out = Figures()
-    asyncio.run((steady if load.period else full)(load, reporters, out))
-    json.dump(asdict(out) | {"pid": os.getpid()}, sys.stdout)
+    asyncio.run(Fleet(load, reporters, out).run())
+    json.dump(asdict(out), sys.stdout)
 
 
 if __name__ == "__main__":
