@@ -143,3 +143,12 @@ def test_no_two_files_of_fixtures_have_one_of_the_same_name() -> None:
                 homes.setdefault(node.name, []).append(path.name)
     assert len(files) > 1 and homes
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_no_two_modules_of_tests_have_the_same_name() -> None:
+    """pytest imports them by name: together such two could not be run."""
+    homes: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        homes.setdefault(path.stem, []).append(str(path.parent.relative_to(ROOT)))
+    assert len(homes) > 1
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
