@@ -64,8 +64,9 @@ MIX = {2: 0.4, 8: 0.4, 64: 0.2}
 QUIET, ONSETS, STORM, CALM = 20, 60, 100, 20.0
 """Seconds before the first link turns slow; how many do, one a second; how many at once, two such
 pauses later; seconds until the ingest is killed."""
-RESTART = 60.0
-"""Seconds that are watched after that."""
+LET_BE, RESTART = 1.0, 60.0
+"""Seconds in which agents that are not answered are let be before it is, so that no clock need be
+exact; and those that are watched after that."""
 MORE_THAN_SENT = 1_000_000
 """A sequence number above those of the load before."""
 
@@ -413,7 +414,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         busy, load_before = Processors(installation), os.getloadavg()[0]
         plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
         waits = Timed(installation, "plan_wait")
-        time.sleep(gone_at + began - time.monotonic())
+        time.sleep(gone_at + LET_BE + began - time.monotonic())
         used: Result = {
             "wait_ms": waits.mean_ms(),
             "decision_ms": plans.mean_ms(),
@@ -449,7 +450,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
     storm = [took for _, at, took in found["directives"] if at >= storm_at]
     result |= milliseconds("storm", storm or [math.inf])
     result["storm_last_seconds"] = max(storm) if len(storm) == STORM else math.inf
-    back = found["back"]
+    back = [seconds - LET_BE for seconds in found["back"]]
     restart: Result = {
         "jobs": len(back),
         "missing": len(made) - len(back),

@@ -203,8 +203,8 @@ class Figures:
     """What was seen. Seconds. ``directives``: stages, when the link turned slow, and from when the
     alarm was sent to the directive at the agent. ``late``: most seconds that a report left after it
     was due: above some ms, this process is the bound. ``back``: from ``gone_at`` until a report was
-    answered again, per job. ``wall``, ``own_cpu``: since all connections are open until the ingest
-    may be away; what this process takes of a processor."""
+    answered again, per job that was not answered meanwhile. ``wall``, ``own_cpu``: since all
+    connections are open until the ingest may be away; what this process takes of a processor."""
 
     reports: int = 0
     wall: float = 0.0
@@ -247,7 +247,7 @@ class Fleet:
             self._began, self._cpu = time.monotonic(), time.process_time()
             print(BEGAN, file=sys.stderr, flush=True)
         due = self._load.period * number / len(self._reporters)
-        backoff, back = 0.0, False
+        backoff, away = 0.0, False
         while due < self._load.seconds:
             await asyncio.sleep(due - self._now())
             now = self._now()
@@ -261,6 +261,7 @@ class Fleet:
             except (OSError, Refused):
                 if now < self._load.gone_at:
                     raise
+                away = True
                 backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 with contextlib.suppress(OSError):
@@ -273,8 +274,8 @@ class Fleet:
             if now < self._load.gone_at:
                 self._out.reports += 1
                 self._out.answers.append(took)
-            elif not back:
-                back = True
+            elif away:
+                away = False
                 self._out.back.append(self._now() - self._load.gone_at)
             due = self._next(due, reporter)
         waiting.cancel()

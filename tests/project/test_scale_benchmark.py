@@ -106,7 +106,7 @@ def test_a_directive_that_takes_many_periods_is_seen_to_take_them(
     assert took >= service.decided_at - alarm > 0
     assert reporter.alarm_sent <= alarm
     assert service.kinds[0] == "all" and "all" not in service.kinds[1:]
-    assert len(out.back) == 1, "answered after the time at which it may be away, too"
+    assert out.back == [], "it was never away"
 
 
 def test_a_directive_before_the_alarm_is_no_quick_one(
