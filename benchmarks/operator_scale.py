@@ -440,6 +440,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         "ingest_cpu_us_per_report": 1e6 * used["ingest_cores"] * found["wall"] / found["reports"],
         "load_generator_cpu_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
         "load_generator_late_ms": 1e3 * found["late"],
+        "reconnects": found["reconnects"],
         "load_generator_cores": found["own_cpu"] / found["wall"],
         **used,
     }
@@ -537,7 +538,10 @@ def table(found: dict[str, Result]) -> str:
             "… processor time of a decision, and how many there were",
             f"{fleet['planner_cpu_ms']:.0f} ms, {fleet['decisions']:.0f}",
         ),
-        ("… latest report of the load generator", f"{fleet['load_generator_late_ms']:.0f} ms"),
+        (
+            "… latest report of the load generator; agents that were hung up on",
+            f"{fleet['load_generator_late_ms']:.0f} ms; {fleet['reconnects']:.0f}",
+        ),
         (
             "ingest killed and started: half, and all of them are answered again",
             f"{restart['p50_seconds']:.1f} s, {restart['last_seconds']:.1f} s",

@@ -47,7 +47,7 @@ class Job:
 @dataclass(frozen=True)
 class Load:
     """What to do: all jobs report once per ``period`` for so many ``seconds``. ``gone_at``: seconds
-    after which the ingest may be away; before that an agent that is not answered ends it all."""
+    after which the ingest may be away; before that an agent that is refused ends it all."""
 
     port: int
     server_name: str
@@ -203,7 +203,8 @@ class Figures:
     """What was seen. Seconds. ``directives``: stages, when the link turned slow, and from when the
     alarm was sent to the directive at the agent. ``late``: most seconds that a report left after it
     was due: above some ms, this process is the bound. ``back``: from ``gone_at`` until a report was
-    answered again, per job that was not answered meanwhile. ``wall``, ``own_cpu``: since all
+    answered again, per job that was not answered meanwhile. ``reconnects``: of agents that were
+    hung up on before that. ``wall``, ``own_cpu``: since all
     connections are open until the ingest may be away; what this process takes of a processor."""
 
     reports: int = 0
@@ -258,16 +259,16 @@ class Fleet:
             slow = reporter.slow_at is not None and now >= reporter.slow_at
             try:
                 took = await reporter.send(line, slow=slow)
-            except (OSError, Refused):
-                if now < self._load.gone_at:
+            except (OSError, Refused) as error:
+                away = self._now() >= self._load.gone_at
+                if isinstance(error, Refused) and not away:
                     raise
-                away = True
                 backoff = min(max(2 * backoff, FIRST_BACKOFF), LAST_BACKOFF)
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 with contextlib.suppress(OSError):
                     async with self._opening:
                         line = await reporter.line()
-                    self._out.reconnects += 1
+                    self._out.reconnects += not away
                 due = self._now()
                 continue
             backoff = 0.0
@@ -296,8 +297,8 @@ class Fleet:
             try:
                 await reporter.poll(polled)
                 backoff = FIRST_BACKOFF
-            except (OSError, Refused):
-                if self._now() < self._load.gone_at:
+            except (OSError, Refused) as error:
+                if isinstance(error, Refused) and self._now() < self._load.gone_at:
                     raise
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF)
