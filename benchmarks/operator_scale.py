@@ -386,12 +386,11 @@ def onsets(sizes: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
     found: list[dict[str, Any]] = [{"stages": stages, "seed": 0} for stages in sizes]
     times = [QUIET + i for i in range(ONSETS)] + [QUIET + ONSETS + CALM] * STORM
     drawn = 0
-    # More than all that may be drawn before, so that no two jobs have the same.
     for job, slow_at in zip(found, times, strict=False):
-        seed = drawn = drawn + 1
-        while not acts(job["stages"], seed):
-            seed = drawn = drawn + 1
-        job |= {"seed": seed, "slow_at": slow_at}
+        drawn += 1
+        while not acts(job["stages"], drawn):
+            drawn += 1
+        job |= {"seed": drawn, "slow_at": slow_at}
     return found, drawn
 
 

@@ -242,17 +242,19 @@ def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
     assert Candidate(api, "b").tries()
 
 
+async def recorded(turns: list[str]) -> None:
+    """Work that tells its begin and its end."""
+    turns.append("begun")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        turns.append("ended")
+
+
 def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
     api = Api()
     first = Candidate(api, "a", seconds=1)
     turns: list[str] = []
-
-    async def work() -> None:
-        turns.append("begun")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            turns.append("ended")
 
     async def until(count: int) -> None:
         while len(turns) < count:
@@ -260,7 +262,7 @@ def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
 
     async def test() -> None:
         stop = asyncio.Event()
-        turn = asyncio.create_task(first.election.run(work, stop))
+        turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
         await until(1)
         spec = {"holderIdentity": "b", "leaseDurationSeconds": 1}
         api.written({"metadata": {}, "spec": spec})
@@ -280,16 +282,9 @@ def test_one_that_goes_on_works_until_it_sees_another_holder() -> None:
     first = Candidate(api, "a", seconds=1, goes_on=True)
     turns: list[str] = []
 
-    async def work() -> None:
-        turns.append("begun")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            turns.append("ended")
-
     async def test() -> None:
         stop = asyncio.Event()
-        turn = asyncio.create_task(first.election.run(work, stop))
+        turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
         while not turns:
             await asyncio.sleep(0.01)
         api.away = True
