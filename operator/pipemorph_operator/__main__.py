@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,17 +25,18 @@ from pipemorph_operator import health_server, names
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
 from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.cluster.fabric_map import Place
+from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.reconcile.nodes import NodeMarks
+from pipemorph_operator.reconcile.owned_jobs import OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
-from pipemorph_operator.reconcile.watches import Key, OwnedJobs, Watched, registry
+from pipemorph_operator.reconcile.watches import LOOK_SECONDS, Key, Watched, registry
 from pipemorph_operator.reconcile.workqueue import WorkQueue
-from pipemorph_operator.watchdog import LOOK_SECONDS, Watchdog
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -92,35 +93,28 @@ async def lead(
 async def resync(
     queue: WorkQueue[Key],
     cluster: Cluster,
-    namespaces: list[str],
-    watchdog: Watchdog,
+    namespaces: Sequence[str | None],
+    watched: Watched,
     looked: Heartbeat,
 ) -> None:
-    """Queue jobs whose changes the watches have missed, and periodically all jobs."""
+    """Queue jobs whose changes kopf's watch has missed, and periodically all jobs."""
     for look in count(1):
         await asyncio.sleep(LOOK_SECONDS)
         looked.beat()
         try:
-            listed = [found async for found in _everything(cluster, namespaces)]
+            listed = [
+                metadata
+                for namespace in namespaces
+                async for metadata in cluster.metadata(path(KIND, namespace))
+            ]
         except REQUEST_ERRORS as error:
             log.warning("resync could not list the jobs: %s", reason_of(error))
             continue
-        keys = watchdog.look(listed)
+        keys = watched.look(listed)
         if look % RESYNC_LOOKS == 0:
-            keys |= {(m["namespace"], m["name"]) for kind, m in listed if kind == KIND}
+            keys |= {(m["namespace"], m["name"]) for m in listed}
         for key in keys:
             queue.add(key)
-
-
-async def _everything(
-    cluster: Cluster, namespaces: list[str]
-) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
-    """Kind and metadata of every PipeMorphJob and every Job of one."""
-    everywhere: list[str | None] = [None]
-    for namespace in [*namespaces] or everywhere:
-        for kind, labels in ((KIND, ""), ("Job", LABEL_JOB)):
-            async for metadata in cluster.metadata(path(kind, namespace), labels=labels):
-                yield kind, metadata
 
 
 async def first_of(*events: asyncio.Event) -> None:
@@ -164,7 +158,9 @@ async def run(options: argparse.Namespace) -> None:
     config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
-    owned = OwnedJobs(queue, options.namespace, watched.watchdog)
+    owned = OwnedJobs(queue)
+    everywhere: list[str | None] = [None]
+    namespaces = options.namespace or everywhere
     stop = asyncio.Event()
     identity: Any = socket.gethostname()
     stop_on_signals(stop)
@@ -173,6 +169,10 @@ async def run(options: argparse.Namespace) -> None:
         plans = Plans(planner, queue.add)
         election = Election.configured(cluster, options, names.OPERATOR_OWNER)
         leading = cluster.permitted(election.permit)
+        informers = [
+            Informer(cluster, "Job", owned.changed, namespace=namespace, label=LABEL_JOB)
+            for namespace in namespaces
+        ]
         reconciler = Reconciler(leading, config, owned.jobs, plans)
         if options.fabric_map is not None:
             marks = NodeMarks(
@@ -188,7 +188,8 @@ async def run(options: argparse.Namespace) -> None:
 
         async def elect() -> None:
             # Until the Jobs are listed, an unknown one may exist: this process cannot lead.
-            await first_of(owned.synced, stop)
+            for each in informers:
+                await first_of(each.synced, stop)
             await first_of(ready, stop)
             # kopf has taken over the signals, and gives tasks that it does not know 5 s to end.
             stop_on_signals(stop)
@@ -196,22 +197,25 @@ async def run(options: argparse.Namespace) -> None:
                 partial(lead, queue, reconciler, watched.jobs, options.workers, marks), stop
             )
 
-        loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watches", 5 * LOOK_SECONDS)
+        loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watch", 5 * LOOK_SECONDS)
         http = await health_server.start(
             options.host,
             options.metrics_port,
             lambda: ready.is_set() and election.known,
-            (loop_monitor, looked, queue.overdue, watched.watchdog.trouble),
+            (
+                loop_monitor,
+                looked,
+                queue.overdue,
+                watched.trouble,
+                *(each.alive for each in informers),
+            ),
             election.state,
         )
         electing = asyncio.create_task(elect())
-        tasks = [asyncio.create_task(owned.follow(cluster, each)) for each in owned.watches]
+        tasks = [asyncio.create_task(each.run()) for each in informers]
         for task in (electing, *tasks):
             task.add_done_callback(partial(_end, stop))
-        watchdog = watched.watchdog
-        tasks.append(
-            asyncio.create_task(resync(queue, cluster, options.namespace, watchdog, looked))
-        )
+        tasks.append(asyncio.create_task(resync(queue, cluster, namespaces, watched, looked)))
         tasks.append(asyncio.create_task(loop_monitor.run()))
         try:
             await until_listed(cluster, stop)

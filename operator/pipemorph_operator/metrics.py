@@ -16,6 +16,19 @@ API_REQUESTS = Counter(
     "pipemorph_api_requests_total", "Requests to the Kubernetes API.", ["verb", "code"]
 )
 
+_BY_WATCH = ["kind", "job_namespace"]
+WATCH_CONFIRMED = Gauge(
+    "pipemorph_watch_confirmed_timestamp_seconds",
+    "When the API server last confirmed what is known of all objects of a kind.",
+    _BY_WATCH,
+)
+OBJECTS = Gauge("pipemorph_watch_objects", "Objects known.", _BY_WATCH)
+LISTS = Counter(
+    "pipemorph_watch_lists_total",
+    "Lists of all objects: at the start, and when a watch cannot be resumed.",
+    _BY_WATCH,
+)
+
 # --- operator -----------------------------------------------------------------------------
 
 JOBS = {

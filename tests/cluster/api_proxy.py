@@ -32,6 +32,8 @@ class ApiProxy:
         self._asked: list[Request] = []
         self._holds: Callable[[str, str], bool] = lambda *_: False
         self._held = 0
+        self._cut = False
+        self._connections: set[asyncio.Transport] = set()
         self._loop = asyncio.new_event_loop()
         self._released = asyncio.Event()
 
@@ -50,20 +52,38 @@ class ApiProxy:
         self._holds, self._held = which, 0
         self._loop.call_soon_threadsafe(self._released.clear)
 
+    def cut(self) -> None:
+        """Break all connections, and every new one, until the proxy is opened."""
+        self._cut = True
+
+        def abort() -> None:
+            for each in self._connections:
+                each.abort()
+
+        self._loop.call_soon_threadsafe(abort)
+
     def wait_held(self) -> None:
         """Until a request is held."""
         wait_for("a request that is held", lambda: self._held > 0, 60.0, interval=0.005)
 
     def open(self) -> None:
         """Pass everything on again."""
-        self._holds = lambda *_: False
+        self._holds, self._cut = lambda *_: False, False
         self._loop.call_soon_threadsafe(self._released.set)
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
+        connection = request.transport
+        assert isinstance(connection, asyncio.Transport)
+        self._connections.add(connection)
         try:
+            if self._cut:
+                connection.abort()
+                raise ConnectionAbortedError
             return await self._passed(request)
         except (ConnectionError, aiohttp.ClientError):
             return web.Response(status=502)  # Either side has hung up.
+        finally:
+            self._connections.discard(connection)
 
     async def _passed(self, request: web.Request) -> web.StreamResponse:
         held = self._holds(request.method, request.path)

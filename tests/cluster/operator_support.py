@@ -159,8 +159,9 @@ class Installation:
         self.operator = self.replica("operator", self.account())
         self.ingest, self.port = self.ingest_replica("ingest")
 
-    def ingest_replica(self, identity: str) -> tuple[Program, int]:
-        """A replica of the ingest, and its port. One that starts again has its Lease at once."""
+    def ingest_replica(self, identity: str, kube: Path | None = None) -> tuple[Program, int]:
+        """A replica of the ingest, and its port. One that starts again has its Lease at once.
+        ``kube``: its way to the API server, if not the usual one."""
         port = free_port()
         arguments = [
             f"--port={port}",
@@ -170,7 +171,7 @@ class Installation:
             f"--fabric-map={FABRIC_MAP}",
             f"--identity={identity}",
         ]
-        kube = self.account(f"{FULL_NAME}-ingest")
+        kube = kube or self.account(f"{FULL_NAME}-ingest")
         return (
             Program(identity, "pipemorph_operator.ingest", arguments, self.folder, kube),
             port,

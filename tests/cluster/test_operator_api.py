@@ -128,7 +128,7 @@ def test_jobs_are_listed_without_what_makes_them_large(
 
     async def ask() -> tuple[list[Any], list[Any]]:
         async with await Cluster.configured() as api:
-            pages = [p async for p in api._pages(url, {}, limit=1, accept=METADATA_ONLY)]
+            pages = [p async for p in api.pages(url, limit=1, accept=METADATA_ONLY)]
             return [m async for m in api.metadata(url)], pages
 
     listed, pages = asyncio.run(ask())

@@ -1,4 +1,4 @@
-"""Kubernetes API client: plain dictionaries, server-side apply, watches.
+"""Kubernetes API client: plain dictionaries, server-side apply, lists and watches.
 
 A thin layer over ``kubernetes.aio``: uses its configuration, credentials and connection pool, none
 of its models. Every request has a time limit; every error response raises :class:`ApiRefused`
@@ -7,11 +7,9 @@ with the API server's message.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import os
-import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,11 @@ Object = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 300
-"""The API server ends a watch after this; the client then resumes it at its last version."""
+"""The API server ends a watch after this."""
 SILENCE_SECONDS = 90.0
 """Bookmarks arrive every minute: a watch that is silent for this long is dead."""
-WATCHED_AT_A_TIME = 50
-"""Objects per page of a watch's initial list: some are half a MiB large."""
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 CONNECTIONS = 64
-FIRST_RETRY_SECONDS = 0.2
-LAST_RETRY_SECONDS = 10.0
 
 _PLURALS = {
     "Service": ("v1", "services"),
@@ -156,41 +150,37 @@ class Cluster:
         self, url: str, *, labels: str | None = None, fields: str | None = None
     ) -> list[Object]:
         """All objects of a list that match the label and field selectors; reads page by page."""
-        items: list[Object] = []
-        token = ""
-        while True:
-            query = {"limit": "500"}
-            if labels:
-                query["labelSelector"] = labels
-            if fields:
-                query["fieldSelector"] = fields
-            if token:
-                query["continue"] = token
-            answer = await self._json("GET", url, query)
-            items += answer.get("items") or []
-            token = (answer.get("metadata") or {}).get("continue") or ""
-            if not token:
-                return items
+        return [
+            item
+            async for page in self.pages(url, labels=labels, fields=fields)
+            for item in page.get("items") or []
+        ]
 
-    async def metadata(self, url: str, *, labels: str = "") -> AsyncIterator[Object]:
+    async def metadata(self, url: str) -> AsyncIterator[Object]:
         """Metadata of all objects of a list, without the rest: a job may be half a MiB large."""
-        query = {"labelSelector": labels} if labels else {}
-        async for page in self._pages(url, query, limit=500, accept=METADATA_ONLY):
+        async for page in self.pages(url, accept=METADATA_ONLY):
             for item in page.get("items") or []:
                 yield item["metadata"]
 
-    async def _pages(
-        self, url: str, query: Mapping[str, str], *, limit: int, accept: str = "application/json"
+    async def pages(
+        self,
+        url: str,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        limit: int = 500,
+        accept: str = "application/json",
     ) -> AsyncIterator[Object]:
-        """The pages of a list, of at most ``limit`` objects each."""
-        token = ""
+        """The pages of a list, of at most ``limit`` objects each: together one consistent snapshot.
+        Raises :class:`ApiRefused` with 410 if the API server forgot it meanwhile."""
+        query = {"limit": str(limit)} | _selected(labels, fields)
         while True:
-            part = {**query, "limit": str(limit), **({"continue": token} if token else {})}
-            page = await self._json("GET", url, part, accept=accept)
+            page = await self._json("GET", url, query, accept=accept)
             yield page
             token = (page.get("metadata") or {}).get("continue") or ""
             if not token:
                 return
+            query["continue"] = token
 
     async def apply(self, obj: Object, owner: str, *, subresource: str = "") -> Object:
         """Server-side apply. Takes back fields of ``owner`` that others changed."""
@@ -282,59 +272,13 @@ class Cluster:
             raise _refusal(response.status, data)
         return response
 
-    # --- a watch --------------------------------------------------------------------------
-
     async def watch(
-        self,
-        url: str,
-        on_error: Callable[[Exception], None],
-        on_sign: Callable[[], None] = lambda: None,
-        *,
-        labels: str | None = None,
+        self, url: str, version: str, *, labels: str | None = None
     ) -> AsyncIterator[tuple[str, Object]]:
-        """All objects that match the label selector, then every change, forever: ``(type,
-        object)``.
-
-        ``("SYNCED", {})`` follows a complete list; objects known before and not in it are gone.
-        A watch that ends or dies is resumed; one that is too far behind starts with a new list.
-        ``on_sign`` is called for every message, bookmarks included; ``on_error`` for every error.
-        """
-        retry = FIRST_RETRY_SECONDS
-        version = ""
-        selected = {"labelSelector": labels} if labels else {}
-        while True:
-            try:
-                if not version:
-                    async for page in self._pages(url, selected, limit=WATCHED_AT_A_TIME):
-                        for item in page.get("items") or []:
-                            yield "LISTED", item
-                    # The same in all pages: together they are one consistent snapshot.
-                    version = page["metadata"]["resourceVersion"]
-                    on_sign()
-                    yield "SYNCED", {}
-                async for kind, obj in self._watch_once(url, version, selected):
-                    retry = FIRST_RETRY_SECONDS
-                    version = obj["metadata"]["resourceVersion"]
-                    on_sign()
-                    if kind != "BOOKMARK":
-                        yield kind, obj
-            except ApiRefused as refused:
-                on_error(refused)
-                if refused.status == 410:
-                    version = ""
-                    continue
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                on_error(error)
-            else:
-                continue  # The server ended the watch, as it does every few minutes.
-            await asyncio.sleep(retry * random.uniform(0.75, 1.25))
-            retry = min(2 * retry, LAST_RETRY_SECONDS)
-
-    async def _watch_once(
-        self, url: str, version: str, selected: Mapping[str, str]
-    ) -> AsyncIterator[tuple[str, Object]]:
-        query = {
-            **selected,
+        """Changes of objects that match the label selector since the resource version: ``(type,
+        object)``, bookmarks included, until the API server ends the watch. Raises
+        :class:`ApiRefused`, with 410 if it does not know the version any more."""
+        query = _selected(labels) | {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
@@ -353,6 +297,11 @@ class Cluster:
                 yield event["type"], event["object"]
         finally:
             response.close()
+
+
+def _selected(labels: str | None, fields: str | None = None) -> dict[str, str]:
+    selectors = {"labelSelector": labels, "fieldSelector": fields}
+    return {name: selector for name, selector in selectors.items() if selector}
 
 
 def _refusal(status: int, data: bytes) -> ApiRefused:

@@ -27,9 +27,10 @@ from pipemorph.ingest import (
 )
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
-from pipemorph_operator.cluster.client import Cluster, path, reason_of
+from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.cluster.fabric_map import Place
+from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.fabric import FabricWatch
@@ -45,7 +46,7 @@ from pipemorph_operator.metrics import (
     REPORT_SECONDS,
     REPORTS,
 )
-from pipemorph_operator.names import INGEST_OWNER
+from pipemorph_operator.names import INGEST_OWNER, KIND
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -54,8 +55,6 @@ TLS_READ_BYTES = 4 * 1024
 256 KiB, and every job has two connections."""
 FIRST_PLAN_SECONDS = 600.0
 """Time limit of a job's first plan. The largest takes about 10 s on an idle CPU."""
-WATCH_SECONDS = 300.0
-"""Longest silence of a watch: bookmarks arrive every minute, and after 90 s it is reopened."""
 ROUND_SECONDS = 300.0
 """Longest round over all jobs; a round over 10,000 jobs takes 25 s."""
 CERTIFICATE_SECONDS = 60.0
@@ -89,23 +88,6 @@ async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
                 log.info("the certificate was renewed")
         except (OSError, ssl.SSLError) as error:
             log.error("the renewed certificate is unusable; keeping the old one: %s", error)
-
-
-async def follow(
-    cluster: Cluster, store: ClusterStore, namespace: str | None, alive: Heartbeat
-) -> None:
-    """Watch PipeMorphJobs and pass every change to the store."""
-
-    def lost(error: Exception) -> None:
-        alive.beat()  # An unreachable API server must not fail this process's liveness probe.
-        log.warning("the watch of jobs failed: %s", reason_of(error))
-
-    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.beat):
-        try:
-            store.changed(kind, body, namespace)
-        except Exception:
-            # An unexpected error in one job must not stop the others.
-            log.exception("a change of a job could not be processed")
 
 
 async def tick(server: IngestServer, store: ClusterStore, ticked: Heartbeat) -> None:
@@ -172,7 +154,7 @@ async def run(options: argparse.Namespace) -> None:
     context = certificate(options)
     async with await Cluster.configured() as cluster:
         first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
-        store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first)
+        store = ClusterStore(cluster, first_plan=first)
         processes = options.planners or most_planners()
         planner = PlannerPool(
             processes,
@@ -211,13 +193,15 @@ async def run(options: argparse.Namespace) -> None:
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
         )
         serving = False
-        everywhere: list[str | None] = [None]
-        watched = {
-            namespace: Heartbeat(f"the watch of {namespace or 'all namespaces'}", WATCH_SECONDS)
-            for namespace in [*options.namespace] or everywhere
-        }
+        jobs = [
+            Informer(cluster, KIND, store.changed, namespace=namespace)
+            for namespace in options.namespace or [None]
+        ]
         loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
-        work = (ticked, *watched.values())
+        work = (ticked, *(each.alive for each in jobs))
+
+        def synced() -> bool:
+            return all(each.synced.is_set() for each in jobs)
 
         def problem() -> str:
             return "; ".join(found for each in work if (found := each())) if election.acts else ""
@@ -225,7 +209,7 @@ async def run(options: argparse.Namespace) -> None:
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: serving and (store.synced if election.acts else election.known),
+            lambda: serving and (synced() if election.acts else election.known),
             (loop_monitor, problem),
             election.state,
         )
@@ -235,8 +219,8 @@ async def run(options: argparse.Namespace) -> None:
                 each.beat()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for namespace, alive in watched.items():
-                        group.create_task(follow(cluster, store, namespace, alive))
+                    for informer in jobs:
+                        group.create_task(informer.run())
                     group.create_task(tick(server, store, ticked))
                     if fabric is not None:
                         group.create_task(fabric.run())

@@ -1,8 +1,9 @@
 """Tracks the jobs that may report, and writes the ingest's part of their status.
 
-Filled by a watch of PipeMorphJobs: a job is tracked while it has an attempt and has not finished.
-The ingest owns ``training``, ``control`` and four conditions (field owner ``pipemorph-ingest``), so
-its writes and the operator's never overwrite each other. Every write contains all owned fields.
+Kept up to date by an informer of PipeMorphJobs: a job is tracked while it has an attempt and has
+not finished. The ingest owns ``training``, ``control`` and four conditions (field owner
+``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every write
+contains all owned fields.
 """
 
 from __future__ import annotations
@@ -137,7 +138,6 @@ class ClusterStore:
         self,
         cluster: Cluster,
         *,
-        namespaces: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         first_plan: FirstPlanner | None = None,
@@ -154,9 +154,7 @@ class ClusterStore:
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._sender = EventSender(cluster)
-        self._listed: set[Key] = set()
         self._final_writes: dict[Key, asyncio.Task[None]] = {}
-        self._unlisted: set[str | None] = set(namespaces) or {None}
 
     # --- the JobStore interface -----------------------------------------------------------
 
@@ -199,38 +197,18 @@ class ClusterStore:
         """All tracked jobs."""
         return list(self._tracked.values())
 
-    # --- changes from the watch -----------------------------------------------------------
+    # --- changes from the informer --------------------------------------------------------
 
-    @property
-    def synced(self) -> bool:
-        """Whether every watch has listed its jobs once."""
-        return not self._unlisted
-
-    def changed(self, kind: str, body: Mapping[str, Any], watched: str | None = None) -> None:
-        """Process one event of the watch of a namespace, or of all (None)."""
-        if kind == "SYNCED":
-            listed = {key for key in self._listed if watched in (None, key[0])}
-            for key in [*self.keys, *self._planning]:
-                if watched in (None, key[0]) and key not in listed:
-                    self._drop(key)
-            self._listed -= listed
-            self._unlisted.discard(watched)
-            return
-        metadata = body["metadata"]
-        key = (metadata["namespace"], metadata["name"])
-        if kind == "DELETED":
+    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
+        """Process a change of a job; None: it is gone."""
+        if body is None:
             self._drop(key)
-            return
-        if kind == "LISTED":
-            self._listed.add(key)
-        self._take(key, body)
+        else:
+            self._take(key, body)
 
     def _take(self, key: Key, body: Mapping[str, Any]) -> None:
         metadata, raw = body["metadata"], body.get("status") or {}
         tracked = self._tracked.get(key)
-        if tracked is not None and tracked.uid != metadata["uid"]:
-            self._drop(key)
-            tracked = None
         ended = any(
             c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
             for c in raw.get("conditions") or ()
@@ -305,11 +283,8 @@ class ClusterStore:
     def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
         """Start computing the job's first plan; then track the job, with its latest object."""
         before = self._planning.get(key)
-        if before is not None and before[0]["metadata"]["uid"] == body["metadata"]["uid"]:
-            self._planning[key] = body, before[1]
-            return
-        self._forget_plan(key)
-        self._planning[key] = body, asyncio.create_task(self._track_planned(key, spec))
+        task = before[1] if before else asyncio.create_task(self._track_planned(key, spec))
+        self._planning[key] = body, task
 
     def _forget_plan(self, key: Key) -> None:
         planning = self._planning.pop(key, None)

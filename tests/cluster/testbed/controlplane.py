@@ -1,12 +1,14 @@
 """etcd, kube-apiserver and kube-controller-manager as processes on this machine."""
 
+import json
 import socket
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from testbed import tools
-from testbed.api import ApiClient, ApiError
+from testbed.api import ApiClient, ApiError, Object
 from testbed.errors import TestbedError
 from testbed.kubeconfig import write_kubeconfig
 from testbed.pki import Authority, make_key, make_public_key
@@ -57,6 +59,7 @@ class ControlPlane:
         self.settings = settings or Settings()
         host = self.settings.host
         etcd_client, etcd_peer, api, manager = free_ports(4, host)
+        self._etcd_url = f"http://{host}:{etcd_client}"
         self.server = f"https://{host}:{api}"
         self.logs = directory / "logs"
         self.authority = Authority(directory / "pki")
@@ -227,6 +230,23 @@ class ControlPlane:
         self.stop_apiserver(grace=grace)
         self.start_apiserver(deadline)
         self.wait_for_controllers(deadline)
+
+    def forget(self, deadline: float = START_DEADLINE) -> None:
+        """Drop all history: of etcd, and, by a restart, the API server's memory of it. Watches and
+        pages of lists that go on from before are then answered with 410."""
+        revision = self._ask_etcd("/v3/maintenance/status", {})["header"]["revision"]
+        self._ask_etcd("/v3/kv/compaction", {"revision": revision, "physical": True})
+        self.restart_apiserver(deadline=deadline)
+
+    def _ask_etcd(self, path: str, body: Object) -> Object:
+        request = urllib.request.Request(
+            self._etcd_url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said: Object = json.load(answer)
+            return said
 
     def wait_for_controllers(self, deadline: float = START_DEADLINE) -> None:
         """The controllers end when they cannot reach the API server for long; see that they run."""

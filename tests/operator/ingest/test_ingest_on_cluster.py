@@ -235,15 +235,15 @@ def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
     async def run() -> None:
         store = ClusterStore(api)
         if there:
-            store.changed("LISTED", job)
+            store.changed(("team", "gpt"), job)
         job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
-        store.changed("MODIFIED" if there else "LISTED", job)
-        store.changed("MODIFIED", job)
+        store.changed(("team", "gpt"), job)
+        store.changed(("team", "gpt"), job)
         for _ in range(5):
             await asyncio.sleep(0)
         job["status"] |= api.taken[0]
         job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
-        store.changed("MODIFIED", job)
+        store.changed(("team", "gpt"), job)
         await asyncio.sleep(0)
 
     asyncio.run(run())
@@ -273,9 +273,9 @@ def test_the_last_word_on_a_job_is_tried_again(
 
     async def run() -> None:
         jobs = ClusterStore(api)
-        jobs.changed("LISTED", job)
+        jobs.changed(("team", "gpt"), job)
         job["status"]["conditions"] = [ended]
-        jobs.changed("MODIFIED", job)
+        jobs.changed(("team", "gpt"), job)
         await asyncio.gather(*jobs._final_writes.values())
 
     asyncio.run(run())
@@ -285,7 +285,7 @@ def test_the_last_word_on_a_job_is_tried_again(
 def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     cluster: Any = api
     store = ClusterStore(cluster)
-    store.changed("LISTED", copy.deepcopy(api.job))
+    store.changed(("team", "gpt"), copy.deepcopy(api.job))
     controller = store.lookup("team", "gpt")
     assert isinstance(controller, JobController)
     return store, controller

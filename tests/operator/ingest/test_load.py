@@ -16,7 +16,13 @@ from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
 BODY: dict[str, Any] = {
-    "metadata": {"name": "gpt", "namespace": "default", "uid": "u", "generation": 1},
+    "metadata": {
+        "name": "gpt",
+        "namespace": "default",
+        "uid": "u",
+        "generation": 1,
+        "resourceVersion": "76",
+    },
     "spec": {"parallelism": {"stages": 4}},
     "status": {
         "state": "Running",
@@ -54,9 +60,9 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
 )
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
     watched = Watched()
-    assert watched.is_relevant(KEY, None, BODY)
-    assert not watched.is_relevant(KEY, "MODIFIED", BODY)
-    assert not watched.is_relevant(KEY, "MODIFIED", body)
+    assert watched.delivered(KEY, None, BODY)
+    assert not watched.delivered(KEY, "MODIFIED", BODY)
+    assert not watched.delivered(KEY, "MODIFIED", body)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +79,15 @@ def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -
 )
 def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
     watched = Watched()
-    watched.is_relevant(KEY, "ADDED", BODY)
-    assert watched.is_relevant(KEY, "MODIFIED", body)
-    assert not watched.is_relevant(KEY, "MODIFIED", body)
+    watched.delivered(KEY, "ADDED", BODY)
+    assert watched.delivered(KEY, "MODIFIED", body)
+    assert not watched.delivered(KEY, "MODIFIED", body)
 
 
 def test_a_list_and_a_deletion_always_cost_a_turn() -> None:
     watched = Watched()
     for kind in (None, "ADDED", None, "DELETED", "ADDED"):
-        assert watched.is_relevant(KEY, kind, BODY)
+        assert watched.delivered(KEY, kind, BODY)
 
 
 def test_turns_have_what_progress_leaves_and_directives_wait_for_nobody() -> None:
@@ -132,7 +138,8 @@ def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_
                 "trainer": {"module": "m", "iterations": 1},
             }
             metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
-            store.changed("ADDED", {"metadata": metadata, "spec": spec, "status": {"attempt": 0}})
+            job = {"metadata": metadata, "spec": spec, "status": {"attempt": 0}}
+            store.changed(("d", f"j{i}"), job)
         persisted = [
             asyncio.create_task(store.persist("d", f"j{i}", controller_of(store, i).snapshot()))
             for i in range(50)

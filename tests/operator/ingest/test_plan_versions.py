@@ -69,7 +69,7 @@ class Host:
         self.writes = 0
         cluster: Any = self
         self.store = ClusterStore(cluster, clock=clock, monotonic=clock)
-        self.store.changed("LISTED", copy.deepcopy(api.job))
+        self.store.changed(("team", "gpt"), copy.deepcopy(api.job))
         self.handler = IngestHandler(self.store, limits=Limits(1e9, 1_000_000_000))
 
     async def get(self, url: str) -> Any:

@@ -244,7 +244,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
     async def run() -> None:
         now = 1000.0
         store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-        store.changed("LISTED", job)
+        store.changed(key, job)
         agent = Agent(spec(), job="gpt", namespace="team")
         said: tuple[dict[str, Any], ...] = (
             {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
@@ -261,7 +261,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         # Ranks say all of it once a minute only: an edit must not forget it.
         job["metadata"]["generation"] += 1
         job["spec"]["adaptation"] = {"minGain": 0.3}
-        store.changed("MODIFIED", job)
+        store.changed(key, job)
         now += 5
         found = store.lookup(*key)
         assert found is not None
@@ -269,7 +269,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         agent.tell(found, now, ports=2, transports=[back])
         await store.look(key)
         assert (gauge("rails_healthy"), gauge("fallen_links")) == (1, 0)
-        store.changed("DELETED", job)
+        store.changed(key, None)
         await asyncio.sleep(0)  # the last event is on its way
 
     asyncio.run(run())

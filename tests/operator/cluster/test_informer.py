@@ -1,0 +1,330 @@
+"""An informer knows what the API server has, whatever becomes of its watch."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_api import FakeApi, fake_api
+from prometheus_client import REGISTRY
+
+from pipemorph_operator.cluster import client, informer
+from pipemorph_operator.cluster.client import Cluster
+from pipemorph_operator.cluster.informer import Informer
+from pipemorph_operator.health_server import Heartbeat
+
+Key = tuple[str, str]
+PATIENCE = 20.0
+
+
+class Mirror:
+    """What an informer has told, and that it tells each thing once and in order."""
+
+    def __init__(self) -> None:
+        self.objects: dict[Key, Mapping[str, Any]] = {}
+        self.told: list[str] = []
+        self.fails_at = ""
+
+    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
+        self.told.append(key[1] if body is not None else f"-{key[1]}")
+        if key[1] == self.fails_at:
+            raise RuntimeError("a bug")
+        if body is None:
+            del self.objects[key]
+            return
+        before = self.objects.get(key, body)
+        assert before["metadata"]["uid"] == body["metadata"]["uid"], "it was not told as gone"
+        assert before is body or before != body, "nothing has changed"
+        self.objects[key] = body
+
+    def take(self) -> list[str]:
+        """What was told since the last time."""
+        told, self.told = self.told, []
+        return told
+
+
+@asynccontextmanager
+async def following(
+    api: FakeApi, cluster: Cluster, mirror: Mirror, **more: Any
+) -> AsyncIterator[Informer]:
+    made = Informer(cluster, "Job", mirror.changed, **more)
+    task = asyncio.create_task(made.run())
+    try:
+        await made.synced.wait()
+        await api.idle()
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled(), task.exception()
+
+
+def scenario(test: Callable[[FakeApi, Cluster, Mirror], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE), fake_api() as (api, cluster):
+            await test(api, cluster, Mirror())
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.001)
+
+
+async def until(what: str, condition: Callable[[], bool]) -> None:
+    try:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        pytest.fail(f"not seen: {what}")
+
+
+async def same(api: FakeApi, mirror: Mirror) -> None:
+    """Until the informer knows what the API server has."""
+    try:
+        await until("", lambda: mirror.objects == api.objects)
+    except BaseException:
+        assert mirror.objects == api.objects
+        raise
+
+
+def lists(api: FakeApi) -> int:
+    """How often everything was listed."""
+    return sum("watch" not in query and "continue" not in query for query in api.asked)
+
+
+def test_what_exists_is_told_page_by_page_and_then_every_change() -> None:
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        for i in range(2 * informer.PAGE + 1):
+            api.put(f"j{i:03}")
+        async with following(api, cluster, mirror, label="pipemorph.io/job-name"):
+            assert mirror.take() == [f"j{i:03}" for i in range(2 * informer.PAGE + 1)]
+            assert [query.get("limit") for query in api.asked] == [str(informer.PAGE)] * 3 + [None]
+            assert {query["labelSelector"] for query in api.asked} == {"pipemorph.io/job-name"}
+            api.put("j001", status={"active": 1})
+            api.put("new")
+            api.delete("j002")
+            await same(api, mirror)
+            assert mirror.take() == ["j001", "new", "-j002"]
+            assert lists(api) == 1
+
+    scenario(test)
+
+
+def test_a_watch_that_ends_or_breaks_goes_on_where_it_was() -> None:
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.put("a")
+        async with following(api, cluster, mirror):
+            api.put("b")
+            api.bookmark()
+            api.end_watches()
+            api.refusals = [0, 503, 429, 500]
+            await same(api, mirror)
+            await until("another watch", lambda: len(api.asked) == 3)
+            api.delete("a")
+            api.end_watches()
+            await same(api, mirror)
+            await until("it asks again and again", lambda: not api.refusals)
+            await api.idle()
+            api.put("c")
+            await same(api, mirror)
+            versions = [query["resourceVersion"] for query in api.asked if "watch" in query]
+            assert versions == ["101", "103", *["104"] * 4], "the bookmark's, the deletion's"
+            assert (lists(api), mirror.take()) == (1, ["a", "b", "-a", "c"])
+
+    scenario(test)
+
+
+def test_what_went_while_the_watch_was_down_is_gone() -> None:
+    """The API server has forgotten what happened: only the difference tells."""
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        for name in ("stays", "changes", "goes", "replaced"):
+            api.put(name)
+        async with following(api, cluster, mirror):
+            mirror.take()
+            api.bookmark()
+            await api.idle()
+            api.mute = True
+            api.put("changes", status={"active": 1})
+            api.delete("goes")
+            api.delete("replaced")
+            api.put("replaced")
+            api.mute = False
+            api.forget()
+            await same(api, mirror)
+            told = mirror.take()
+            assert sorted(told) == ["-goes", "-replaced", "changes", "replaced"]
+            assert told.index("-replaced") < told.index("replaced")
+            await api.idle()
+            assert ["watch" in query for query in api.asked] == [False, True, True, False, True]
+
+    scenario(test)
+
+
+def test_what_a_list_has_told_before_it_broke_is_not_held_for_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(informer, "PAGE", 1)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.put("a")
+        api.put("b")
+        api.refusals = [0, 503]
+        known = Informer(cluster, "Job", mirror.changed)
+        task = asyncio.create_task(known.run())
+        await until("the first page", lambda: mirror.told == ["a"])
+        assert not known.synced.is_set()
+        api.delete("a")
+        await known.synced.wait()
+        await same(api, mirror)
+        task.cancel()
+
+    scenario(test)
+
+
+def test_a_list_that_takes_longer_than_the_server_remembers_is_read_in_larger_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(informer, "PAGE", 1)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        for name in "abcd":
+            api.put(name)
+        inner = api._list
+
+        async def forgetful(query: dict[str, str]) -> Any:
+            answer = await inner(query)
+            api._snapshots.clear()
+            return answer
+
+        monkeypatch.setattr(api, "_list", forgetful)
+        async with following(api, cluster, mirror):
+            await same(api, mirror)
+            limits = [query["limit"] for query in api.asked if "limit" in query]
+            assert limits == ["1", "1", "2", "2", "4"]
+
+    scenario(test)
+
+
+def test_a_watch_that_is_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a version that is ahead of the API server's, after etcd was restored."""
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.05)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.put("a")
+        async with following(api, cluster, mirror):
+            api.version = 50
+            api.end_watches()
+            await until("the watch of a version to come", lambda: len(api.asked) == 3)
+            api.delete("a")
+            await same(api, mirror)
+
+    scenario(test)
+
+
+def test_an_error_in_one_object_does_not_stop_the_others_and_is_tried_again() -> None:
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        mirror.fails_at = "a"
+        for name in "abc":
+            api.put(name)
+        async with following(api, cluster, mirror):
+            assert mirror.take() == ["a", "b", "c"]
+            mirror.fails_at = ""
+            api.forget()
+            await same(api, mirror)
+            assert mirror.take() == ["a"]
+
+    scenario(test)
+
+
+def test_an_api_server_that_refuses_is_asked_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that forgets at once, and one that ends each watch at once."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def paused(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.refusals, api.ends_watches = [503, 503, 503, 410, 410], True
+        made = Informer(cluster, "Job", mirror.changed)
+        monkeypatch.setattr(informer.asyncio, "sleep", paused)
+        task = asyncio.create_task(made.run())
+        while len(pauses) < 12:
+            await sleep(0.001)
+        task.cancel()
+
+    monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.2)
+    scenario(test)
+    wanted = [min(0.2 * 2**i, informer.LAST_RETRY_SECONDS) for i in range(12)]
+    for pause, middle in zip(pauses, wanted, strict=False):
+        assert 0.75 * middle <= pause <= 1.25 * middle
+    assert "the watch of Jobs failed: 503" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_it_knows_in_the_end_what_there_is(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    monkeypatch.setattr(informer, "PAGE", 3)
+    monkeypatch.setattr(informer, "LAST_RETRY_SECONDS", 0.002)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        def put() -> None:
+            api.put(chance.choice("abcdefgh"), status={"active": chance.randrange(9)})
+
+        def delete() -> None:
+            if api.objects:
+                api.delete(chance.choice(sorted(api.objects))[1])
+
+        def refuse() -> None:
+            api.refusals = [chance.choice((0, 410, 429, 503)) for _ in range(4)]
+
+        steps = [put] * 6 + [delete] * 3 + [api.bookmark, api.end_watches, api.forget, refuse]
+        task = asyncio.create_task(Informer(cluster, "Job", mirror.changed).run())
+        for _ in range(300):
+            chance.choice(steps)()
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.choice((0.0, 0.0, 0.002)))
+        await same(api, mirror)
+        assert not task.done(), task.exception()
+        task.cancel()
+
+    scenario(test)
+
+
+def test_how_old_it_is_what_is_known_can_be_seen() -> None:
+    def metric(name: str) -> float:
+        labels = {"kind": "Job", "job_namespace": ""}
+        return REGISTRY.get_sample_value(f"pipemorph_watch_{name}", labels) or 0.0
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        before = metric("lists_total")
+        api.put("a")
+        async with following(api, cluster, mirror) as known:
+            listed = metric("confirmed_timestamp_seconds")
+            assert (metric("lists_total") - before, metric("objects")) == (1, 1)
+            api.bookmark()
+            await until("the bookmark", lambda: metric("confirmed_timestamp_seconds") > listed)
+            marked = metric("confirmed_timestamp_seconds")
+            api.refusals = [503] * 1000
+            api.end_watches()
+            await until("the API server is away", lambda: len(api.asked) > 3)
+            now = 1000.0
+            known.alive = Heartbeat("the watch", 1.0, lambda: now)
+            now += 2.0
+            await until("that this process is not at fault", lambda: not known.alive())
+            assert metric("confirmed_timestamp_seconds") == marked
+
+    scenario(test)
