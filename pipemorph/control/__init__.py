@@ -10,10 +10,10 @@ restart of the host.
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
-from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.history import Decision
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.view import JobView
-from pipemorph.wire import ReductionHealth
+from pipemorph.wire import AdaptationRecord, ReductionHealth
 
 __all__ = [
     "AdaptationRecord",

@@ -39,20 +39,24 @@ from pipemorph.control.decide.truth import (
     without,
 )
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.history import AdaptationRecord, Decision, Ledger, OwnPlanRecord
+from pipemorph.control.handed_in import HandedIn, judged
+from pipemorph.control.history import Decision, Ledger
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.links import Health, LinkHealth
-from pipemorph.control.observed.reports import Observed, check
+from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.snapshot import OwnLinks, Snapshot
 from pipemorph.control.view import JobView
+from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (
+    AdaptationRecord,
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
+    OwnPlanRecord,
     PlanMessage,
     RailsView,
     ReductionHealth,
@@ -64,6 +68,9 @@ COMPARED = 4
 """Newest iterations that are compared with a prediction for changed op times."""
 COMMIT_AHEAD = 1
 """Iterations between the current one and the first with the plan of a directive issued now."""
+HAND_IN_SECONDS = 5.0
+"""Time for the agent to hand in a plan that the controller does not know, before it decides again
+without knowing it."""
 
 
 class Pending(NamedTuple):
@@ -114,6 +121,8 @@ class JobController:
         self._truth = TruthCheck()
         self._checked_rooms: tuple[Room, ...] = ()
         self._foreign_plan = False
+        """Whether the ranks have a newer plan than this controller knows."""
+        self._hand_in_until = float("-inf")
         self._pacing = Pacing()
         self._noted: set[str] = set()
         self._pending: Pending | None = None
@@ -209,10 +218,11 @@ class JobController:
         observed = self._observed
         check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
         answer = observed.take(report, now)
-        if report.observed_plan_version > self._wanted.version:
+        if observed.newest_plan_version > self._wanted.version:
             # This controller lost its newest state. Its next version must be new to the ranks.
-            self.skip_to(report.observed_plan_version)
-            self._foreign_plan = True
+            self.skip_to(observed.newest_plan_version)
+            if not self._foreign_plan:
+                self._foreign_plan, self._hand_in_until = True, now + HAND_IN_SECONDS
         self._ledger.add(report.iterations, observed.stages.peak_memory)
         if any(stage.crowding for stage in report.stages):
             self._say_crowded(now)
@@ -223,7 +233,42 @@ class JobController:
         self._consider(now)
         if self._on_report is not None:
             self._on_report(report)
-        return answer.model_copy(update={"attentive": self._attentive()})
+        wants_plan = self._foreign_plan and now < self._hand_in_until
+        return answer.model_copy(update={"attentive": self._attentive(), "wants_plan": wants_plan})
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether the ranks run a plan that this controller does not know, and may be handed."""
+        return self._foreign_plan and self._hand_in_until > float("-inf")
+
+    def refuse_plan(self) -> None:
+        """The plan that was handed in is not a good one: decide without knowing it."""
+        self._hand_in_until = float("-inf")
+
+    def hand_in(self, handed: HandedIn, now: float) -> None:
+        """Go on from the plan that the ranks run, and that this controller did not know.
+
+        Changes nothing and raises :class:`~pipemorph.control.observed.reports.WrongAttempt`, or
+        :class:`InputError` if no plan is wanted, or not of this version.
+        """
+        message, directive, newest = handed.message, handed.message.directive, self._observed
+        if message.attempt != self.attempt:
+            raise WrongAttempt(
+                f"attempt {message.attempt} is not {self.attempt}, the one in progress"
+            )
+        if not self.wants_plan:
+            raise InputError(f"plan v{self._wanted.version} is in force here; no other is wanted")
+        if directive.plan_version != newest.newest_plan_version:
+            raise InputError(
+                f"plan v{directive.plan_version} is not v{newest.newest_plan_version}, the newest"
+                " that the ranks have reported"
+            )
+        assert directive.record is not None
+        self._directive, self._foreign_plan, self._pending = directive, False, None
+        self._wanted = self._running = handed.plan
+        self._judgement.situation = judged(directive.record, self._judgement.situation)
+        self._ledger.adopt([*message.records, directive.record], now)
+        self._keep(now, reasons.handed_in(directive))
 
     def _attentive(self) -> bool:
         """Whether a decision waits for the next iteration, or op times."""
@@ -278,6 +323,8 @@ class JobController:
         """Request a decision if there is a cause, and if the rate limit allows it now."""
         observed, judgement = self._observed, self._judgement
         if observed.state != "training" or self._pending is not None:
+            return
+        if self._foreign_plan and now < self._hand_in_until:
             return
         rooms = observed.stages.rooms
         slow_lately = any(judgement.situation.slow) or observed.links.any_slow
@@ -486,6 +533,7 @@ class JobController:
             issued_at=now,
             reason=record.reason,
             plan=PlanMessage.of(self._wanted),
+            record=record.model_copy(),
         )
         asked, finished = pending.replan, self._ledger.last_iteration
         if asked.cause in ("slow", "worse", "restart"):

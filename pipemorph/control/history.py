@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from pipemorph.planning.ir import Route
-from pipemorph.wire import IterationSample
+from pipemorph.wire import AdaptationRecord, IterationSample, OwnPlanRecord
 
 AFTER = 8
 """Iterations under the new plan in the median of its figures."""
@@ -31,69 +30,6 @@ OPEN_RECORDS = 4
 """Newest records that may still get figures."""
 KEPT_RECORDS = 256
 KEPT_DECISIONS = 64
-
-
-class OwnPlanRecord(BaseModel):
-    """A plan that only some replicas run. ``text``: which, and for what delays."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    replicas: list[int]
-    text: str
-    warmup: list[int]
-    routes: list[Route]
-
-
-class AdaptationRecord(BaseModel):
-    """One directive and its effect. Times in seconds, memory in bytes per stage.
-
-    ``…_before``: medians over the iterations after ``detectable_at`` until the new plan was in
-    effect, so the old plan under the conditions that caused the change; over iteration
-    ``detectable_at``, in which they began, if there is no other. ``…_after``: medians over
-    the first iterations under the new plan. None if nothing was measured.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    plan_version: int
-    kind: Literal["adapt", "return", "revert"]
-    """revert: back to the plan before a change that did not bring its promise."""
-    detected_at: float
-    """Controller's wall clock, seconds since the Unix epoch."""
-    detected_at_iteration: int
-    detectable_at: int
-    """Iteration of the first window that showed the change, as all later ones did."""
-    applied_at_iteration: int | None = None
-    """First iteration under this plan; None before it, or if the plan never took effect."""
-    reason: str
-    links: list[dict[str, Any]]
-    warmup_before: list[int]
-    warmup_after: list[int]
-    routes: list[Route]
-    predicted_seconds_before: float | None
-    predicted_seconds_after: float
-    promised: float | None = None
-    """Predicted gain, as a fraction of an iteration with the old plan, overhead included."""
-    measured: float | None = None
-    """The same from measured iterations."""
-    iteration_seconds_before: float | None = None
-    iteration_seconds_after: float | None = None
-    bubble_before: float | None = None
-    bubble_after: float | None = None
-    peak_memory_before: list[int | None] = Field(default_factory=list)
-    peak_memory_after: list[int | None] = Field(default_factory=list)
-    device_limits_before: list[int | None] = Field(default_factory=list)
-    """Most microbatches with activations on the device, per stage; None: all."""
-    device_limits_after: list[int | None] = Field(default_factory=list)
-    offloaded: list[int] = Field(default_factory=list)
-    """Microbatches per iteration that the new plan offloads, per stage."""
-    recomputed: list[int] = Field(default_factory=list)
-    """Those whose forward it runs again."""
-    fused_stages: list[int] = Field(default_factory=list)
-    """Stages with fused backwards under the new plan."""
-    own_plans: list[OwnPlanRecord] = Field(default_factory=list)
-    """Replicas that run another plan under this version; the other fields are those of the others,
-    ``routes`` delegated where any replica's are."""
 
 
 class Decision(BaseModel):
@@ -200,6 +136,17 @@ class Ledger:
         if len(self._iterations) > KEPT_ITERATIONS:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
                 del self._iterations[stale]
+
+    def adopt(self, records: Iterable[AdaptationRecord], now: float) -> None:
+        """Add those records of another controller that are newer than all here. Iterations that
+        follow may complete them."""
+        newest = self.records[-1].plan_version if self.records else 0
+        found = {record.plan_version: record for record in reversed([*records])}
+        for version in sorted(found):
+            if version > newest:
+                # Of another clock, which may be wrong.
+                detected_at = min(found[version].detected_at, now)
+                self.records.append(found[version].model_copy(update={"detected_at": detected_at}))
 
     def new_attempt(self) -> None:
         """Drop the iterations, which count from 0 again; records and decisions stay."""

@@ -9,10 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.replica_links import ReplicaLinks
-from pipemorph.control.history import AdaptationRecord
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes
-from pipemorph.wire import Directive, PlanMessage, SlowDirection
+from pipemorph.wire import AdaptationRecord, Directive, PlanMessage, SlowDirection
 
 
 class OwnLinks(BaseModel):

@@ -23,7 +23,7 @@ from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved,
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
-from pipemorph.wire import MAX_REPORT_BYTES
+from pipemorph.wire import MAX_PLAN_BYTES, MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -99,22 +99,33 @@ def make_app(
         refusal = await authenticate(request, namespace, name)
         if refusal is not None:
             return refusal
-        too_long = Reply.error(413, f"the report is larger than {MAX_REPORT_BYTES} bytes")
-        if (request.content_length or 0) > MAX_REPORT_BYTES:
+        body = await read(request, "report", MAX_REPORT_BYTES)
+        return body if isinstance(body, Reply) else await handler.report(namespace, name, body)
+
+    async def plan(request: web.Request) -> Reply:
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name) or handler.unwanted(namespace, name)
+        if refusal is not None:
+            return refusal
+        body = await read(request.clone(client_max_size=MAX_PLAN_BYTES), "plan", MAX_PLAN_BYTES)
+        return body if isinstance(body, Reply) else await handler.hand_in(namespace, name, body)
+
+    async def read(request: web.BaseRequest, what: str, most: int) -> bytes | Reply:
+        """The body, of at most ``most`` bytes, or the error to answer."""
+        too_long = Reply.error(413, f"the {what} is larger than {most} bytes")
+        if (request.content_length or 0) > most:
             return too_long
         try:
             if request.content.is_eof():
-                body = await request.read()  # The body arrived with the head, as it usually does.
-            else:
-                body = await asyncio.wait_for(request.read(), limits.body)
+                return await request.read()  # It arrived with the head, as it usually does.
+            return await asyncio.wait_for(request.read(), limits.body)
         except web.HTTPRequestEntityTooLarge:
             return too_long
         except TimeoutError:
-            return Reply.error(408, f"the report did not arrive within {limits.body:g} s")
+            return Reply.error(408, f"the {what} did not arrive within {limits.body:g} s")
         except (ConnectionError, RequestPayloadError, HttpProcessingError) as error:
             # Connection lost, or invalid framing or compression.
-            return Reply.error(400, f"the report's body could not be read: {error}")
-        return await handler.report(namespace, name, body)
+            return Reply.error(400, f"the {what}'s body could not be read: {error}")
 
     async def directive(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
@@ -164,6 +175,7 @@ def make_app(
     app[_HANDLER] = handler
     app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering("report", reports))
     app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering("poll", directive))
+    app.router.add_post("/v1/jobs/{namespace}/{name}/plan", answering("plan", plan))
     if join is not None:
         app.router.add_get("/v1/job", answering("join", job))
     app.on_shutdown.append(_release_polls)

@@ -14,9 +14,10 @@ status meaning
 401    no or wrong token
 403    the token, the report or its attempt belongs to another job
 404    no such job, or no such path
-409    a sequence number that was used before; ``last`` is the highest used one
-413    more than ``MAX_REPORT_BYTES``
-422    JSON that is not a report of this job; ``field`` names the field
+409    a sequence number that was used before; ``last`` is the highest used one. For a plan: none is
+       wanted
+413    more than ``MAX_REPORT_BYTES`` or ``MAX_PLAN_BYTES``
+422    JSON that is not a report of this job, or no plan for it; ``field`` names the field
 429    more reports or polls than the limits allow
 ====== ===============================================================
 
@@ -35,8 +36,10 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from pipemorph.control import handed_in
 from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.planner_processes import PlannerLost
@@ -52,6 +55,8 @@ from pipemorph.wire import (
 log = logging.getLogger("pipemorph.ingest")
 
 
+LARGE_BYTES = 64 * 1024
+"""Plans of fewer bytes are checked within a few milliseconds."""
 PERSIST_AGAIN_SECONDS = 1.0
 """Delay of a retry after a directive that was served could not be persisted."""
 
@@ -110,6 +115,8 @@ class _JobSession:
     refilled: float
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
     persists_again_at: float = 0.0
+    reading: bool = False
+    """Whether a plan that was handed in is being read."""
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
 
     def take_token(self, limits: Limits, now: float) -> bool:
@@ -197,6 +204,59 @@ class IngestHandler:
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         return Reply.envelope(answer, session.above(parsed.observed_plan_version))
+
+    def unwanted(self, namespace: str, name: str) -> Reply | None:
+        """Why no plan may be handed in now, before its bytes are read; None if one may."""
+        job = self._store.lookup(namespace, name)
+        if job is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        session = self._session(job)
+        if not job.wants_plan or session.reading:
+            return Reply.error(409, "no plan is wanted: the one in force is known, or was refused")
+        if not session.take_token(self._limits, time.monotonic()):
+            return Reply.error(
+                429, f"more than {self._limits.reports_per_second:g} requests per second"
+            )
+        return None
+
+    async def hand_in(self, namespace: str, name: str, body: bytes) -> Reply:
+        """Answer ``POST …/plan``: go on from the plan that the ranks run. If it is a bad one, the
+        controller decides without it. Call :meth:`unwanted` first."""
+        job = self._store.lookup(namespace, name)
+        if job is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        session = self._session(job)
+        session.reading = True
+        try:
+            if len(body) > LARGE_BYTES:
+                handed = await asyncio.to_thread(handed_in.read, body, job.spec)
+            else:
+                handed = handed_in.read(body, job.spec)
+            message, version = handed.message, handed.message.directive.plan_version
+            if (message.namespace, message.job) != (namespace, name):
+                raise WrongAttempt(f"the plan is for job {message.namespace}/{message.job}")
+            if self._store.lookup(namespace, name) is not job:
+                return Reply.error(404, f"job {namespace}/{name} has ended here")
+            highest = self._store.in_use(namespace, name)
+            if version > highest:
+                raise InputError(
+                    f"plan v{version} is above v{highest}, the highest version that was reserved"
+                )
+            job.hand_in(handed, time.time())
+        except WrongAttempt as error:
+            return Reply.error(403, str(error))
+        except InputError as error:
+            job.refuse_plan()
+            why = one_line(str(error), 500)
+            log.error("%s/%s: refused the plan that the ranks run: %s", namespace, name, why)
+            return Reply.error(422, why, field="directive")
+        finally:
+            session.reading = False
+        why = one_line(message.directive.reason)
+        log.info("%s/%s: going on from plan v%d of the ranks: %s", namespace, name, version, why)
+        self._serve(session, message.directive)
+        await self._publish(namespace, name, job, session)
+        return Reply.envelope(_NO_NEWS, None)
 
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
@@ -370,10 +430,9 @@ class IngestHandler:
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
-                    left = self._store.reserved(namespace, name) - version
                     what = (
                         "was served but not persisted; retrying"
-                        if left >= 0
+                        if session.above(version - 1) is not None
                         else "could not be persisted, and no version is reserved; retrying before"
                         " serving it"
                     )

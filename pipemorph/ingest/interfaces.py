@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.replan import Proposal, Replan
+from pipemorph.control.handed_in import HandedIn
 from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
 
 
@@ -42,6 +44,9 @@ class ControlledJob(Protocol):
     """The methods of :class:`pipemorph.control.JobController` that the ingest uses."""
 
     @property
+    def spec(self) -> JobSpec: ...
+
+    @property
     def attempt(self) -> int: ...
 
     @property
@@ -55,6 +60,13 @@ class ControlledJob(Protocol):
     def replan(self) -> Replan | None: ...
 
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None: ...
+
+    @property
+    def wants_plan(self) -> bool: ...
+
+    def hand_in(self, handed: HandedIn, now: float) -> None: ...
+
+    def refuse_plan(self) -> None: ...
 
     def directive(self, after: int = 0) -> Directive | None: ...
 
@@ -70,6 +82,9 @@ class JobStore(Protocol):
     def reserved(self, namespace: str, job: str) -> int:
         """The highest plan version that may be served before it is persisted. After a crash of this
         host, the next one issues versions above it only, so that no version is ever two plans."""
+
+    def in_use(self, namespace: str, job: str) -> int:
+        """The highest plan version that ranks may have from anybody but this host."""
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Make a snapshot durable. Called after its directive was served if the version is
@@ -113,6 +128,9 @@ class MemoryStore:
         return self._jobs.get((namespace, job))
 
     def reserved(self, namespace: str, job: str) -> int:
+        return sys.maxsize
+
+    def in_use(self, namespace: str, job: str) -> int:
         return sys.maxsize
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:

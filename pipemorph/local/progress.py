@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.history import Decision
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import (
+    AdaptationRecord,
     IterationSample,
     RailsView,
     ReductionHealth,

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
-from pipemorph.control.history import AdaptationRecord
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
-from pipemorph.wire import LinkHealthReport
+from pipemorph.wire import AdaptationRecord, LinkHealthReport
 
 T = TypeVar("T")
 

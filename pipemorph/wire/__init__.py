@@ -10,6 +10,7 @@ from pipemorph.wire.base import (
     WireModel,
 )
 from pipemorph.wire.messages import (
+    MAX_PLAN_BYTES,
     MAX_REPORT_BYTES,
     MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
@@ -17,12 +18,14 @@ from pipemorph.wire.messages import (
     Directive,
     DirectiveEnvelope,
     EventReport,
+    HandIn,
     LinkHealthReport,
     ObserverSettings,
     OwnPlan,
     PlanMessage,
     StageOps,
 )
+from pipemorph.wire.records import AdaptationRecord, LinkRecord, OwnPlanRecord
 from pipemorph.wire.samples import (
     DeviceClock,
     IterationSample,
@@ -52,12 +55,14 @@ from pipemorph.wire.states import (
 )
 
 __all__ = [
+    "MAX_PLAN_BYTES",
     "MAX_REPORT_BYTES",
     "MAX_SEQUENCE",
     "MAX_WAIT_SECONDS",
     "MOST_SLOW",
     "PROTOCOL",
     "SHOWN",
+    "AdaptationRecord",
     "Count",
     "DeviceClock",
     "DirectionState",
@@ -65,13 +70,16 @@ __all__ = [
     "DirectiveEnvelope",
     "EventReport",
     "FallenLink",
+    "HandIn",
     "IterationSample",
     "LinkHealthReport",
+    "LinkRecord",
     "LinkSample",
     "LinkState",
     "ObjectName",
     "ObserverSettings",
     "OwnPlan",
+    "OwnPlanRecord",
     "PlanMessage",
     "PlanVersion",
     "RailHealth",

@@ -12,8 +12,10 @@ Protocol, version 2 (in version 1, reports had the windows of the ranks instead 
   what changed since the last accepted one, as whole values, so that one twice does no harm.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
   directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
+* ``POST /v1/jobs/{namespace}/{name}/plan`` with a :class:`HandIn` (at most ``MAX_PLAN_BYTES``), if
+  an answer to a report had ``wants_plan``: the ingest does not know the plan that the ranks run.
 
-Both need ``Authorization: Bearer``: a projected service-account token on a cluster, the
+All need ``Authorization: Bearer``: a projected service-account token on a cluster, the
 run's token on one machine.
 """
 
@@ -26,6 +28,7 @@ from pydantic import Field
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import Count, ObjectName, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.records import AdaptationRecord
 from pipemorph.wire.samples import IterationSample
 from pipemorph.wire.states import (
     MOST_SLOW,
@@ -43,11 +46,13 @@ from pipemorph.wire.states import (
 
 PROTOCOL: Literal[2] = 2
 MAX_REPORT_BYTES = 64 * 1024
+MAX_PLAN_BYTES = 8 << 20
+"""Of a request with a plan. The largest, of 1,048,576 stages × microbatches, take 3 MB."""
 MAX_WAIT_SECONDS = 30.0
 MAX_SEQUENCE = 2**53 - 1
 
-MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS = 256, 512, 64
-"""Most of each in one report."""
+MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS, MOST_RECORDS = 256, 512, 64, 64
+"""Most of each in one message."""
 
 Revision = Annotated[str, Field(max_length=32)]
 
@@ -174,6 +179,21 @@ class Directive(WireModel):
     """Controller's wall clock, seconds since the epoch."""
     reason: str
     plan: PlanMessage
+    record: AdaptationRecord | None = None
+    """What is known of the change when it is issued. None in those that earlier versions saved."""
+
+
+class HandIn(WireModel):
+    """The plan that the ranks run, for a host that does not know it, as after the crash of another.
+
+    ``records``: of it and of earlier plans, as far as the agent has any that may be new to a host.
+    """
+
+    job: ObjectName
+    namespace: ObjectName
+    attempt: Count
+    directive: Directive
+    records: list[AdaptationRecord] = Field(default_factory=list, max_length=MOST_RECORDS)
 
 
 class StageOps(WireModel):
@@ -212,6 +232,8 @@ class DirectiveEnvelope(WireModel):
     host has lost it, and the next report has every state again."""
     attentive: bool = False
     """Whether to report iterations as they finish: a decision waits for them."""
+    wants_plan: bool = False
+    """Whether the host waits for the plan that the ranks run, which it does not know."""
     settings: ObserverSettings | None = None
     """Given if the report was made by other ones."""
     slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)

@@ -21,11 +21,13 @@ class Versions:
     """The plan versions of a job that this ingest may serve before they are persisted.
 
     ``control``: as read from the job. What another ingest has reserved, it may have served.
-    ``granted``: the highest version; 0 before this ingest has reserved any.
+    ``granted``: the highest version; 0 before this ingest has reserved any. ``in_use``: the highest
+    version that ranks may have from another ingest.
     """
 
     def __init__(self, control: ControlState | None) -> None:
-        self.reserved = (control.reserved if control is not None else None) or 0
+        found = (control.reserved or 0, control.plan_version) if control is not None else (0,)
+        self.in_use = self.reserved = max(found)
         """What status should say: at least what it says."""
         self._own = 0
         self.granted = 0

@@ -175,6 +175,10 @@ class ClusterStore:
         tracked = self._tracked.get((namespace, job))
         return tracked.versions.granted if tracked is not None else 0
 
+    def in_use(self, namespace: str, job: str) -> int:
+        tracked = self._tracked.get((namespace, job))
+        return tracked.versions.in_use if tracked is not None else 0
+
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary to status. Raises if the write failed."""
         tracked = self._tracked.get((namespace, job))

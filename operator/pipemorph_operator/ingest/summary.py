@@ -293,7 +293,7 @@ def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
         detected_at=format_time(datetime.fromtimestamp(record.detected_at, UTC)),
         detected_at_iteration=record.detected_at_iteration,
         applied_at_iteration=record.applied_at_iteration,
-        links=[int(link["link"]) for link in record.links],
+        links=[link.link for link in record.links],
         warmup_before=list(record.warmup_before),
         warmup_after=list(record.warmup_after),
         iteration_seconds_before=_round(record.iteration_seconds_before),

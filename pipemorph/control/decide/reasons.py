@@ -15,6 +15,7 @@ from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Plan, Policy
+from pipemorph.wire import Directive
 
 COLUMNS = 110
 """Most columns of :func:`short`."""
@@ -92,6 +93,14 @@ def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str
     if proposal.chosen is not None:
         parts.append(_predicted(proposal.current, proposal.chosen))
     return "; ".join([*parts, *map(_sentence, proposal.found)])
+
+
+def handed_in(directive: Directive) -> str:
+    """A plan that the ranks run was handed in by their agent."""
+    return (
+        f"the ranks run plan v{directive.plan_version}, which is not saved here; going on from it:"
+        f" {directive.reason}"
+    )
 
 
 def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import MOST_SLOW, DirectionState, LinkState, SlowDirection
+from pipemorph.wire import MOST_SLOW, DirectionState, LinkRecord, LinkState, SlowDirection
 
 ALIKE = 1 / 16
 """Relative difference of two directions' wire times within which either may be the longer one: so
@@ -64,18 +63,18 @@ class LinkHealth:
         """``link 2 of replica 1, tensor 0``."""
         return f"link {self.link}{' of ' if self.column else ''}{self.column}"
 
-    def record(self) -> dict[str, Any]:
-        """For report.json and status."""
-        return {
-            "link": self.link,
-            "health": self.health.value,
-            "delay": round(self.delay, 6),
-            "wire_time": round(self.wire_time, 6),
-            "transfer": round(self.transfer, 6),
-            "confidence": round(self.confidence, 4),
-            "replica": self.replica,
-            "direction": self.direction,
-        }
+    def record(self) -> LinkRecord:
+        """For the record of a change."""
+        return LinkRecord(
+            link=self.link,
+            health=self.health.value,
+            delay=round(self.delay, 6),
+            wire_time=round(self.wire_time, 6),
+            transfer=round(self.transfer, 6),
+            confidence=round(self.confidence, 4),
+            replica=self.replica,
+            direction=self.direction,
+        )
 
 
 States = tuple[LinkHealth, ...]

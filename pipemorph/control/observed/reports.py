@@ -179,6 +179,11 @@ class Observed:
             memory=self._memory, settings=self._settings if stale else None, slow=slow
         )
 
+    @property
+    def newest_plan_version(self) -> int:
+        """Of the plans that the agent or its ranks have."""
+        return max(self.observed_plan_version, self.applied_plan_version)
+
     def reductions(self) -> tuple[ReductionHealth, ...]:
         """One state per group that has reported, by stage."""
         return tuple(self._reductions[key] for key in sorted(self._reductions))

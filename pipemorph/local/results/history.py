@@ -9,10 +9,11 @@ import threading
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
-from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.wire import (
+    AdaptationRecord,
     IterationSample,
     LinkHealthReport,
     RailsView,

@@ -10,12 +10,11 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.history import AdaptationRecord
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
-from pipemorph.wire import IterationSample
+from pipemorph.wire import AdaptationRecord, IterationSample
 
 
 @dataclass

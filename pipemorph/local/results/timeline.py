@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipemorph.api.spec import Fault
-from pipemorph.control.history import AdaptationRecord
 from pipemorph.errors import InputError
 from pipemorph.local.results.outputs import OutFolder, write_json, write_whole
 from pipemorph.local.results.report import RunRecord
@@ -20,6 +19,7 @@ from pipemorph.local.results.traces import StageTrace, TraceIndex
 from pipemorph.pictures import Message, Timeline, render_panels
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.wire import AdaptationRecord
 
 MOST_EVENTS = 200_000
 """About 25 MB of JSON, which a browser can still open."""
@@ -169,11 +169,11 @@ def choose_panels(
     here = set(iterations)
     for record in adaptations:
         applied = _first_iteration(record)
-        late = [link for link in record.links if link["delay"] > 0]
+        late = [link for link in record.links if link.delay > 0]
         if record.kind != "adapt" or applied < 0 or not late:
             continue
-        column = max(late, key=lambda link: link["delay"])["replica"]
-        delays = {link["link"]: link["delay"] for link in late if link["replica"] == column}
+        column = max(late, key=lambda link: link.delay).replica
+        delays = {link.link: link.delay for link in late if link.replica == column}
         panels = [
             Panel(record.detectable_at - 1, "undisturbed", {}, column),
             Panel(applied - 1, "disturbed", delays, column),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.control.decide.replan import Proposal, Replan
+from pipemorph.control.handed_in import HandedIn
 from pipemorph.ingest import (
     BearerAuthenticator,
     Identity,
@@ -28,9 +29,12 @@ from pipemorph.ingest import (
 )
 from pipemorph.ingest.app import Timeouts
 from pipemorph.wire import (
+    MAX_PLAN_BYTES,
     MAX_REPORT_BYTES,
+    AdaptationRecord,
     Directive,
     DirectiveEnvelope,
+    HandIn,
     LinkHealthReport,
     PlanMessage,
 )
@@ -115,6 +119,15 @@ class Scripted:
     def snapshot(self) -> dict[str, Any]:
         return {"plan_version": self.plan_version}
 
+    spec = controller().spec
+    wants_plan = False
+
+    def hand_in(self, handed: HandedIn, now: float) -> None:
+        raise AssertionError("no plan is wanted")
+
+    def refuse_plan(self) -> None:
+        raise AssertionError("no plan is wanted")
+
 
 class Client:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -124,8 +137,13 @@ class Client:
         self, data: bytes | dict[str, Any], *, token: str = TOKEN, job: str = "gpt"
     ) -> tuple[int, Any]:
         content = data if isinstance(data, bytes) else json.dumps(data).encode()
+        return await self.put("reports", content, token, job)
+
+    async def put(
+        self, what: str, content: bytes, token: str = TOKEN, job: str = "gpt"
+    ) -> tuple[int, Any]:
         async with self.session.post(
-            f"{self.url}/v1/jobs/default/{job}/reports",
+            f"{self.url}/v1/jobs/default/{job}/{what}",
             data=content,
             headers={"Authorization": f"Bearer {token}"},
         ) as answer:
@@ -489,6 +507,52 @@ def test_a_restored_job_serves_its_directive_at_once() -> None:
         assert (await client.poll("attempt=0&after=6"))[1]["directive"]["plan_version"] == 7
 
     serve(test, job)
+
+
+def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are not even read otherwise, nor those of a second one after a bad one."""
+    made = controller()
+    plan = PlanMessage.of(made.wanted).model_copy(update={"version": 3})
+    record = AdaptationRecord(
+        plan_version=3, kind="adapt", detected_at=1.0, detected_at_iteration=0, detectable_at=0,
+        reason="because", links=[], warmup_before=[], warmup_after=[], routes=[],
+        predicted_seconds_before=None, predicted_seconds_after=1.0,
+    )  # fmt: skip
+    newest = Directive(plan_version=3, issued_at=1.0, reason="because", plan=plan, record=record)
+    message = HandIn(job="gpt", namespace="default", attempt=0, directive=newest)
+    good = message.body()
+    bad = (
+        message.model_copy(update={"job": "other"}).body(),
+        message.model_copy(update={"attempt": 1}).body(),
+    )
+
+    async def test(client: Client, server: IngestServer) -> None:
+        assert (await client.put("plan", good, token="wrong"))[0] == 401
+        assert (await client.put("plan", good, job="other"))[0] == 404
+        status, answer = await client.put("plan", good)
+        assert (status, "no plan is wanted" in answer["error"]) == (409, True)
+        status, answer = await client.post(body(observed_plan_version=3))
+        assert (status, answer["wants_plan"]) == (200, True)
+        status, answer = await client.put("plan", b" " * (MAX_PLAN_BYTES + 1))
+        assert (status, "larger than 8388608 bytes" in answer["error"]) == (413, True)
+        for each in bad:
+            assert (await client.put("plan", each))[0] == 403
+        assert (await client.put("plan", good))[0] == 200
+        assert made.wanted.version == 3
+        status, answer = await client.poll("attempt=0&after=2&wait=0")
+        assert Directive.model_validate(answer["directive"]) == newest
+        status, answer = await client.post(body(2, observed_plan_version=3))
+        assert not answer["wants_plan"]
+        # Of yet another host, and bad.
+        status, answer = await client.post(body(3, observed_plan_version=5))
+        assert answer["wants_plan"]
+        status, answer = await client.put("plan", good)
+        assert (status, answer["field"]) == (422, "directive")
+        assert "plan v3 is not v5, the newest that the ranks have reported" in answer["error"]
+        assert (await client.put("plan", b"{"))[0] == 409
+
+    serve(test, made)
+    assert "refused the plan that the ranks run: plan v3 is not v5" in caplog.text
 
 
 def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:

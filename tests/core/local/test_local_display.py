@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipemorph.api.spec import Fault, PipeMorphJob
-from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.local.processes.supervise import End, Ending
@@ -26,6 +26,7 @@ from pipemorph.local.results.traces import StageTrace, TraceIndex, read_faults, 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import (
+    AdaptationRecord,
     FallenLink,
     IterationSample,
     RailHealth,
@@ -406,7 +407,7 @@ def test_panels_show_the_change_before_during_and_after() -> None:
 
 def test_panels_show_the_column_with_the_slowest_link(tmp_path: Path) -> None:
     late = ((0, 0.01, 0), (1, 0.04, 1), (2, 0.02, 1))
-    links = [{"link": i, "delay": d, "replica": column} for i, d, column in late]
+    links = [{"link": i, "health": "slow", "delay": d, "replica": r} for i, d, r in late]
     panels = choose_panels(list(range(20)), [record(links=links)], [])
     assert [panel.column for panel in panels] == [1, 1, 1]
     assert panels[1].delays == {1: 0.04, 2: 0.02}

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
+from pipemorph.control.controller import HAND_IN_SECONDS
 from pipemorph.ingest import Decided
 from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
@@ -48,6 +49,7 @@ def report(sequence: int, **changes: Any) -> LinkHealthReport:
 def test_saved_state_comes_back_and_attempts_go_on() -> None:
     controller = JobController(spec())
     controller.report(report(5, observed_plan_version=7), 1000.0)
+    controller.report(report(6, observed_plan_version=7), 1000.0 + HAND_IN_SECONDS)
     settle(controller, 1000.0)
     state = snapshot_codec.pack(controller.snapshot())
     plan_version = controller.plan_version
@@ -99,6 +101,7 @@ def test_of_a_plan_too_large_for_status_the_versions_are_saved(
     api = Shared()
     store, controller = ingest_of(api)
     controller.report(report(5, observed_plan_version=7), 1000.0)
+    controller.report(report(6, observed_plan_version=7), 1000.0 + HAND_IN_SECONDS)
     settle(controller, 1000.0)
 
     async def run() -> None:

@@ -21,7 +21,7 @@ from plant_support import Plant
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import ControlState
 from pipemorph.ingest import IngestHandler, Limits
-from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
+from pipemorph.wire import Directive, DirectiveEnvelope, HandIn, LinkHealthReport
 from pipemorph_operator.ingest.plan_versions import BLOCK, LOW, Versions
 from pipemorph_operator.ingest.store import ClusterStore
 
@@ -107,6 +107,8 @@ class Ranks(Plant):
         self.plans: dict[int, str] = {}
         """By version: every plan that an ingest gave to anybody."""
         self.loses_replies = False
+        self.newest: Directive | None = None
+        self.hands_in, self.hand_in_gets = True, {200}
         self.observes = Agent(self.spec, job="gpt", namespace="team", paced=True)
 
     def host(self, dies_at: int = -1, *, got_through: bool = False) -> Host:
@@ -129,8 +131,23 @@ class Ranks(Plant):
         observer.delivered(report, answer, self.now)
         directive = answer.directive
         if directive is not None and directive.plan_version > self.observed:
-            self.observed = directive.plan_version
+            self.newest, self.observed = directive, directive.plan_version
             self.prepared = (self.iteration + 1, directive.plan.plan())
+        if answer.wants_plan and self.newest is not None and self.hands_in:
+            self.loop.run_until_complete(self._hand_in(host, self.newest))
+
+    async def _hand_in(self, host: Host, directive: Directive) -> None:
+        message = HandIn(job="gpt", namespace="team", attempt=0, directive=directive)
+        if (unwanted := host.handler.unwanted(*KEY)) is not None:
+            assert unwanted.status == 409, "another ingest has overtaken it meanwhile"
+            return
+        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, message.body()))
+        for _ in range(60):
+            await asyncio.sleep(0)
+        if not handing.done():
+            assert host.dead, "it waits for nothing else"
+            return
+        assert handing.result().status in self.hand_in_gets, handing.result().body
 
     async def _ask(self, host: Host, report: LinkHealthReport) -> DirectiveEnvelope | None:
         if host.dead:
@@ -300,8 +317,10 @@ def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
 
 
 def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
-    """The ranks run it and say so; without that they would keep it when the link is well."""
+    """The ranks run it and say so; without that they would keep it when the link is well. An agent
+    that has started again cannot hand it in."""
     with ranks() as job:
+        job.hands_in = False
         host = job.host()
         job.run(4)
         first, host.away = job.plan, True
@@ -315,6 +334,56 @@ def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
         job.adapts()
         assert job.observed == BLOCK + 1
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
+
+
+def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        first, host.away = job.plan, True
+        job.delays = SLOW
+        job.adapts()
+        reason = host.store._tracked[KEY].controller.records[-1].reason
+        host.dead = True
+        job.run(2)
+        controller = job.host().store._tracked[KEY].controller
+        job.run(8)
+        assert job.observed == controller.wanted.version == 1, "a needless change"
+        assert [each.kind for each in controller.decisions] == ["keep"]
+        assert "the ranks run plan v1, which is not saved here" in controller.decisions[0].reason
+        training = job.api.job["status"]["training"]
+        assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
+        assert training["lastAdaptation"]["reason"] == reason
+        saved = job.host().store._tracked[KEY].controller
+        assert saved.wanted == job.plan, "it is in status now"
+        # It knows what the plan is for.
+        job.delays = [0.0, 0.0, 0.0]
+        job.adapts()
+        assert job.observed == 2 * BLOCK + 1
+        assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
+
+
+def test_a_plan_of_a_version_that_was_never_reserved_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        job.delays = SLOW
+        job.adapts()
+        host = job.host()
+        job.run(1)
+        assert job.newest is not None and job.newest.record is not None
+        above = BLOCK + 1
+        plan = job.newest.plan.model_copy(update={"version": above})
+        record = job.newest.record.model_copy(update={"plan_version": above})
+        forged = {"plan_version": above, "plan": plan, "record": record}
+        job.newest, job.observed = job.newest.model_copy(update=forged), above
+        job.hand_in_gets = {422}
+        job.run(2)
+        why = f"plan v{above} is above v{BLOCK}, the highest version that was reserved"
+        assert why in caplog.text
+        assert host.store._tracked[KEY].controller.plan_version > above, "it decided without it"
 
 
 def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
@@ -352,6 +421,8 @@ def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
     chance = random.Random(seed)
     with ranks() as job:
         hosts = [job.host()]
+        # One that is behind has not reserved what the other one served: it refuses that.
+        job.hand_in_gets = {200, 422}
         job.run(4)
         hosts[0].away = True
         hosts.append(job.host())

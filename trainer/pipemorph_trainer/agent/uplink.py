@@ -3,8 +3,9 @@
 There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
 the host has to know something at once, at most 20 a second, and at least one a second, so that
 silence indicates a fault. The third keeps a long poll open, so that a directive arrives as soon as
-it is made. Both answers may bring a directive; the higher plan version wins. If the ingest is
-unreachable, the last two retry with backoff forever, and the ranks keep their plan.
+it is made. Both answers may bring a directive; the higher plan version wins. An ingest that does
+not know the newest one, as after the crash of another, is handed it. If the ingest is unreachable,
+the last two retry with backoff forever, and the ranks keep their plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ import aiohttp
 from pydantic import ValidationError
 
 from pipemorph.control.observe.observer import Observer
-from pipemorph.wire import MAX_SEQUENCE, MAX_WAIT_SECONDS, Directive, DirectiveEnvelope
+from pipemorph.wire import (
+    MAX_SEQUENCE,
+    MAX_WAIT_SECONDS,
+    Directive,
+    DirectiveEnvelope,
+    HandIn,
+)
 from pipemorph_trainer.agent.merge import TelemetryMerger
 
 log = logging.getLogger("pipemorph.agent")
@@ -61,14 +68,14 @@ class Uplink:
         on_directive: Callable[[Directive], None],
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
-        self._attempt = attempt
+        self._namespace, self._job, self._attempt = namespace, job, attempt
         self._token_file = token_file
         self._merger, self._observer = merger, observer
         self._on_directive = on_directive
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
-        self._plan_version = 0
+        self._newest: Directive | None = None
         self._news = asyncio.Event()
         self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
@@ -190,11 +197,36 @@ class Uplink:
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
+            if envelope.wants_plan and self._newest is not None:
+                await self._hand_in(session, self._newest)
+
+    async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
+        """Give the ingest the plan in force, which it does not know."""
+        message = HandIn(
+            job=self._job, namespace=self._namespace, attempt=self._attempt, directive=directive
+        )
+        headers = self._headers() | {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with session.post(
+            f"{self._base}/plan", data=message.body(), headers=headers, timeout=timeout
+        ) as answer:
+            try:
+                await _envelope(answer)
+            except Refused as refusal:
+                # The ingest decides without it.
+                log.warning("plan v%d was not taken: %s", directive.plan_version, refusal)
+            else:
+                log.info("handed in plan v%d: the ingest did not know it", directive.plan_version)
+
+    @property
+    def _plan_version(self) -> int:
+        """Of the newest directive; 0 before the first."""
+        return self._newest.plan_version if self._newest is not None else 0
 
     def _take(self, envelope: DirectiveEnvelope) -> None:
         directive = envelope.directive
         if directive is not None and directive.plan_version > self._plan_version:
-            self._plan_version = directive.plan_version
+            self._newest = directive
             self._on_directive(directive)
 
     def _headers(self) -> dict[str, str]:

@@ -1,0 +1,87 @@
+"""What each change of plan was worth: the records of report.json and status."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipemorph.planning.ir import Route
+from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+
+Text = Annotated[str, Field(max_length=32768)]
+
+
+class OwnPlanRecord(WireModel):
+    """A plan that only some replicas run. ``text``: which, and for what delays."""
+
+    replicas: list[Count]
+    text: Text
+    warmup: list[int]
+    routes: list[Route]
+
+
+class LinkRecord(WireModel):
+    """A link that was slow, or of which nothing was known, when a plan was made: its slowest column
+    and direction."""
+
+    link: Count
+    health: Literal["healthy", "slow", "unknown"]
+    delay: Seconds
+    wire_time: Seconds = 0.0
+    transfer: Seconds = 0.0
+    confidence: float = 0.0
+    replica: Count = 0
+    direction: str = Field(default="forward", max_length=16)
+
+
+class AdaptationRecord(BaseModel):
+    """One directive and its effect. Times in seconds, memory in bytes per stage.
+
+    ``…_before``: medians over the iterations after ``detectable_at`` until the new plan was in
+    effect, so the old plan under the conditions that caused the change; over iteration
+    ``detectable_at``, in which they began, if there is no other. ``…_after``: medians over
+    the first iterations under the new plan. None if nothing was measured.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    plan_version: PlanVersion
+    kind: Literal["adapt", "return", "revert"]
+    """revert: back to the plan before a change that did not bring its promise."""
+    detected_at: WallClock
+    """Controller's wall clock, seconds since the Unix epoch."""
+    detected_at_iteration: Count
+    detectable_at: int
+    """Iteration of the first window that showed the change, as all later ones did."""
+    applied_at_iteration: Count | None = None
+    """First iteration under this plan; None before it, or if the plan never took effect."""
+    reason: Text
+    links: list[LinkRecord]
+    warmup_before: list[int]
+    warmup_after: list[int]
+    routes: list[Route]
+    predicted_seconds_before: float | None
+    predicted_seconds_after: float
+    promised: float | None = None
+    """Predicted gain, as a fraction of an iteration with the old plan, overhead included."""
+    measured: float | None = None
+    """The same from measured iterations."""
+    iteration_seconds_before: float | None = None
+    iteration_seconds_after: float | None = None
+    bubble_before: float | None = None
+    bubble_after: float | None = None
+    peak_memory_before: list[int | None] = Field(default_factory=list)
+    peak_memory_after: list[int | None] = Field(default_factory=list)
+    device_limits_before: list[int | None] = Field(default_factory=list)
+    """Most microbatches with activations on the device, per stage; None: all."""
+    device_limits_after: list[int | None] = Field(default_factory=list)
+    offloaded: list[int] = Field(default_factory=list)
+    """Microbatches per iteration that the new plan offloads, per stage."""
+    recomputed: list[int] = Field(default_factory=list)
+    """Those whose forward it runs again."""
+    fused_stages: list[int] = Field(default_factory=list)
+    """Stages with fused backwards under the new plan."""
+    own_plans: list[OwnPlanRecord] = Field(default_factory=list)
+    """Replicas that run another plan under this version; the other fields are those of the others,
+    ``routes`` delegated where any replica's are."""
