@@ -105,6 +105,7 @@ class JobController:
         self.attempt = attempt
         self._on_report = on_report
         self._plan_version = 0
+        self._agents = range(0)
         self._ledger = Ledger()
         self._events = Events()
         self._first = initial_plan(spec)
@@ -185,17 +186,26 @@ class JobController:
         return self._events.newest()
 
     def adopt(self, other: JobController) -> None:
-        """Show the rails, transports, stragglers, reductions and events of another controller of
-        the same attempt, until its agent has told everything again."""
+        """Go on for another controller of the same job. Show its rails, transports, stragglers,
+        reductions and events, if it is of the same attempt, until the agent has told everything
+        again."""
         if other.attempt == self.attempt:
             self._observed.adopt(other._observed)
             self._events = other._events
+        self._agents = other._agents
 
     # --- events ---------------------------------------------------------------------------
 
     def skip_to(self, plan_version: int) -> None:
         """Issue only versions above ``plan_version``: others may be in use."""
         self._plan_version = max(self._plan_version, plan_version)
+
+    def leave(self, versions: range) -> None:
+        """Never issue these versions: the job's agent may. Those that were left until now may be in
+        use."""
+        if versions != self._agents:
+            self.skip_to(self._agents.stop - 1)
+            self._agents = versions
 
     def begin_attempt(self, attempt: int) -> None:
         """Begin another attempt, with the plan of the spec. Plan versions continue to grow.
@@ -223,6 +233,9 @@ class JobController:
             self.skip_to(observed.newest_plan_version)
             if not self._foreign_plan:
                 self._foreign_plan, self._hand_in_until = True, now + HAND_IN_SECONDS
+        if report.last_own_version >= self._agents.stop:
+            # Another host's.
+            self.skip_to(report.last_own_version)
         self._ledger.add(report.iterations, observed.stages.peak_memory)
         if any(stage.crowding for stage in report.stages):
             self._say_crowded(now)
@@ -525,6 +538,8 @@ class JobController:
     def _issue(self, pending: Pending, proposal: Proposal, chosen: Option, now: float) -> None:
         """Make the chosen option the wanted plan, under a new plan version."""
         self._plan_version += 1
+        if self._plan_version in self._agents:
+            self._plan_version = self._agents.stop
         record = self._record(pending, proposal, chosen, now)
         self._wanted = replace(chosen.plan, version=self._plan_version)
         self._foreign_plan = False

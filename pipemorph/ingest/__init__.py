@@ -2,7 +2,8 @@
 
 ``handler`` implements the protocol without sockets, ``app`` serves it over aiohttp, ``connections``
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
-of jobs, persistence of directives. ``planner_pool`` makes the decisions of many jobs in turn.
+of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
+``planner_pool`` makes the decisions of many jobs in turn.
 """
 
 from pipemorph.ingest.app import IngestServer, Join, make_app
@@ -17,6 +18,7 @@ from pipemorph.ingest.interfaces import (
     MemoryStore,
     Refused,
 )
+from pipemorph.ingest.plan_versions import Versions
 from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
 from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
 from pipemorph.ingest.processors import most_planners
@@ -41,6 +43,7 @@ __all__ = [
     "PlannerPool",
     "Refused",
     "Reply",
+    "Versions",
     "make_app",
     "most_planners",
 ]

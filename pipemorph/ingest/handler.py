@@ -43,6 +43,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.planner_processes import PlannerLost
+from pipemorph.planning import Policy
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,
@@ -201,9 +202,25 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
+        if parsed.fresh:
+            self._store.another_agent(namespace, name)
+        else:
+            answer = answer.model_copy(update={"versions": self._for_agent(namespace, name, job)})
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         return Reply.envelope(answer, session.above(parsed.observed_plan_version))
+
+    def _for_agent(self, namespace: str, name: str, job: ControlledJob) -> tuple[int, int] | None:
+        """The first and the last version that the agent may give. The job gives none of them from
+        now on."""
+        spec = job.spec
+        if not spec.adaptation.enabled or spec.schedule.policy_kind is not Policy.PIPEMORPH:
+            return None
+        versions = self._store.for_agent(namespace, name)
+        if not versions or versions[0] <= job.plan_version:
+            return None
+        job.leave(versions)
+        return versions[0], versions[-1]
 
     def unwanted(self, namespace: str, name: str) -> Reply | None:
         """Why no plan may be handed in now, before its bytes are read; None if one may."""
@@ -237,10 +254,10 @@ class IngestHandler:
                 raise WrongAttempt(f"the plan is for job {message.namespace}/{message.job}")
             if self._store.lookup(namespace, name) is not job:
                 return Reply.error(404, f"job {namespace}/{name} has ended here")
-            highest = self._store.in_use(namespace, name)
-            if version > highest:
+            if not self._store.may_have(namespace, name, version):
                 raise InputError(
-                    f"plan v{version} is above v{highest}, the highest version that was reserved"
+                    f"plan v{version} was never given: no other ingest, and not this job's agent,"
+                    " had that version reserved"
                 )
             job.hand_in(handed, time.time())
         except WrongAttempt as error:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.handed_in import HandedIn
+from pipemorph.ingest.plan_versions import Versions
 from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
 
 
@@ -56,6 +57,8 @@ class ControlledJob(Protocol):
 
     def tick(self, now: float) -> None: ...
 
+    def leave(self, versions: range) -> None: ...
+
     @property
     def replan(self) -> Replan | None: ...
 
@@ -83,8 +86,15 @@ class JobStore(Protocol):
         """The highest plan version that may be served before it is persisted. After a crash of this
         host, the next one issues versions above it only, so that no version is ever two plans."""
 
-    def in_use(self, namespace: str, job: str) -> int:
-        """The highest plan version that ranks may have from anybody but this host."""
+    def may_have(self, namespace: str, job: str, version: int) -> bool:
+        """Whether the job's ranks may have this plan version from anybody but this host."""
+
+    def for_agent(self, namespace: str, job: str) -> range:
+        """The plan versions that the job's agent may give by itself; none before they are reserved,
+        so that no host gives them after a crash of this one."""
+
+    def another_agent(self, namespace: str, job: str) -> None:
+        """The job's agent is another process than before: its versions must be others, too."""
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Make a snapshot durable. Called after its directive was served if the version is
@@ -108,18 +118,20 @@ class BearerAuthenticator:
 
 
 class MemoryStore:
-    """Keeps jobs in memory. Plan versions need no reservation: the ranks of ``pipemorph run`` end
-    with it, and those of ``pipemorph serve`` tell the next host which version they have.
-    ``on_persist`` is called with every new directive."""
+    """Keeps jobs in memory. Plan versions need no durable reservation: the ranks of ``pipemorph
+    run`` end with it, and the agent of ``pipemorph serve`` tells the next host which version it
+    has, and which it may give. ``on_persist`` is called with every new directive."""
 
     def __init__(
         self, on_persist: Callable[[str, str, Mapping[str, Any]], None] | None = None
     ) -> None:
         self._jobs: dict[tuple[str, str], ControlledJob] = {}
+        self._versions: dict[tuple[str, str], Versions] = {}
         self._on_persist = on_persist
 
     def add(self, namespace: str, job: str, controller: ControlledJob) -> None:
         self._jobs[namespace, job] = controller
+        self._versions[namespace, job] = Versions(0)
 
     def remove(self, namespace: str, job: str) -> None:
         self._jobs.pop((namespace, job), None)
@@ -130,8 +142,17 @@ class MemoryStore:
     def reserved(self, namespace: str, job: str) -> int:
         return sys.maxsize
 
-    def in_use(self, namespace: str, job: str) -> int:
-        return sys.maxsize
+    def may_have(self, namespace: str, job: str, version: int) -> bool:
+        return True
+
+    def for_agent(self, namespace: str, job: str) -> range:
+        versions = self._versions[namespace, job]
+        versions.reserve(self._jobs[namespace, job].plan_version)
+        versions.written(versions.reserved)
+        return versions.for_agent()
+
+    def another_agent(self, namespace: str, job: str) -> None:
+        self._versions[namespace, job].another_agent()
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         if self._on_persist is not None:

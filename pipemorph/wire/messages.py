@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import Count, ObjectName, PlanVersion, Seconds, WallClock, WireModel
@@ -82,6 +83,8 @@ class LinkHealthReport(WireModel):
     """Highest directive the agent has received."""
     applied_plan_version: PlanVersion
     """Plan version of the iteration in progress."""
+    last_own_version: PlanVersion = 0
+    """The last one that the agent may give by itself; 0 before a host has reserved any for it."""
     settings: Revision = ""
     """Of the :class:`ObserverSettings` that the states are by; empty before the agent has any."""
     fresh: bool = False
@@ -205,8 +208,8 @@ class StageOps(WireModel):
 
 
 class ObserverSettings(WireModel):
-    """What an agent has to know of its job's spec to judge links, stages and rails. The defaults
-    hold until an ingest has told other values."""
+    """What an agent has to know of its job's spec, to judge links, stages and rails, and to decide
+    by itself. The defaults hold until an ingest has told other values."""
 
     revision: Revision = ""
     """Changes with the other fields."""
@@ -219,6 +222,8 @@ class ObserverSettings(WireModel):
     """Whether activations may go to host memory, so that ops may take a copy longer."""
     ops: list[StageOps] = Field(default_factory=list, max_length=4096)
     """One per stage; empty if the spec has none."""
+    spec: JobSpec | None = None
+    """Without what no plan depends on."""
 
 
 class DirectiveEnvelope(WireModel):
@@ -234,6 +239,9 @@ class DirectiveEnvelope(WireModel):
     """Whether to report iterations as they finish: a decision waits for them."""
     wants_plan: bool = False
     """Whether the host waits for the plan that the ranks run, which it does not know."""
+    versions: tuple[PlanVersion, PlanVersion] | None = None
+    """The first and the last plan version that the agent may give by itself while no host answers.
+    None: as before."""
     settings: ObserverSettings | None = None
     """Given if the report was made by other ones."""
     slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)

@@ -7,6 +7,7 @@ this machine's. Job file, secret, authority and token are those of the cluster.
 import base64
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from operator_support import DEADLINE, ROOT, History, Jobs, condition, free_port
 from prometheus_client.parser import text_string_to_metric_families
 from testbed import wait_for
 from testbed.processes import Process
+
+from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = [pytest.mark.cluster, pytest.mark.multiprocess]
@@ -131,6 +134,62 @@ def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
     finally:
         for rank in ranks:
             rank.process.stop()
+
+
+@pytest.mark.timeout(900)
+def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
+    job = manifest(
+        "alone",
+        stages=3,
+        schedule={"microbatches": 8},
+        emulation={"stageTimes": [times], "messageBytes": 16384},
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 100_000},
+        faults=[{"link": 1, "fromIteration": 40, "toIteration": 100_000, "delayMs": 60.0}],
+    )
+    jobs.apply(job)
+    port = free_port()
+    ranks = [Rank(jobs, "alone", pod, tmp_path, port) for pod in jobs.run("alone", 3)]
+    history = History(jobs, "alone")
+    ingest = jobs.installation.ingest
+    try:
+        for rank in ranks:
+            rank.process.start()
+        reserved = history.wait("versions for the agent", _has_versions)
+        # It is told of them with the answer to its next report.
+        history.wait("another report", _iterates(_training(reserved)))
+        ingest.kill()
+        assert _training(jobs.get("alone"))["adaptations"] == 0
+        for rank in ranks:
+            wait_for(
+                f"{rank.process.name} to run a plan of the agent", rank.adapted, DEADLINE,
+                details=ranks[0].process.log_end,
+            )  # fmt: skip
+        applied = {rank.metrics()["pipemorph_rank_applied_plan_version"] for rank in ranks}
+        assert min(applied) > BLOCK, "a version of the agent's"
+        assert "this agent decides" in ranks[0].process.log_end(200)
+        ingest.start()
+        known = history.wait("the agent's plan", _adapted_to_link_1)
+        last = _training(known)["lastAdaptation"]
+        assert last["planVersion"] >= max(applied)
+        assert last["planVersion"] <= BLOCK + AGENT_BLOCK, "the ingest made another plan"
+        assert "link 1 is slow" in last["reason"]
+        assert last["appliedAtIteration"] is not None
+    finally:
+        for rank in ranks:
+            rank.process.stop()
+        if not ingest.process.running:
+            ingest.start()
+
+
+def _has_versions(job: Object) -> bool:
+    return bool((job["status"].get("control") or {}).get("reserved"))
+
+
+def _iterates(before: Object) -> Callable[[Object], bool]:
+    return lambda job: bool(_training(job).get("iteration", 0) > before.get("iteration", 0))
 
 
 def _training(job: Object) -> Object:

@@ -86,6 +86,11 @@ def unpack(state: ControlState) -> dict[str, Any]:
     return found
 
 
+def in_use(state: ControlState | None) -> int:
+    """The highest plan version that may be in use."""
+    return max(state.reserved or 0, state.plan_version) if state is not None else 0
+
+
 def restore(
     spec: JobSpec,
     state: ControlState | None,
@@ -103,7 +108,7 @@ def restore(
         problem = f"the saved control state is unusable; kept only its plan version: {error}"
         bare = {"attempt": state.attempt, "plan_version": state.plan_version, "sequence": 0}
         controller = JobController.restore(spec, bare, on_report=on_report)
-    controller.skip_to(state.reserved or 0)
+    controller.skip_to(in_use(state))
     if attempt > controller.attempt:
         controller.begin_attempt(attempt)
     return controller, problem

@@ -26,7 +26,7 @@ from pipemorph.control.first_plan import (
     share,
 )
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob, PlannerLost
+from pipemorph.ingest import ControlledJob, PlannerLost, Versions
 from pipemorph.planning import Policy
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
@@ -37,7 +37,6 @@ from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
 from pipemorph_operator.ingest.fence import Fence, Overtaken
-from pipemorph_operator.ingest.plan_versions import Versions
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.metrics import (
     DIRECTIVES,
@@ -175,9 +174,18 @@ class ClusterStore:
         tracked = self._tracked.get((namespace, job))
         return tracked.versions.granted if tracked is not None else 0
 
-    def in_use(self, namespace: str, job: str) -> int:
+    def may_have(self, namespace: str, job: str, version: int) -> bool:
         tracked = self._tracked.get((namespace, job))
-        return tracked.versions.in_use if tracked is not None else 0
+        return tracked is not None and tracked.versions.may_have(version)
+
+    def for_agent(self, namespace: str, job: str) -> range:
+        tracked = self._tracked.get((namespace, job))
+        return tracked.versions.for_agent() if tracked is not None else range(0)
+
+    def another_agent(self, namespace: str, job: str) -> None:
+        tracked = self._tracked.get((namespace, job))
+        if tracked is not None:
+            tracked.versions.another_agent()
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary to status. Raises if the write failed."""
@@ -277,7 +285,7 @@ class ClusterStore:
             reports=reports,
             events=ConditionEvents(own),
             fence=Fence(metadata.get("resourceVersion"), status.control),
-            versions=Versions(status.control),
+            versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
             written=status.training,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_book import Key, LinkBook
@@ -141,6 +142,7 @@ class Observer:
             self._new_rails, self._new_transports, self._new_stragglers,
         )  # fmt: skip
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
+        self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
         self._events_told = 0
         self._newest = JobTelemetry(state="starting")
         self._message: str | None = None
@@ -151,6 +153,18 @@ class Observer:
         """Whether something that is no value of a kind has to be told at once."""
         self._memory = ""
         self._fresh, self._host_waits = True, False
+        self.versions: tuple[int, int] | None = None
+        """The first and the last plan version that a host has left to this agent."""
+
+    @property
+    def state(self) -> State:
+        """Of the job."""
+        return self._newest.state
+
+    @property
+    def spec(self) -> JobSpec | None:
+        """Of the job, without what no plan depends on; None before a host has told it."""
+        return self._settings.spec
 
     # --- telemetry ------------------------------------------------------------------------
 
@@ -252,6 +266,7 @@ class Observer:
             iteration=self._newest.iteration,
             observed_plan_version=observed_plan_version,
             applied_plan_version=self._newest.applied_plan_version,
+            last_own_version=self.versions[1] if self.versions else 0,
             settings=self._settings.revision,
             fresh=self._fresh,
             message=self._message,
@@ -314,9 +329,14 @@ class Observer:
         if self._memory and answer.memory != self._memory:
             for kind in self._kinds:
                 kind.again()
+            self._iterations.extendleft(reversed(self._told_iterations))
+            self._told_iterations.clear()
+        self._told_iterations.extend(report.iterations)
         self._memory, self._host_waits = answer.memory, answer.attentive
         if answer.settings is not None:
             self._set(answer.settings)
+        if answer.versions is not None and answer.versions > (self.versions or (0, 0)):
+            self.versions = answer.versions
         if self._fresh:
             self._links.restore(answer.slow, now)
             for row in answer.slow:

@@ -115,6 +115,7 @@ def settings_of(spec: JobSpec) -> ObserverSettings:
             )
             for stage in expected_times(spec) or ()
         ],
+        spec=spec.model_copy(update={"template": None, "placement": None}),
     )
     revision = hashlib.blake2s(settings.model_dump_json().encode(), digest_size=8).hexdigest()
     return settings.model_copy(update={"revision": revision})

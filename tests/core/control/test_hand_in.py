@@ -65,8 +65,18 @@ def test_a_controller_goes_on_from_the_plan_it_is_handed() -> None:
     plant.delays[1] = 0.0
     plant.run(20)
     assert (plant.plan.version, plant.plan.delegated) == (2, ())
-    reason = plant.controller.records[-1].reason
-    assert reason.startswith("a link recovered"), "it knows what the plan was for"
+
+
+def test_it_knows_what_the_plan_was_for() -> None:
+    """The link recovers before the controller has seen it slow."""
+    plant, message = adapted()
+    plant.decides, plant.delays[1] = False, 0.0
+    plant.run(20)
+    plant.controller, plant.decides = forgetful(plant), True
+    plant.controller.hand_in(read(bytes_of(message), JOB), plant.now)
+    plant.run(4)
+    assert (plant.plan.version, plant.plan.delegated) == (2, ())
+    assert plant.controller.records[-1].reason.startswith("a link recovered")
 
 
 def test_it_waits_for_the_plan_but_not_for_ever() -> None:

@@ -122,6 +122,9 @@ class Scripted:
     spec = controller().spec
     wants_plan = False
 
+    def leave(self, versions: range) -> None:
+        pass
+
     def hand_in(self, handed: HandedIn, now: float) -> None:
         raise AssertionError("no plan is wanted")
 

@@ -20,13 +20,13 @@ from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.control.controller import HAND_IN_SECONDS
 from pipemorph.ingest import Decided
+from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import count_decision, parser
 from pipemorph_operator.ingest.condition_events import ConditionEvents
 from pipemorph_operator.ingest.fence import Overtaken
-from pipemorph_operator.ingest.plan_versions import BLOCK
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 
@@ -111,7 +111,7 @@ def test_of_a_plan_too_large_for_status_the_versions_are_saved(
     assert "status holds at most 100; saved only its version" in caplog.text
     assert api.job["status"]["control"]["planVersion"] == controller.plan_version == 8
     _, back = ingest_of(api)
-    assert back.plan_version == api.job["status"]["control"]["reserved"] == 8 + BLOCK
+    assert back.plan_version == api.job["status"]["control"]["reserved"] == 8 + BLOCK + AGENT_BLOCK
 
 
 # --- summaries --------------------------------------------------------------------------------
@@ -322,7 +322,8 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
     assert isinstance(taken, JobController) and taken is not second
     assert first.plan_version == versions(api)[0] == 4
     reserved = api.job["status"]["control"]["reserved"]
-    assert taken.plan_version == reserved == 4 + BLOCK, "the other may have served all of them"
+    everything = 4 + BLOCK + AGENT_BLOCK
+    assert taken.plan_version == reserved == everything, "the other may have served all of them"
 
 
 @pytest.mark.parametrize("got_through", [False, True])

@@ -20,14 +20,24 @@ from plant_support import Plant
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import ControlState
-from pipemorph.ingest import IngestHandler, Limits
-from pipemorph.wire import Directive, DirectiveEnvelope, HandIn, LinkHealthReport
-from pipemorph_operator.ingest.plan_versions import BLOCK, LOW, Versions
+from pipemorph.ingest import IngestHandler, Limits, Versions
+from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK, LOW
+from pipemorph.ingest.planner_pool import plan_here
+from pipemorph.wire import (
+    AdaptationRecord,
+    Directive,
+    DirectiveEnvelope,
+    HandIn,
+    LinkHealthReport,
+)
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_trainer.agent.deputy import Deputy
 
 KEY = ("team", "gpt")
 TURNS = ((0.0, 0.06, 0.0), (0.0, 0.15, 0.0), (0.08, 0.0, 0.0))
 """Delays of the links: each asks for another plan."""
+RESERVED = BLOCK + AGENT_BLOCK
+"""At a time."""
 SLOW, SLOWER = list(TURNS[0]), list(TURNS[1])
 
 
@@ -107,9 +117,20 @@ class Ranks(Plant):
         self.plans: dict[int, str] = {}
         """By version: every plan that an ingest gave to anybody."""
         self.loses_replies = False
+        self.drops, self.chance = 0.0, random.Random(0)
+        """Share of replies that are lost, though the ingest has the reports."""
+        self.deaf = False
+        """Whether all are once a plan has been handed in."""
         self.newest: Directive | None = None
         self.hands_in, self.hand_in_gets = True, {200}
         self.observes = Agent(self.spec, job="gpt", namespace="team", paced=True)
+        self.alone = False
+        """Whether the agent reaches no ingest, and has not for a while."""
+        self.deputy: Deputy | None = None
+        self.records: list[AdaptationRecord] = []
+        self.used = 0
+        self.own: set[int] = set()
+        """The versions of all plans of deputies."""
 
     def host(self, dies_at: int = -1, *, got_through: bool = False) -> Host:
         host = Host(self.api, lambda: self.now, dies_at)
@@ -125,29 +146,80 @@ class Ranks(Plant):
         observer = self.observes.observer
         report = observer.report(self.sequence, self.now, self.observed)
         host = self.hosts[self.sequence % len(self.hosts)]
-        answer = self.loop.run_until_complete(self._ask(host, report))
+        asks = self._ask_deputy(report) if self.alone else self._ask(host, report)
+        answer = self.loop.run_until_complete(asks)
         if answer is None:
             return
         observer.delivered(report, answer, self.now)
         directive = answer.directive
         if directive is not None and directive.plan_version > self.observed:
             self.newest, self.observed = directive, directive.plan_version
-            self.prepared = (self.iteration + 1, directive.plan.plan())
-        if answer.wants_plan and self.newest is not None and self.hands_in:
+            if directive.plan_version > max(self.plan.version, self.prepared_version):
+                self.prepared = (self.iteration + 1, directive.plan.plan())
+        if answer.wants_plan and self.newest is not None and self.hands_in and not self.alone:
             self.loop.run_until_complete(self._hand_in(host, self.newest))
 
+    @property
+    def prepared_version(self) -> int:
+        return self.prepared[1].version if self.prepared is not None else 0
+
+    def restart_agent(self) -> None:
+        """Another process is the agent: it knows nothing."""
+        self.observes = Agent(self.spec, job="gpt", namespace="team", paced=True)
+        self.observes.observer._fresh = True
+        self.newest, self.observed, self.used = None, 0, 0
+        self.deputy, self.records = None, []
+
+    def meets(self, *, alone: bool) -> None:
+        """From now on the agent reaches an ingest, or none."""
+        self.alone = alone
+        if self.deputy is not None and not alone:
+            self.records, self.used = self.deputy.records, self.deputy.plan_version
+            self.deputy = None
+
+    async def _ask_deputy(self, report: LinkHealthReport) -> DirectiveEnvelope | None:
+        observer, above = self.observes.observer, max(self.observed, self.used)
+        versions = observer.versions
+        if self.deputy is None and versions is not None and versions[1] > above:
+            assert observer.spec is not None
+            self.deputy = Deputy(
+                observer.spec, (max(versions[0], above + 1), versions[1]),
+                namespace="team", job="gpt", attempt=0, planner=plan_here,
+            )  # fmt: skip
+        if self.deputy is None:
+            return None
+        answer = await self.deputy.report(report)
+        for _ in range(60):
+            await asyncio.sleep(0)
+        if answer is None:
+            return None
+        if answer.directive is not None:
+            self._note(answer.directive, self.own)
+        if answer.wants_plan and self.newest is not None:
+            await self.deputy.hand_in(self._message(self.newest))
+        return answer
+
+    def _note(self, directive: Directive, among: set[int]) -> None:
+        plan, version = directive.plan.model_dump_json(), directive.plan_version
+        assert self.plans.setdefault(version, plan) == plan, "two plans"
+        among.add(version)
+
+    def _message(self, directive: Directive) -> HandIn:
+        records = [r for r in self.records if r.plan_version <= directive.plan_version]
+        return HandIn(job="gpt", namespace="team", attempt=0, directive=directive, records=records)
+
     async def _hand_in(self, host: Host, directive: Directive) -> None:
-        message = HandIn(job="gpt", namespace="team", attempt=0, directive=directive)
         if (unwanted := host.handler.unwanted(*KEY)) is not None:
             assert unwanted.status == 409, "another ingest has overtaken it meanwhile"
             return
-        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, message.body()))
+        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, self._message(directive).body()))
         for _ in range(60):
             await asyncio.sleep(0)
         if not handing.done():
             assert host.dead, "it waits for nothing else"
             return
         assert handing.result().status in self.hand_in_gets, handing.result().body
+        self.drops = 1.0 if self.deaf else self.drops
 
     async def _ask(self, host: Host, report: LinkHealthReport) -> DirectiveEnvelope | None:
         if host.dead:
@@ -164,10 +236,10 @@ class Ranks(Plant):
         served = session.served if session is not None else None
         if served is not None:
             # Whether or not this report brings it: a poll may have.
-            plan = served.plan.model_dump_json()
-            assert self.plans.setdefault(served.plan_version, plan) == plan, "two plans"
+            self._note(served, set())
         looks.cancel()
-        if not asking.done() or (host.dead and self.loses_replies):
+        lost = (host.dead and self.loses_replies) or self.chance.random() < self.drops
+        if not asking.done() or lost:
             asking.cancel()
             return None
         reply = asking.result()
@@ -283,12 +355,12 @@ def test_a_block_is_reserved_before_the_first_directive_and_with_one_write() -> 
         job.run(2)
         control = job.api.control()
         assert control is not None
-        assert (control.plan_version, control.reserved) == (0, BLOCK)
+        assert (control.plan_version, control.reserved) == (0, RESERVED)
         assert host.store.reserved(*KEY) == BLOCK
         for _ in job.turns():
             pass
         control = job.api.control()
-        assert control is not None and control.reserved == BLOCK, "not with every directive"
+        assert control is not None and control.reserved == RESERVED, "not with every directive"
 
 
 def test_the_next_block_is_reserved_while_half_of_the_last_is_left() -> None:
@@ -299,8 +371,10 @@ def test_the_next_block_is_reserved_while_half_of_the_last_is_left() -> None:
         controller.skip_to(BLOCK - LOW + 1)
         job.run(2)
         control = job.api.control()
-        assert control is not None and control.reserved == 2 * BLOCK - LOW + 1
-        assert host.store.reserved(*KEY) == control.reserved
+        assert control is not None and control.reserved == 2 * RESERVED
+        assert host.store.reserved(*KEY) == control.reserved - AGENT_BLOCK
+        job.run(2)
+        assert controller.plan_version == RESERVED, "the agent may have used the versions below"
 
 
 def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
@@ -313,7 +387,7 @@ def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
         job.host()
         job.delays = SLOWER
         job.adapts()
-        assert job.observed == BLOCK + 1
+        assert job.observed == RESERVED + 1
 
 
 def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
@@ -332,7 +406,7 @@ def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
         assert job.plan.warmup != first.warmup, "nobody tells the ranks of another plan"
         job.host()
         job.adapts()
-        assert job.observed == BLOCK + 1
+        assert job.observed == RESERVED + 1
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
 
 
@@ -349,7 +423,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         controller = job.host().store._tracked[KEY].controller
         job.run(8)
         assert job.observed == controller.wanted.version == 1, "a needless change"
-        assert [each.kind for each in controller.decisions] == ["keep"]
+        assert {each.kind for each in controller.decisions} == {"keep"}
         assert "the ranks run plan v1, which is not saved here" in controller.decisions[0].reason
         training = job.api.job["status"]["training"]
         assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
@@ -359,7 +433,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         # It knows what the plan is for.
         job.delays = [0.0, 0.0, 0.0]
         job.adapts()
-        assert job.observed == 2 * BLOCK + 1
+        assert job.observed == 2 * RESERVED + 1
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
 
 
@@ -374,15 +448,14 @@ def test_a_plan_of_a_version_that_was_never_reserved_is_refused(
         host = job.host()
         job.run(1)
         assert job.newest is not None and job.newest.record is not None
-        above = BLOCK + 1
+        above = RESERVED + 1
         plan = job.newest.plan.model_copy(update={"version": above})
         record = job.newest.record.model_copy(update={"plan_version": above})
         forged = {"plan_version": above, "plan": plan, "record": record}
         job.newest, job.observed = job.newest.model_copy(update=forged), above
         job.hand_in_gets = {422}
         job.run(2)
-        why = f"plan v{above} is above v{BLOCK}, the highest version that was reserved"
-        assert why in caplog.text
+        assert f"plan v{above} was never given: no other ingest" in caplog.text
         assert host.store._tracked[KEY].controller.plan_version > above, "it decided without it"
 
 
@@ -406,13 +479,14 @@ def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
         job.delays = SLOWER
         job.run(20)
         assert job.observed == 1
-        assert controller.plan_version == BLOCK + 1
-        assert f"v{BLOCK + 1} could not be persisted, and no version is reserved" in caplog.text
+        above = RESERVED + 1  # The versions between are the agent's.
+        assert controller.plan_version == above
+        assert f"v{above} could not be persisted, and no version is reserved" in caplog.text
         host.away = False
         job.run(2)
-        assert job.observed == BLOCK + 1
+        assert job.observed == above
         control = job.api.control()
-        assert control is not None and control.plan_version == BLOCK + 1
+        assert control is not None and control.plan_version == above
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -438,24 +512,177 @@ def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
         job.run(12)
         job.delays = [0.1, 0.1, 0.1]
         job.adapts()
-        assert job.api.reserved() < 20 * BLOCK, "they drove each other out without end"
+        assert job.api.reserved() < 20 * RESERVED, "they drove each other out without end"
+
+
+def test_an_agent_that_reaches_no_ingest_decides_and_hands_in() -> None:
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        assert job.observes.observer.versions == (BLOCK + 1, RESERVED)
+        job.delays = SLOW
+        job.adapts()
+        assert (job.observed, job.own) == (1, set())
+        job.meets(alone=True)
+        job.delays = SLOWER
+        job.adapts()
+        assert job.own == {job.observed} == {BLOCK + 1}
+        # The one before may come back, or another one.
+        for host in (job.hosts[0], job.host()):
+            job.hosts = [host]
+            job.meets(alone=False)
+            before = job.observed
+            job.run(6)
+            controller = host.store._tracked[KEY].controller
+            assert job.observed == controller.wanted.version == before, "a needless change"
+            last = job.api.job["status"]["training"]["lastAdaptation"]
+            assert last["planVersion"] == before
+            assert last["reason"] == controller.records[-1].reason
+            assert [r.plan_version for r in controller.records][:2] == [1, BLOCK + 1]
+            job.meets(alone=True)
+            job.delays = [0.0, 0.0, 0.0] if job.delays == SLOWER else SLOWER
+            job.adapts()
+            assert job.observed in job.own
+        assert len(job.own) == 3
+
+
+def test_with_the_api_server_away_the_agent_has_versions_too() -> None:
+    """It was given them before, and they stay its own when the host's run out."""
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        host.away = True
+        host.store._tracked[KEY].controller.skip_to(BLOCK)
+        job.meets(alone=True)
+        job.delays = SLOW
+        job.adapts()
+        assert job.own == {BLOCK + 1}
+        job.meets(alone=False)
+        job.run(4)
+        host.away = False
+        job.delays = SLOWER
+        job.adapts()
+        assert job.observed > RESERVED
+
+
+def test_an_ingest_gives_no_version_of_the_agent_s() -> None:
+    """It goes on from the agent's plan, and the agent gets none of its answers to that."""
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        job.meets(alone=True)
+        job.delays = SLOW
+        job.adapts()
+        job.meets(alone=False)
+        job.deaf = True
+        job.delays = SLOWER
+        job.run(8)
+        assert job.hosts[0].store._tracked[KEY].controller.wanted.version == RESERVED + 1
+        assert job.observed == BLOCK + 1
+        job.meets(alone=True)
+        job.delays = list(TURNS[2])
+        job.adapts()
+        assert job.observed == BLOCK + 2
+
+
+def test_another_agent_gets_other_versions() -> None:
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        job.meets(alone=True)
+        job.delays = SLOW
+        job.adapts()
+        assert job.own == {BLOCK + 1}
+        job.restart_agent()
+        job.delays = SLOWER
+        job.run(8)
+        assert job.own == {BLOCK + 1}, "none before an ingest has answered"
+        job.meets(alone=False)
+        job.run(8)
+        assert job.observes.observer.versions is not None
+        assert job.observes.observer.versions[0] > RESERVED
+        # Nor does it get those of one that has given none.
+        before = job.observes.observer.versions
+        job.restart_agent()
+        job.run(4)
+        assert job.observes.observer.versions[0] > before[1]
+
+
+def test_no_versions_for_an_agent_whose_job_does_not_adapt() -> None:
+    with ranks() as job:
+        job.api.job["spec"]["adaptation"] = {"enabled": False}
+        job.host()
+        job.run(4)
+        assert job.observes.observer.versions is None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 6])
+def test_whoever_decides_no_version_is_two_plans(seed: int) -> None:
+    """Ingests are killed at any write, the API server goes away, the agent is cut off from all
+    ingests, or starts again, at random."""
+    chance = random.Random(seed)
+    with ranks() as job:
+        job.hand_in_gets = {200, 422}
+        host = job.host()
+        job.run(4)
+        newest = [0]
+        for _ in range(12):
+            job.meets(alone=chance.random() < 0.5)
+            if host.dead or chance.random() < 0.3:
+                host = job.host(chance.randrange(2, 8), got_through=chance.random() < 0.5)
+            host.away = chance.random() < 0.15
+            if chance.random() < 0.1:
+                job.restart_agent()
+            job.drops = chance.choice([0.0, 0.0, 0.0, 1.0])
+            job.delays = list(chance.choice(TURNS))
+            job.run(chance.randrange(3, 9))
+            newest.append(job.plan.version)
+        assert newest == sorted(newest)
+        job.drops = 0.0
+        job.meets(alone=False)
+        job.host()
+        job.run(30)
+        job.delays = [0.1, 0.1, 0.1]
+        job.adapts()
+        control = job.api.control()
+        assert control is not None and control.plan_version >= job.observed
+        assert job.own, "the agent never decided: take another seed"
 
 
 def test_reserved_versions_are_counted_from_what_was_written() -> None:
-    versions = Versions(ControlState(attempt=0, plan_version=3, reserved=70, snapshot=""))
+    versions = Versions(70)
     assert versions.run_out(70)
     versions.written(70)
     assert versions.granted == 0, "another one's"
     for _ in range(2):
         # The write failed, as far as is known; it may have got through.
         versions.reserve(70)
-        assert (versions.reserved, versions.granted) == (70 + BLOCK, 0)
-    versions.written(70 + BLOCK)
+        assert (versions.reserved, versions.granted) == (70 + RESERVED, 0)
+    versions.written(70 + RESERVED)
     assert versions.granted == 70 + BLOCK
     versions.reserve(70 + LOW)
-    assert versions.reserved == 70 + BLOCK
+    assert versions.reserved == 70 + RESERVED
     versions.reserve(71 + LOW)
-    assert (versions.reserved, versions.granted) == (71 + LOW + BLOCK, 70 + BLOCK)
-    before = Versions(ControlState(attempt=0, plan_version=3, snapshot=""))
-    before.reserve(3)
-    assert before.reserved == 3 + BLOCK
+    assert (versions.reserved, versions.granted) == (70 + 2 * RESERVED, 70 + BLOCK)
+
+
+def test_the_versions_of_an_agent_are_no_host_s_and_no_other_agent_s() -> None:
+    versions = Versions(0)
+    assert not versions.for_agent(), "none is reserved"
+    versions.another_agent()
+    versions.reserve(0)
+    versions.written(RESERVED)
+    first = versions.for_agent()
+    assert (first[0], first[-1], versions.granted) == (BLOCK + 1, RESERVED, BLOCK)
+    versions.written(RESERVED)
+    assert versions.for_agent() == first, "as long as it is the same agent"
+    handed_in = [version for version in range(300) if versions.may_have(version)]
+    assert handed_in == [0, *first], "its plans may be handed in, and no others"
+    versions.another_agent()
+    assert not versions.for_agent()
+    assert versions.run_out(1)
+    versions.written(RESERVED)
+    assert not versions.for_agent(), "with any write but that of a reservation"
+    versions.reserve(1)
+    versions.written(versions.reserved)
+    assert versions.for_agent()[0] > RESERVED

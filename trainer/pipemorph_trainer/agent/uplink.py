@@ -5,7 +5,11 @@ the host has to know something at once, at most 20 a second, and at least one a 
 silence indicates a fault. The third keeps a long poll open, so that a directive arrives as soon as
 it is made. Both answers may bring a directive; the higher plan version wins. An ingest that does
 not know the newest one, as after the crash of another, is handed it. If the ingest is unreachable,
-the last two retry with backoff forever, and the ranks keep their plan.
+the last two retry with backoff forever.
+
+If no ingest has answered for a while, a fourth loop reports to a :class:`~.deputy.Deputy`, which
+decides within the plan versions that an ingest has reserved for this agent. When an ingest answers
+again, it is handed the plan in force and the records of how that came about.
 """
 
 from __future__ import annotations
@@ -25,14 +29,19 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.observer import Observer
+from pipemorph.errors import InputError
 from pipemorph.wire import (
     MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
+    AdaptationRecord,
     Directive,
     DirectiveEnvelope,
     HandIn,
 )
+from pipemorph.wire.messages import MOST_RECORDS
+from pipemorph_trainer.agent.deputy import Deputy
 from pipemorph_trainer.agent.merge import TelemetryMerger
 
 log = logging.getLogger("pipemorph.agent")
@@ -45,10 +54,19 @@ POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
+AUTONOMY_SECONDS = 10.0
+"""Silence of the ingest after which the agent decides by itself: longer than another replica needs
+to take over."""
 
 
 class Refused(Exception):
-    """The ingest answered with an error."""
+    """The ingest answered with an error. ``decided``: whether that is its answer, and not that it
+    cannot answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        cannot = status in (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.NOT_FOUND)
+        self.decided = not cannot and status < HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Uplink:
@@ -66,6 +84,7 @@ class Uplink:
         merger: TelemetryMerger,
         observer: Observer,
         on_directive: Callable[[Directive], None],
+        autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._namespace, self._job, self._attempt = namespace, job, attempt
@@ -76,6 +95,12 @@ class Uplink:
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
         self._newest: Directive | None = None
+        self._autonomy_seconds = autonomy_seconds
+        self._answered_at = time.monotonic()
+        self._records: list[AdaptationRecord] = []
+        """Of the plans that were made here."""
+        self._used = 0
+        """The highest plan version that was issued here."""
         self._news = asyncio.Event()
         self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
@@ -96,6 +121,7 @@ class Uplink:
             tasks.create_task(self._observe_loop())
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
+            tasks.create_task(self._deputy_loop())
 
     async def flush(self, timeout: float) -> bool:
         """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
@@ -120,6 +146,7 @@ class Uplink:
 
         def worked() -> None:
             nonlocal backoff, down_since
+            self._answered_at = time.monotonic()
             if down_since is not None:
                 log.info("%s works again after %.1f s", what, time.monotonic() - down_since)
             backoff, down_since = FIRST_BACKOFF_SECONDS, None
@@ -129,6 +156,8 @@ class Uplink:
                 await loop(session, worked)
             except (aiohttp.ClientError, TimeoutError, OSError, Refused, ValidationError) as error:
                 self.failures += 1
+                if isinstance(error, Refused) and error.decided:
+                    self._answered_at = time.monotonic()
                 if down_since is None:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
@@ -162,6 +191,70 @@ class Uplink:
             worked()
             left = REPORT_INTERVAL_SECONDS - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, left))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no ingest has answered for a while."""
+        return time.monotonic() - self._answered_at > self._autonomy_seconds
+
+    async def _deputy_loop(self) -> None:
+        """Decide while no ingest answers."""
+        told = False
+        while True:
+            await asyncio.sleep(OBSERVE_SECONDS)
+            if not self._alone:
+                told = False
+                continue
+            if self._observer.state != "training":
+                continue
+            versions, spec = self._observer.versions, self._observer.spec
+            above = max(self._plan_version, self._used)
+            if versions is None or spec is None or versions[1] <= above:
+                if not told:
+                    told = True
+                    log.warning(
+                        "no ingest has answered for %.0f s, and this agent has no plan versions"
+                        " left: the plan stays", self._autonomy_seconds,
+                    )  # fmt: skip
+                continue
+            try:
+                await self._decide(spec, (max(versions[0], above + 1), versions[1]))
+            except InputError as error:
+                log.error("this agent cannot decide, so the plan stays: %s", error)
+                self._used = versions[1]
+
+    async def _decide(self, spec: JobSpec, versions: tuple[int, int]) -> None:
+        """Decide by plans of these versions until an ingest answers again."""
+        log.warning(
+            "no ingest has answered for %.0f s: this agent decides, with plan versions %d to %d",
+            self._autonomy_seconds, *versions,
+        )  # fmt: skip
+        # The first plan of a large job takes seconds.
+        deputy = await asyncio.to_thread(
+            Deputy, spec, versions,
+            namespace=self._namespace, job=self._job, attempt=self._attempt,
+        )  # fmt: skip
+        try:
+            while self._alone and deputy.plan_version <= versions[1]:
+                if self._observer.due(time.time()):
+                    await self._report_to(deputy)
+                await asyncio.sleep(OBSERVE_SECONDS)
+        finally:
+            await deputy.close()
+        if not self._alone:
+            log.warning("an ingest answers again, and decides")
+
+    async def _report_to(self, deputy: Deputy) -> None:
+        self._sequence += 1
+        report = self._observer.report(self._sequence, time.time(), self._plan_version)
+        answer = await deputy.report(report)
+        if answer is None:
+            return
+        self._observer.delivered(report, answer, time.time())
+        self._take(answer)
+        self._records, self._used = deputy.records[-MOST_RECORDS:], deputy.plan_version
+        if answer.wants_plan and self._newest is not None:
+            await deputy.hand_in(self._message(self._newest))
 
     async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
         while True:
@@ -202,9 +295,7 @@ class Uplink:
 
     async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
         """Give the ingest the plan in force, which it does not know."""
-        message = HandIn(
-            job=self._job, namespace=self._namespace, attempt=self._attempt, directive=directive
-        )
+        message = self._message(directive)
         headers = self._headers() | {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with session.post(
@@ -217,6 +308,15 @@ class Uplink:
                 log.warning("plan v%d was not taken: %s", directive.plan_version, refusal)
             else:
                 log.info("handed in plan v%d: the ingest did not know it", directive.plan_version)
+
+    def _message(self, directive: Directive) -> HandIn:
+        return HandIn(
+            job=self._job,
+            namespace=self._namespace,
+            attempt=self._attempt,
+            directive=directive,
+            records=[r for r in self._records if r.plan_version <= directive.plan_version],
+        )
 
     @property
     def _plan_version(self) -> int:
@@ -267,5 +367,7 @@ async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
     body = await answer.read()
     if answer.status != HTTPStatus.OK:
         said = body[:200].decode(errors="replace").strip()
-        raise Refused(f"{answer.method} {answer.url.path} answered {answer.status}: {said}")
+        raise Refused(
+            answer.status, f"{answer.method} {answer.url.path} answered {answer.status}: {said}"
+        )
     return DirectiveEnvelope.model_validate_json(body)
