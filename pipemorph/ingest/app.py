@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -104,11 +105,12 @@ def make_app(
 
     async def plan(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name) or handler.unwanted(namespace, name)
+        refusal = await authenticate(request, namespace, name)
         if refusal is not None:
             return refusal
-        body = await read(request.clone(client_max_size=MAX_PLAN_BYTES), "plan", MAX_PLAN_BYTES)
-        return body if isinstance(body, Reply) else await handler.hand_in(namespace, name, body)
+        large = request.clone(client_max_size=MAX_PLAN_BYTES)
+        body = partial(read, large, "plan", MAX_PLAN_BYTES)
+        return await handler.hand_in(namespace, name, body)
 
     async def read(request: web.BaseRequest, what: str, most: int) -> bytes | Reply:
         """The body, of at most ``most`` bytes, or the error to answer."""

@@ -30,6 +30,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -89,6 +90,9 @@ class Reply(NamedTuple):
 
 
 _NO_NEWS = DirectiveEnvelope()
+
+ReadBody = Callable[[], Awaitable[bytes | Reply]]
+"""Reads the body of a request. A reply: why it could not be read."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,10 @@ class IngestHandler:
         job.leave(versions)
         return versions[0], versions[-1]
 
-    def unwanted(self, namespace: str, name: str) -> Reply | None:
-        """Why no plan may be handed in now, before its bytes are read; None if one may."""
+    async def hand_in(self, namespace: str, name: str, read: ReadBody) -> Reply:
+        """Answer ``POST …/plan``: go on from the plan that the ranks run. If it is a bad one, the
+        controller decides without it. ``read`` is called only if a plan is wanted, once at a time:
+        it may be large."""
         job = self._store.lookup(namespace, name)
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
@@ -234,17 +240,11 @@ class IngestHandler:
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} requests per second"
             )
-        return None
-
-    async def hand_in(self, namespace: str, name: str, body: bytes) -> Reply:
-        """Answer ``POST …/plan``: go on from the plan that the ranks run. If it is a bad one, the
-        controller decides without it. Call :meth:`unwanted` first."""
-        job = self._store.lookup(namespace, name)
-        if job is None:
-            return Reply.error(404, f"there is no job {namespace}/{name} here")
-        session = self._session(job)
         session.reading = True
         try:
+            body = await read()
+            if isinstance(body, Reply):
+                return body
             if len(body) > LARGE_BYTES:
                 handed = await asyncio.to_thread(handed_in.read, body, job.spec)
             else:

@@ -131,7 +131,7 @@ class MemoryStore:
 
     def add(self, namespace: str, job: str, controller: ControlledJob) -> None:
         self._jobs[namespace, job] = controller
-        self._versions[namespace, job] = Versions(0)
+        self._versions.setdefault((namespace, job), Versions(0))
 
     def remove(self, namespace: str, job: str) -> None:
         self._jobs.pop((namespace, job), None)

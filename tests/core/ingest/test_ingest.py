@@ -26,6 +26,7 @@ from pipemorph.ingest import (
     Limits,
     MemoryStore,
     Refused,
+    Reply,
 )
 from pipemorph.ingest.app import Timeouts
 from pipemorph.wire import (
@@ -540,6 +541,18 @@ def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) 
         assert (status, "larger than 8388608 bytes" in answer["error"]) == (413, True)
         for each in bad:
             assert (await client.put("plan", each))[0] == 403
+        # One at a time: they may be large.
+        enough = asyncio.Event()
+
+        async def slowly() -> bytes | Reply:
+            await enough.wait()
+            return Reply.error(408, "too slow")
+
+        reading = asyncio.create_task(server.handler.hand_in("default", "gpt", slowly))
+        await asyncio.sleep(0)
+        assert (await client.put("plan", good))[0] == 409
+        enough.set()
+        assert (await reading).status == 408
         assert (await client.put("plan", good))[0] == 200
         assert made.wanted.version == 3
         status, answer = await client.poll("attempt=0&after=2&wait=0")

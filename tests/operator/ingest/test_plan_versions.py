@@ -209,16 +209,17 @@ class Ranks(Plant):
         return HandIn(job="gpt", namespace="team", attempt=0, directive=directive, records=records)
 
     async def _hand_in(self, host: Host, directive: Directive) -> None:
-        if (unwanted := host.handler.unwanted(*KEY)) is not None:
-            assert unwanted.status == 409, "another ingest has overtaken it meanwhile"
-            return
-        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, self._message(directive).body()))
+        async def body() -> bytes:
+            return self._message(directive).body()
+
+        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, body))
         for _ in range(60):
             await asyncio.sleep(0)
         if not handing.done():
             assert host.dead, "it waits for nothing else"
             return
-        assert handing.result().status in self.hand_in_gets, handing.result().body
+        # 409: another ingest has overtaken it meanwhile.
+        assert handing.result().status in (*self.hand_in_gets, 409), handing.result().body
         self.drops = 1.0 if self.deaf else self.drops
 
     async def _ask(self, host: Host, report: LinkHealthReport) -> DirectiveEnvelope | None:

@@ -92,7 +92,11 @@ class Deputy:
 
     async def hand_in(self, message: HandIn) -> None:
         """Let it go on from the plan in force."""
-        reply = await self._handler.hand_in(*self._key, message.body())
+
+        async def body() -> bytes:
+            return message.body()
+
+        reply = await self._handler.hand_in(*self._key, body)
         if reply.status != HTTPStatus.OK:
             log.warning("deciding without the ingest: %s", _error(reply))
 
