@@ -72,6 +72,10 @@ print('\n'.join(r for r in p['dependencies'] + p['optional-dependencies']['train
 if sys.argv[1] == 'pip' or not r.startswith('torch')))" "$TORCH" > /tmp/requirements.txt \
  && /opt/pipemorph/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
       -r /tmp/requirements.txt && rm /tmp/requirements.txt /tmp/pyproject.toml
+# `pipemorph fabric check` probes with pyverbs, which the distribution's Python runs if ours is another.
+RUN /usr/bin/python3 -c "import pyverbs.device" 2>/dev/null || (apt-get update \
+ && apt-get install -y --no-install-recommends python3-pyverbs \
+ && rm -rf /var/lib/apt/lists/*)
 ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \

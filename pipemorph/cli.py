@@ -19,6 +19,7 @@ COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
     "doctor": "pipemorph.commands.doctor",
+    "fabric": "pipemorph.commands.fabric",
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",

@@ -1,1 +1,1 @@
-"""What the links of all jobs tell about the network below them. Pure: no Kubernetes, no clock."""
+"""What the links of all jobs, and checks by hand, tell about the network below them."""

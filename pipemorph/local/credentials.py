@@ -23,7 +23,7 @@ def kept_secret(path: Path, what: str) -> str:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return _existing(path, what)
+        return existing_secret(path, what)
     except (OSError, ValueError) as error:
         # ValueError: a zero byte in the name.
         why = error.strerror if isinstance(error, OSError) else error
@@ -34,17 +34,16 @@ def kept_secret(path: Path, what: str) -> str:
     return text
 
 
-def _existing(path: Path, what: str) -> str:
+def existing_secret(path: Path, what: str) -> str:
+    """The same, of a file that must be there."""
     text = read_text(path, MOST_BYTES).strip()
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise InputError(
-            f"{what} {named(path)} can be read by other users (mode {mode:04o}); chmod 600 it, or "
-            "name a file that does not exist, and it is made"
+            f"{what} {named(path)} can be read by other users (mode {mode:04o}); chmod 600 it"
         )
     if not text or not text.isascii() or not text.isprintable():
         raise InputError(
-            f"{what} {named(path)} holds no secret; expected one line of printable ASCII, or a "
-            "file that does not exist, which is then made"
+            f"{what} {named(path)} holds no secret; expected one line of printable ASCII"
         )
     return text
