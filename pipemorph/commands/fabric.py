@@ -124,7 +124,7 @@ def _validate(args: argparse.Namespace) -> None:
 
 
 def _secret(name: str) -> str:
-    from pipemorph.local.credentials import existing_secret
+    from pipemorph.credentials import existing_secret
 
     secret = existing_secret(Path(name), "--secret-file")
     if len(secret) < LEAST_SECRET:

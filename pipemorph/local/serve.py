@@ -21,9 +21,9 @@ from queue import Empty
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.credentials import kept_secret
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
-from pipemorph.local.credentials import kept_secret
 from pipemorph.local.host import EXIT, UNWRITTEN_STATUS, describe, written
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.interrupts import Interrupts

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import queue
 import secrets
 import socket
 import threading
@@ -28,9 +29,12 @@ MOST_LINE = 1 << 20
 HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 300.0
 """A connector that says nothing for this long is given up."""
-MOST_STRANGERS = 16
-"""Connections without a proof at a time."""
+MOST_STRANGERS = 256
+"""Connections without a proof at a time; the oldest makes room."""
+BACKLOG = 1024
 RETRY_SECONDS = 0.5
+PROOF_SECONDS = 0.1
+"""How soon a host that has proven itself is seen to."""
 LISTENER, CONNECTOR = "listener", "connector"
 
 
@@ -70,8 +74,7 @@ class Channel:
         return self.hear(seconds)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._stream.shutdown(socket.SHUT_RDWR)
+        _shut(self._stream)
         self._stream.close()
 
 
@@ -108,11 +111,17 @@ class Listener:
     """Accepts connections, and hands over those that know the secret, one at a time."""
 
     def __init__(self, address: str, port: int, secret: str) -> None:
-        """Raises OSError if the address cannot be listened on."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, port), family=family, backlog=MOST_STRANGERS)
+        """``address``: empty for all. Raises OSError if it cannot be listened on."""
+        both = not address and socket.has_dualstack_ipv6()
+        self._socket = socket.create_server(
+            (address, port),
+            family=socket.AF_INET6 if both or ":" in address else socket.AF_INET,
+            backlog=BACKLOG,
+            dualstack_ipv6=both,
+        )
         self._secret = secret
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._strangers: list[socket.socket] = []
+        self._proven: queue.Queue[Channel] = queue.Queue()
 
     @property
     def port(self) -> int:
@@ -132,38 +141,39 @@ class Listener:
     def serve(self, use: Callable[[Channel], bool], seconds: float) -> bool:
         """Call ``use`` with each channel, until it returns True. False: nothing came to its end
         within ``seconds``, which do not count while a channel is in use."""
-        proven: list[Channel] = []
-        there = threading.Condition()
         deadline = time.monotonic() + seconds
+        while (channel := self.accept(deadline)) is not None:
+            began = time.monotonic()
+            try:
+                if use(channel):
+                    return True
+            finally:
+                channel.close()
+            deadline += time.monotonic() - began
+        return False
+
+    def accept(self, deadline: float) -> Channel | None:
+        """The next host that knows the secret. None if none came until ``deadline``, of
+        ``time.monotonic``."""
         while True:
-            with there:
-                channel = proven.pop(0) if proven else None
-            if channel is not None:
-                began = time.monotonic()
-                try:
-                    if use(channel):
-                        return True
-                finally:
-                    channel.close()
-                deadline += time.monotonic() - began
+            with suppress(queue.Empty):
+                return self._proven.get_nowait()
             left = deadline - time.monotonic()
             if left <= 0:
-                return False
-            self._socket.settimeout(min(left, RETRY_SECONDS))
+                return None
+            self._socket.settimeout(min(left, PROOF_SECONDS))
             try:
                 stream, _ = self._socket.accept()
             except OSError:  # nobody came, or is gone again
                 continue
-            if not self._strangers.acquire(blocking=False):
-                stream.close()
-                continue
+            self._strangers.append(stream)
+            if len(self._strangers) > MOST_STRANGERS:
+                _shut(self._strangers.pop(0))
             threading.Thread(
-                target=self._prove, args=(stream, proven, there), daemon=True, name="stranger"
+                target=self._prove, args=(stream,), daemon=True, name="stranger"
             ).start()
 
-    def _prove(
-        self, stream: socket.socket, proven: list[Channel], there: threading.Condition
-    ) -> None:
+    def _prove(self, stream: socket.socket) -> None:
         try:
             own = secrets.token_hex(32)
             _send(stream, {"nonce": own})
@@ -177,9 +187,9 @@ class Listener:
             stream.close()
             return
         finally:
-            self._strangers.release()
-        with there:
-            proven.append(Channel(stream, _session(self._secret, own, theirs), LISTENER))
+            with suppress(ValueError):  # It has made room for a newer one.
+                self._strangers.remove(stream)
+        self._proven.put(Channel(stream, _session(self._secret, own, theirs), LISTENER))
 
 
 class _Lines:
@@ -223,6 +233,12 @@ def _send(stream: socket.socket, message: dict[str, Any]) -> None:
         stream.sendall(json.dumps(message).encode() + b"\n")
     except OSError as error:
         raise RendezvousError(f"the connection broke: {error.strerror or error}") from None
+
+
+def _shut(stream: socket.socket) -> None:
+    """Wake who waits for it, too."""
+    with suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)
 
 
 def _hmac(key: bytes, *parts: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_high, median_low
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 N = TypeVar("N", int, float)
@@ -158,17 +158,17 @@ def _direction(each: Measured, measured: Sequence[Measured]) -> Iterable[Finding
             f"packets of more than {each.path_mtu} bytes do not arrive, and both ports have MTU "
             f"{each.mtu} or more",
         )
+        return
     if each.trouble is not None:
         yield found("lossy", each.trouble)
         return
     others = [m for m in measured if m is not each and m.rates == each.rates]
-    # The better one of two in the middle: of two pairs of ports, one sick direction is found too.
     if each.rate is not None and (rates := [m.rate for m in others if m.rate is not None]):
-        usual = median_high(rates)
+        usual = median(rates)
         if each.rate < SLOW * usual:
             yield found("slow", f"carries {rate_text(each.rate)}; others carry {rate_text(usual)}")
     if each.p50 is not None and (times := [m.p50 for m in others if m.p50 is not None]):
-        usual = median_low(times)
+        usual = median(times)
         if each.p50 > LATE * usual and each.p50 > usual + LATE_SECONDS:
             yield found(
                 "late",

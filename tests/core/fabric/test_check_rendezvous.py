@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Queue
@@ -72,11 +73,32 @@ def test_a_connector_that_vanishes_does_not_end_it():
 
 def test_strangers_that_say_nothing_keep_nobody_out():
     with listening() as (port, done):
-        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         end(connect("127.0.0.1", port, SECRET, SECONDS))
         assert done.get(timeout=SECONDS) is True
         for each in strangers:
             each.close()
+
+
+def test_the_time_that_a_connector_takes_is_not_that_of_the_next():
+    done: Queue[bool] = Queue()
+    seconds, in_use = 0.2, threading.Event()
+
+    def long(channel: Channel) -> bool:
+        in_use.set()
+        deadline = time.monotonic() + 2 * seconds
+        while time.monotonic() < deadline:
+            pass
+        return answering(channel)
+
+    with Listener("127.0.0.1", 0, SECRET) as listener:
+        serving = threading.Thread(target=lambda: done.put(listener.serve(long, seconds)))
+        serving.start()
+        connect("127.0.0.1", listener.port, SECRET, SECONDS).close()
+        assert in_use.wait(SECONDS)
+        end(connect("127.0.0.1", listener.port, SECRET, SECONDS))
+        assert done.get(timeout=SECONDS) is True
+        serving.join(SECONDS)
 
 
 def test_nobody_comes():
