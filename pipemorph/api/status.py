@@ -200,6 +200,38 @@ class RailsStatus(StatusModel):
     unavailable_count: int = _number("Ports whose state or counters cannot be read in the pod.")
 
 
+class FabricDirectionStatus(StatusModel):
+    """What carries from one RDMA port to another."""
+
+    source: Text = Field(description="Pod and port that write.")
+    target: Text = Field(description="Pod and port that they write to.")
+    gbps: float | None = Field(default=None, ge=0, description="Gigabits per second.")
+    round_trip_us: float | None = Field(
+        default=None, ge=0, description="Median round trip, microseconds."
+    )
+    path_mtu: int | None = Field(
+        default=None, ge=0, description="Largest MTU whose packets arrive; none if nothing does."
+    )
+    resent: int | None = Field(default=None, ge=0, description="Packets that were sent again.")
+
+
+class FabricStatus(StatusModel):
+    """The check of the RDMA ports between the pods, before training (placement.rdma.check)."""
+
+    message: Text = Field(default="", description="Why it was not made; empty if it was.")
+    pods: int = _number("Pods that took part.")
+    directions: int = _number("Directions between RDMA ports that were measured.")
+    gbps: float | None = Field(default=None, ge=0, description="Their median rate.")
+    round_trip_us: float | None = Field(
+        default=None, ge=0, description="Their median round trip, microseconds."
+    )
+    sick_count: int = _number("Findings.")
+    sick: list[Text] = _at_most(MAX_SICK_PORTS, "Some of them, for people.")
+    slowest: list[FabricDirectionStatus] = _at_most(
+        MAX_SICK_PORTS, "Some directions: sick ones first, then the slowest."
+    )
+
+
 class AdaptationSummary(StatusModel):
     """One plan change and its effect; times in seconds, memory in bytes per stage."""
 
@@ -307,6 +339,9 @@ class TrainingStatus(StatusModel):
     link_fallbacks: int = _number("Times an end of a link lost its last rail.")
     link_failbacks: int = _number("Times a link recovered a rail.")
     rails: RailsStatus | None = Field(default=None, description="Health of the ranks' RDMA ports.")
+    fabric: FabricStatus | None = Field(
+        default=None, description="The check of the RDMA ports before training."
+    )
     slow_stage_count: int = _number("Stages that compute slower than they should.")
     slow_stages: list[SlowStage] = _at_most(MAX_SLOW_STAGES, "The slowest of them, slowest first.")
     peak_memory: list[int] = _at_most(MAX_STAGES, "Peak bytes per stage; 0 where not reported.")

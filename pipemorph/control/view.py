@@ -9,7 +9,13 @@ from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
-from pipemorph.wire import RailsView, ReductionHealth, StragglersView, TransportsView
+from pipemorph.wire import (
+    FabricView,
+    RailsView,
+    ReductionHealth,
+    StragglersView,
+    TransportsView,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class JobView:
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
+    fabric: FabricView | None = None
     reductions: tuple[ReductionHealth, ...] = ()
     """Of every data-parallel group that has observed."""
     own_plans: tuple[str, ...] = ()
@@ -65,6 +72,7 @@ class JobView:
             rails=observed.rails(now),
             transports=observed.transports,
             stragglers=observed.stragglers,
+            fabric=observed.fabric,
             reductions=observed.reductions(),
             own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),
         )

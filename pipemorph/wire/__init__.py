@@ -37,9 +37,12 @@ from pipemorph.wire.samples import (
     WireTime,
 )
 from pipemorph.wire.states import (
+    FABRIC_VARIABLE,
     MOST_SLOW,
     SHOWN,
     DirectionState,
+    FabricDirection,
+    FabricView,
     FallenLink,
     LinkState,
     RailHealth,
@@ -55,6 +58,7 @@ from pipemorph.wire.states import (
 )
 
 __all__ = [
+    "FABRIC_VARIABLE",
     "MAX_PLAN_BYTES",
     "MAX_REPORT_BYTES",
     "MAX_SEQUENCE",
@@ -69,6 +73,8 @@ __all__ = [
     "Directive",
     "DirectiveEnvelope",
     "EventReport",
+    "FabricDirection",
+    "FabricView",
     "FallenLink",
     "HandIn",
     "IterationSample",

@@ -35,6 +35,7 @@ from pipemorph.wire.states import (
     MOST_SLOW,
     Device,
     DirectionState,
+    FabricView,
     LinkState,
     RailsView,
     ReductionHealth,
@@ -98,6 +99,7 @@ class LinkHealthReport(WireModel):
     rails: RailsView | None = None
     transports: TransportsView | None = None
     stragglers: StragglersView | None = None
+    fabric: FabricView | None = None
     events: list[EventReport] = Field(default_factory=list, max_length=MOST_EVENTS)
     message: str | None = Field(default=None, max_length=1024)
 

@@ -17,6 +17,9 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.wire.base import Count, Seconds, WireModel
 from pipemorph.wire.samples import DeviceClock
 
+FABRIC_VARIABLE = "PIPEMORPH_FABRIC"
+"""Environment variable with a :class:`FabricView`, as JSON, from the first pod's preflight to rank
+0's agent."""
 SHOWN = 32
 """Most ports, links or stages that a view lists."""
 FULL_CLOCK = 0.95
@@ -235,6 +238,41 @@ class TransportsView:
     fallen: Annotated[tuple[FallenLink, ...], Field(max_length=SHOWN)] = ()
     fallbacks: Count = 0
     failbacks: Count = 0
+
+
+@dataclass(frozen=True)
+class FabricDirection:
+    """What a check before training measured from one RDMA port to another. ``rate``: bytes a
+    second; ``round_trip``: the median, seconds; ``mtu``: the largest one that arrives; ``resent``:
+    packets sent again. None: not measured."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    source: Text
+    target: Text
+    rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    round_trip: Seconds | None = None
+    mtu: Count | None = None
+    resent: Count | None = None
+
+
+@dataclass(frozen=True)
+class FabricView:
+    """The check of the RDMA ports between a job's pods, before training. ``sick``: one text for
+    each of ``sick_count`` findings, at most :data:`SHOWN`; ``rate``, ``round_trip``: medians of all
+    ``directions``; ``slowest``: at most :data:`SHOWN` of them, sick ones first; ``message``: why
+    it was not made."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    pods: Count = 0
+    directions: Count = 0
+    sick_count: Count = 0
+    sick: Annotated[tuple[Text, ...], Field(max_length=SHOWN)] = ()
+    rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    round_trip: Seconds | None = None
+    slowest: Annotated[tuple[FabricDirection, ...], Field(max_length=SHOWN)] = ()
+    message: Text = ""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,15 @@ The faults are the kernel's; that it made them is read from its own counters.
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from guests import Fabric, Guest, Rail
+from guests import Done, Fabric, Guest, Rail
+from pydantic import TypeAdapter
+
+from pipemorph.wire import FabricView
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]
 
@@ -94,7 +98,7 @@ def test_the_rails_made_slow_lossy_and_small_of_mtu_are_found(fabric: Fabric):
     try:
         drop_large(small)
         slow.slow("5mbit")
-        drop_every(lossy, 20)
+        drop_every(lossy, 40)
         status, said = checked(fabric)
         dropped = lossy.dropped()
     finally:
@@ -182,3 +186,41 @@ def test_a_host_with_another_secret_is_refused(fabric: Fabric):
     (line,) = done.err.splitlines()
     assert line.startswith(f"pipemorph fabric: {fabric.CONTROL['b']}: ")
     assert "is the secret file the same on both hosts?" in line
+
+
+@pytest.mark.soak
+def test_the_pods_of_a_job_check_their_rails_before_they_start(fabric: Fabric):
+    """Each guest plays a pod of two ranks, by the preflight's own command line."""
+    write_secrets(fabric)
+    show = "import os; print(os.environ.get('PIPEMORPH_FABRIC', 'none'))"
+    preflight = (sys.executable, "-m", "pipemorph_trainer.preflight", "--fabric=require")
+    env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": fabric.CONTROL["a"]}
+    env |= {"PIPEMORPH_SECRET_FILE": SECRET}
+
+    def pods(*argv: str) -> list[Done]:
+        """Both at once."""
+        command = (*preflight, *argv, "--", sys.executable, "-c", show)
+        with ThreadPoolExecutor() as pool:
+            started = [
+                pool.submit(
+                    guest.try_run,
+                    *command,
+                    env=env | {"PIPEMORPH_POD_INDEX": f"{index}"},
+                    deadline=DEADLINE,
+                )
+                for index, guest in enumerate((fabric.a, fabric.b))
+            ]
+            return [each.result() for each in started]
+
+    first, second = pods("--device=rxe1")
+    assert (first.rc, second.rc) == (0, 0), first.err + second.err
+    view = TypeAdapter(FabricView).validate_json(first.out)
+    assert (view.pods, view.directions, view.sick, view.message) == (2, 2, (), "")
+    assert second.out == "none\n"
+    drop_large(fabric.rail(fabric.b, 1))
+    try:
+        first, second = pods()
+    finally:
+        fabric.restore()
+    assert (first.rc, first.out, second.rc) == (78, "", 0), first.err + second.err
+    assert "pod 0 rxe1/1 → pod 1 rxe1/1: packets of more than 1024 bytes do not arrive" in first.err

@@ -1,7 +1,12 @@
-"""``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=8Gi] -- COMMAND…``
+"""``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=8Gi] [--fabric=report
+[--device=mlx5_0] [--gid-index=3]] -- COMMAND…``
 
 Checks that the pod has what the job's placement requests, then executes COMMAND. Without this check
 a missing device or a memory limit would look like a slow link, since the engine falls back to TCP.
+
+With ``--fabric``, the job's pods probe the RDMA ports between them (see
+:mod:`pipemorph.fabric.check.pods`). The first one hands what was found to rank 0's agent in the
+environment, and with ``--fabric=require`` fails if anything is sick.
 
 Exits with 78 and one line per fault, also in the pod's termination message. The operator shows it
 as the condition PreflightPassed=False.
@@ -13,11 +18,18 @@ import argparse
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from pipemorph.discovery.host import LEAST_LOCKED_BYTES, locked_limit
 from pipemorph.discovery.host import may_lock as _may_lock
+from pipemorph.errors import InputError, one_line
+from pipemorph.fabric.check.end import Host
+from pipemorph.fabric.check.pods import MOST_TEXT, NoCheck, Place, check_pods, view_of
+from pipemorph.fabric.check.report import headline
+from pipemorph.wire import FABRIC_VARIABLE, FabricView
 
 EXIT_UNFIT = 78
 """sysexits.h EX_CONFIG."""
@@ -63,6 +75,43 @@ def faults(
     return found
 
 
+def check_fabric(
+    environ: Mapping[str, str], mode: str, make_host: Callable[[], Host] = Host
+) -> tuple[FabricView | None, list[str]]:
+    """Take part in the check of the job's RDMA ports. Returns the result, None in pods but the
+    first, and the faults: none unless ``mode`` is ``require``."""
+    try:
+        result = check_pods(_place(environ), make_host=make_host)
+    except (InputError, NoCheck) as error:
+        text = f"the check of the RDMA ports was not made: {error}"
+        sys.stderr.write(text + "\n")
+        return FabricView(message=one_line(text, MOST_TEXT)), [text] if mode == "require" else []
+    if result is None:
+        return None, []
+    lines = [finding.line for finding in result.findings]
+    sys.stderr.write("".join(f"{line}\n" for line in [headline(result), *lines]))
+    return view_of(result), lines if mode == "require" else []
+
+
+def _place(environ: Mapping[str, str]) -> Place:
+    """This pod's place in its job. Raises :class:`InputError`."""
+    found = {}
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PIPEMORPH_SECRET_FILE"):
+        if not environ.get(name):
+            raise InputError(f"{name} is not set; the operator sets it")
+        found[name] = environ[name]
+    index = environ.get("PIPEMORPH_POD_INDEX") or environ.get("RANK") or ""
+    numbers = (index, found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"])
+    if not all(text.isdecimal() for text in numbers):
+        raise InputError(f"pod, WORLD_SIZE and LOCAL_WORLD_SIZE are {numbers}; expected numbers")
+    try:
+        secret = Path(found["PIPEMORPH_SECRET_FILE"]).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise InputError(f"PIPEMORPH_SECRET_FILE cannot be read: {error}") from None
+    count = int(found["WORLD_SIZE"]) // max(1, int(found["LOCAL_WORLD_SIZE"]))
+    return Place(int(index), count, found["MASTER_ADDR"], secret)
+
+
 def quantity(text: str) -> int:
     """Parse a Kubernetes quantity in bytes. Raises ValueError."""
     number = text.rstrip("kKMGTi")
@@ -74,9 +123,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rdma", action="store_true")
     parser.add_argument("--memlock", action="store_true")
     parser.add_argument("--shm", type=quantity)
+    parser.add_argument("--fabric", choices=["report", "require"])
+    parser.add_argument("--device", action="append", default=[])
+    parser.add_argument("--gid-index", type=int)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     found = faults(rdma=options.rdma, memlock=options.memlock, shm_bytes=options.shm)
+    if options.fabric is not None and not found:
+        fabric, found = check_fabric(
+            os.environ, options.fabric, lambda: Host(options.device, options.gid_index)
+        )
+        if fabric is not None:
+            os.environ[FABRIC_VARIABLE] = TypeAdapter(FabricView).dump_json(fabric).decode()
     if found:
         text = "\n".join(found) + "\n"
         sys.stderr.write(text)

@@ -30,6 +30,7 @@ from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.ingest.rails import (
     MESSAGE_LENGTH,
     NAMED,
+    fabric_status,
     fallen_link,
     rails_healthy,
     rails_status,
@@ -123,6 +124,7 @@ def _summarize(
         link_fallbacks=view.transports.fallbacks,
         link_failbacks=view.transports.failbacks,
         rails=rails_status(view.rails),
+        fabric=fabric_status(view.fabric),
         slow_stage_count=view.stragglers.count,
         slow_stages=[
             SlowStage(

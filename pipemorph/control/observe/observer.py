@@ -34,6 +34,7 @@ from pipemorph.wire import (
     DirectionState,
     DirectiveEnvelope,
     EventReport,
+    FabricView,
     IterationSample,
     LinkHealthReport,
     LinkSample,
@@ -137,9 +138,10 @@ class Observer:
         self._new_stragglers: News[None, StragglersView] = News(
             StragglersView, lambda _: None, _stragglers_differ
         )
+        self._new_fabric: News[None, FabricView] = News(FabricView, lambda _: None, _unlike)
         self._kinds: tuple[News[Any, Any], ...] = (
             self._new_directions, self._new_links, self._new_stages, self._new_reductions,
-            self._new_rails, self._new_transports, self._new_stragglers,
+            self._new_rails, self._new_transports, self._new_stragglers, self._new_fabric,
         )  # fmt: skip
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
@@ -238,6 +240,10 @@ class Observer:
         self._new_transports.put(self._transports.view())
         self._new_stragglers.put(self._stragglers.view())
 
+    def checked(self, fabric: FabricView) -> None:
+        """Take in what the check of the RDMA ports found before training."""
+        self._new_fabric.put(fabric)
+
     # --- reports --------------------------------------------------------------------------
 
     def due(self, now: float) -> bool:
@@ -284,6 +290,7 @@ class Observer:
         rails = self._new_rails.take(budget, 1)
         transports = self._new_transports.take(budget, 1)
         stragglers = self._new_stragglers.take(budget, 1)
+        fabric = self._new_fabric.take(budget, 1)
         events = _fill(budget, self._unsaid_events())
         if len(iterations) == NEWEST_ITERATIONS:
             iterations += _fill(budget, finished[NEWEST_ITERATIONS:MOST_ITERATIONS])
@@ -298,6 +305,7 @@ class Observer:
                 "rails": rails[0] if rails else None,
                 "transports": transports[0] if transports else None,
                 "stragglers": stragglers[0] if stragglers else None,
+                "fabric": fabric[0] if fabric else None,
                 "events": events,
             }
         )
@@ -326,6 +334,8 @@ class Observer:
             self._new_transports.delivered([report.transports])
         if report.stragglers is not None:
             self._new_stragglers.delivered([report.stragglers])
+        if report.fabric is not None:
+            self._new_fabric.delivered([report.fabric])
         if self._memory and answer.memory != self._memory:
             for kind in self._kinds:
                 kind.again()

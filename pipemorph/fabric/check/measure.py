@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from pipemorph.fabric.check.members import MOST_AT_ONCE, Member
@@ -66,12 +66,15 @@ class _Direction:
         return first, second
 
 
-def check(members: Sequence[Member]) -> Checked:
+def check(members: Sequence[Member], most_rounds: int | None = None) -> Checked:
     """Measure all directions, in rounds in which a host has one peer; then those that look slow,
-    late or lossy again, alone. Raises nothing for what a host cannot do: that is in the result."""
+    late or lossy again, alone. Raises nothing for what a host cannot do: that is in the result.
+
+    ``most_rounds``: each host meets at most so many others.
+    """
     found: dict[tuple[Port, Port], Measured] = {}
     ways: dict[tuple[Port, Port], _Direction] = {}
-    for pairs in rounds(len(members)):
+    for pairs in islice(rounds(len(members)), most_rounds):
         meetings = [_directions(members[i], members[j]) for i, j in pairs]
         ways.update({way.ports: way for way in chain(*meetings)})
         with ThreadPoolExecutor(MOST_AT_ONCE) as pool:

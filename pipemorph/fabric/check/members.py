@@ -57,16 +57,21 @@ def joined(
             channel = connect(name, port, secret, seconds)
         except RendezvousError as error:
             raise InputError(f"{name}: {error}") from None
-        stack.callback(_end, channel)
-        ask = _asked_over(channel)
-        try:
-            rails = ask({"op": "describe"})["rails"]
-            return Member(name, ask, tuple(Rail.of(rail) for rail in rails))
-        except (ProbeFailed, KeyError, TypeError) as error:
-            raise InputError(f"{name}: {error}") from None
+        return member_of(name, channel, stack)
 
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
         return list(pool.map(join, hosts))
+
+
+def member_of(name: str, channel: Channel, stack: ExitStack) -> Member:
+    """The host at the other end of a channel. Raises :class:`InputError` that names it."""
+    stack.callback(_end, channel)
+    ask = _asked_over(channel)
+    try:
+        rails = ask({"op": "describe"})["rails"]
+        return Member(name, ask, tuple(Rail.of(rail) for rail in rails))
+    except (ProbeFailed, KeyError, TypeError) as error:
+        raise InputError(f"{name}: {error}") from None
 
 
 def _end(channel: Channel) -> None:

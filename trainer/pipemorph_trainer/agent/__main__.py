@@ -16,10 +16,12 @@ import socket
 import sys
 import time
 
+from pydantic import TypeAdapter, ValidationError
+
 from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
-from pipemorph.wire import Directive
+from pipemorph.wire import FABRIC_VARIABLE, Directive, FabricView
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -41,6 +43,12 @@ async def serve(config: AgentConfig) -> None:
     observer = Observer(
         config.mesh, job=config.job, namespace=config.namespace, attempt=config.attempt
     )
+
+    if fabric := os.environ.get(FABRIC_VARIABLE):
+        try:
+            observer.checked(TypeAdapter(FabricView).validate_json(fabric))
+        except ValidationError as error:
+            log.warning("%s is not what the preflight sets: %s", FABRIC_VARIABLE, error)
 
     # The first agent reports at once that the ranks are starting. From a later agent that would be
     # wrong: it waits until rank 0 has sent the state of training.
