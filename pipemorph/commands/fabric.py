@@ -90,6 +90,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
     from pipemorph.fabric.check.end import Host
+    from pipemorph.fabric.check.report import lines
 
     _validate(args)
     secret = _secret(args.secret_file)
@@ -101,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or FORMATS.get(Path(args.out or "").suffix.lower(), "text")
     emit(_rendered(result, output).encode(), args.out)
     if args.out is not None:
-        for finding in result.findings:
-            print(finding.line)
+        for line in lines(result):
+            print(line)
     return int(bool(result.findings))
 
 
@@ -196,10 +197,9 @@ def _rendered(result: Checked, output: str) -> str:
 
 def _tables(result: Checked) -> list[str]:
     """Findings, then a table of each quantity with a row per port and a column per host."""
-    from pipemorph.fabric.check.report import QUANTITIES, cells, headline
+    from pipemorph.fabric.check.report import QUANTITIES, cells, headline, lines
 
-    lines = "".join(f"\n  {finding.line}" for finding in result.findings)
-    out = [headline(result) + lines]
+    out = ["\n  ".join([headline(result), *lines(result)])]
     hosts = list(result.rails)
     if len(hosts) > MOST_COLUMNS:
         return [*out, f"{len(hosts)} hosts: use --out FILE.html or FILE.json for the matrix"]

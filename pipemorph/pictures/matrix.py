@@ -6,7 +6,7 @@ from collections.abc import Callable
 from html import escape
 
 from pipemorph.fabric.check.measure import Checked
-from pipemorph.fabric.check.report import QUANTITIES, cells, headline
+from pipemorph.fabric.check.report import QUANTITIES, cells, headline, lines
 from pipemorph.fabric.check.verdict import Finding, Measured, Port
 
 STYLE = """
@@ -25,7 +25,7 @@ def render_matrix(result: Checked) -> str:
     sick: dict[tuple[Port, Port | None], list[Finding]] = {}
     for finding in result.findings:
         sick.setdefault((finding.source, finding.target), []).append(finding)
-    lines = "".join(f"<li>{escape(finding.line)}</li>" for finding in result.findings)
+    told = "".join(f"<li>{escape(line)}</li>" for line in lines(result))
     tables = "".join(
         f"<h2>{escape(name)}, from row to column</h2>{_table(result, text, sick)}"
         for name, text in QUANTITIES
@@ -34,7 +34,7 @@ def render_matrix(result: Checked) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>PipeMorph fabric check</title><style>{STYLE}</style></head>"
-        f"<body><h1>{title}</h1><ul>{lines}</ul>{tables}</body></html>\n"
+        f"<body><h1>{title}</h1><ul>{told}</ul>{tables}</body></html>\n"
     )
 
 

@@ -28,7 +28,7 @@ from pipemorph.discovery.host import may_lock as _may_lock
 from pipemorph.errors import InputError, one_line
 from pipemorph.fabric.check.end import Host
 from pipemorph.fabric.check.pods import MOST_TEXT, NoCheck, Place, check_pods, view_of
-from pipemorph.fabric.check.report import headline
+from pipemorph.fabric.check.report import headline, lines
 from pipemorph.wire import FABRIC_VARIABLE, FabricView
 
 EXIT_UNFIT = 78
@@ -88,9 +88,8 @@ def check_fabric(
         return FabricView(message=one_line(text, MOST_TEXT)), [text] if mode == "require" else []
     if result is None:
         return None, []
-    lines = [finding.line for finding in result.findings]
-    sys.stderr.write("".join(f"{line}\n" for line in [headline(result), *lines]))
-    return view_of(result), lines if mode == "require" else []
+    sys.stderr.write("".join(f"{line}\n" for line in [headline(result), *lines(result)]))
+    return view_of(result), lines(result) if mode == "require" else []
 
 
 def _place(environ: Mapping[str, str]) -> Place:
