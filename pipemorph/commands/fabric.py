@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 HOST = r"\[?(?P<name>[A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.]{2,45}(?=\]))\]?(:(?P<port>\d{1,5}))?"
-PORT = 29610
 LEAST_SECRET = 16
 FORMATS = {"": "text", ".txt": "text", ".json": "json", ".html": "html", ".htm": "html"}
 MOST_COLUMNS = 12
@@ -28,6 +27,8 @@ MOST_COLUMNS = 12
 
 
 def add_parser(subparsers: Any) -> None:
+    from pipemorph.fabric.check.rendezvous import PORT
+
     parser = subparsers.add_parser(
         "fabric",
         help="check the network between hosts",
@@ -47,13 +48,14 @@ def add_parser(subparsers: Any) -> None:
         "--listen",
         metavar="ADDRESS",
         nargs="?",
-        const="0.0.0.0",
-        help="take part in one check, which another host leads (default address: all of IPv4)",
+        const="",
+        help="take part in one check, which another host leads (default address: all)",
     )
     role.add_argument(
-        "--hosts", metavar="A,B,…", help="lead the check of this host and those, as HOST or "
-        "HOST:PORT"
-    )  # fmt: skip
+        "--hosts",
+        metavar="A,B,…",
+        help="lead the check of this host and those, as HOST or HOST:PORT",
+    )
     check.add_argument(
         "--secret-file",
         metavar="FILE",
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    for name in ("listen", "hosts", "secret_file", "out"):
+    for name in ("hosts", "secret_file", "out"):
         if getattr(args, name) == "":
             raise InputError(f"--{name.replace('_', '-')} is empty; give it a value")
     if not 0 < args.port < 65536:
@@ -150,14 +152,13 @@ def _listen(args: argparse.Namespace, own: Host, secret: str) -> int:
     try:
         listener = Listener(args.listen, args.port, secret)
     except OSError as error:
-        raise InputError(
-            f"--listen: port {args.port} of {args.listen} cannot be listened on: {error.strerror}"
-        ) from None
+        where = f"port {args.port} of {args.listen or 'this host'}"
+        raise InputError(f"{where} cannot be listened on: {error.strerror}") from None
     with listener:
         names = ", ".join(rail.name for rail in own.rails()) or "no RDMA port"
         print(
             f"{names}; listening on port {args.port} for\n"
-            f"  pipemorph fabric check --hosts {platform.node()} --secret-file FILE",
+            f"  pipemorph fabric check --hosts {platform.node()}:{args.port} --secret-file FILE",
             flush=True,
         )
         if not listener.serve(own.serve, args.wait):
