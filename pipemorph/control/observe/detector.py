@@ -217,6 +217,11 @@ class DelayDetector:
         return self.level is Level.HEALTHY and self._sum > 0
 
     @property
+    def suspicion(self) -> float:
+        """Evidence for an alarm, as a part of what it takes; 0 while slow."""
+        return self._sum / self.alarm if self.level is Level.HEALTHY else 0.0
+
+    @property
     def confidence(self) -> float:
         """Probability, 0 … 1, that the level is right: that the mean of the windows is on the right
         side of the middle between base and threshold (normal approximation)."""

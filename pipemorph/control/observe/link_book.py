@@ -6,15 +6,19 @@ that say so.
 
 While most links of a job are late, a late window counts for little: links rarely fail together, but
 machines stall.
+
+Where agents of parts observe a job, each has a book for the directions that its ranks receive. What
+takes all of a job's directions, the job's agent finds from its own book and from what those agents
+tell: links that are late, and normal wire times in buckets.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import isfinite
+from math import exp, isfinite, log
 from statistics import median
 from typing import NamedTuple, Protocol
 
@@ -28,6 +32,7 @@ from pipemorph.control.observe.detector import (
 )
 from pipemorph.planning.ir import Route
 from pipemorph.wire import DirectionState, LinkSample, LinkState, SlowDirection
+from pipemorph.wire.parts import RouteBases
 from pipemorph.wire.states import Direction
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -55,6 +60,15 @@ DIGITS = 7
 """Of seconds in states."""
 EXPLAINS = 0.5
 """Part of a window's lateness for which a rank must have waited to explain it."""
+SUSPECT = 0.25
+"""Part of an alarm's evidence from which other agents are told that a link is late: its first late
+window in a small job, and long before the alarm in a large one."""
+LATE_SECONDS = 0.5
+"""How long a link is told to be late after its newest late window."""
+BUCKET, BUCKETS_APART = 0.01, 3
+"""Relative width of a bucket of normal wire times; and buckets by which one must have moved to be
+in another than before."""
+LEAST_BASE = 1e-7
 
 
 Key = tuple[int, int, Direction]
@@ -70,6 +84,8 @@ class _Series:
     """Between arrivals on the delegated route while slow, see :class:`LinkSample`."""
     transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Bounds of the wire time beyond the latency, while slow or suspected to be."""
+    bucket: int | None = None
+    """Of its base, as last told."""
     op: float = 0.0
     """Of the receiver, which hid the newest arrival that was not seen as it happened."""
     well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -158,6 +174,13 @@ class LinkBook:
         self._judged_at = [float("-inf")] * (mesh.stages - 1)
         self._late_at = [float("-inf")] * (mesh.stages - 1)
         """Per link, times of the newest window that could be judged, and of the newest late one."""
+        self._suspect_at = [float("-inf")] * (mesh.stages - 1)
+        """Times of the newest window that is late and suspicious."""
+        self.late_elsewhere: Collection[int] = ()
+        self.judged_elsewhere: Collection[int] = ()
+        """Links that are late, and that can be judged, in parts that other agents observe."""
+        self.most_late: bool | None = None
+        """Whether most links of the job are late, as the job's agent tells; None: found here."""
         self._waited: dict[tuple[int, int], tuple[float, float]] = {}
         """Per rank, its newest wait for a processor, and when it was reported. Seconds."""
         self._moved: dict[Key, None] = {}
@@ -202,7 +225,7 @@ class LinkBook:
                 window.value, route=window.route, slack=window.slack
             )
             late_ones.append(late is True or later)
-        common = any(late_ones) and self._most_are_late(now)
+        common = any(late_ones) and self.most_are_late(now)
         for window, late in zip(windows, late_ones, strict=True):
             doubted = late and (common or self._is_explained(window, now, ends))
             detector, was = window.series.detector, window.series.detector.level
@@ -216,6 +239,8 @@ class LinkBook:
             )
             window.series.take(window)
             self._note(window.series, was)
+            if late and detector.suspicion >= SUSPECT:
+                self._suspect_at[window.series.key[0]] = now
 
     def _unusual(self, samples: Sequence[LinkSample], now: float, ends: Ends) -> list[_Window]:
         """Process the windows that are as usual, which nearly all are, and return the others. Those
@@ -324,33 +349,69 @@ class LinkBook:
         waited, at = self._waited.get(rank, (0.0, now))
         return waited if now - at <= TOGETHER_SECONDS else 0.0
 
-    def _most_are_late(self, now: float) -> bool:
+    def most_are_late(self, now: float) -> bool:
         """Whether most links that are not slow already were late at this moment. The cause is then
         something they share, the machine or the job."""
+        if self.most_late is not None:
+            return self.most_late
         since = now - TOGETHER_SECONDS
-        judged = sum(at >= since for at in self._judged_at)
-        late = sum(at >= since for at in self._late_at)
+        judged = _links(self._judged_at, since, self.judged_elsewhere)
+        late = _links(self._late_at, since, self.late_elsewhere)
         return judged >= FEW_LINKS and 2 * late > judged
 
-    def compare_peers(self) -> None:
+    def late(self, now: float) -> list[int]:
+        """Links of which a direction may turn slow soon, for the job's agent."""
+        since = now - LATE_SECONDS
+        return [link for link, at in enumerate(self._suspect_at) if at >= since]
+
+    def bases(self) -> list[RouteBases]:
+        """Normal wire times of all directions, in buckets by route. Walks all of them. A little
+        noise puts none into another bucket."""
+        counts: dict[str, Counter[int]] = {}
+        for series in self._all():
+            base, route = series.detector.base, series.detector.route
+            if base is None or route is None:
+                continue
+            now = bucket(base)
+            if series.bucket is None or abs(now - series.bucket) >= BUCKETS_APART:
+                series.bucket = now
+            counts.setdefault(route, Counter())[series.bucket] += 1
+        return [RouteBases(route=route, counts=dict(found)) for route, found in counts.items()]
+
+    def compare_peers(
+        self, elsewhere: Mapping[str, Mapping[int, int]] | None = None
+    ) -> dict[str, float]:
         """Find links that were slow from the start, so that their base was learned too high.
 
         Messages between the stages of a job are alike, so a link's normal wire time should be close
         to that of its peers. The lower quartile is used, since several may be slow at once.
+        ``elsewhere``: those of other parts, how many per route and bucket. Returns the usual wire
+        time per route.
         """
-        by_route: dict[str | None, list[tuple[float, _Series]]] = {}
+        known: dict[str, list[tuple[float, int]]] = {
+            route: [(middle(number), count) for number, count in counts.items()]
+            for route, counts in (elsewhere or {}).items()
+        }
         for series in self._all():
-            if (base := series.detector.base) is not None:
-                by_route.setdefault(series.detector.route, []).append((base, series))
-        for found in by_route.values():
+            base, route = series.detector.base, series.detector.route
+            if base is not None and route is not None:
+                known.setdefault(route, []).append((base, 1))
+        usual = {}
+        for route, found in known.items():
+            count = sum(each for _, each in found)
             # Fewer cannot outvote the two directions of one link.
-            if len(found) < 4:
-                continue
-            usual = sorted(base for base, _ in found)[(len(found) - 1) // 4]
-            for _, series in found:
-                was = series.detector.level
-                if series.detector.lower_base(usual):
-                    self._note(series, was)
+            if count >= 4:
+                usual[route] = _at(found, (count - 1) // 4)
+        self.lower_bases(usual)
+        return usual
+
+    def lower_bases(self, usual: Mapping[str, float]) -> None:
+        """Compare all directions with the usual wire time of their route."""
+        for series in self._all():
+            base = usual.get(series.detector.route or "")
+            was = series.detector.level
+            if base is not None and series.detector.lower_base(base):
+                self._note(series, was)
 
     @property
     def count(self) -> int:
@@ -360,6 +421,10 @@ class LinkBook:
     def directions(self, link: int) -> int:
         """Number of directions of a link with windows."""
         return len(self._series[link])
+
+    def has(self, key: Key) -> bool:
+        """Whether a direction has windows, or is known from before."""
+        return key in self._series[key[0]]
 
     @property
     def any_slow(self) -> bool:
@@ -427,8 +492,12 @@ class LinkBook:
             bases={route: round(base, DIGITS) for route, base in found.bases().items()},
         )
 
-    def rest(self, link: int, now: float) -> LinkState:
-        """The state of those directions of a link that are not slow. Walks all of the link's."""
+    def rest(self, link: int, now: float, elsewhere: Iterable[LinkState] = ()) -> LinkState:
+        """The state of those directions of a link that are not slow. Walks all of the link's.
+        ``elsewhere``: the states of those of other parts."""
+        return _merged(link, (self._rest(link, now), *elsewhere))
+
+    def _rest(self, link: int, now: float) -> LinkState:
         worst, least, longest, newest = None, 1.0, -1.0, None
         for series in self._series[link].values():
             found = series.detector
@@ -461,6 +530,47 @@ class LinkBook:
                 series.detector.restore_base(route, base)
             series.detector.restore_slow(row.delay)
             self._note(series, Level.LEARNING)
+
+
+def bucket(base: float) -> int:
+    """The bucket of a normal wire time."""
+    return round(log(max(base, LEAST_BASE)) / BUCKET)
+
+
+def middle(number: int) -> float:
+    """The wire time in the middle of a bucket, seconds."""
+    return exp(number * BUCKET)
+
+
+def _at(counted: Iterable[tuple[float, int]], index: int) -> float:
+    """Of values and their counts, the value at ``index`` of all of them in order."""
+    for value, count in sorted(counted):
+        index -= count
+        if index < 0:
+            return value
+    raise IndexError(index)
+
+
+def _links(times: Sequence[float], since: float, elsewhere: Collection[int]) -> int:
+    """Number of links with a time from ``since`` on, here or elsewhere."""
+    return sum(at >= since or link in elsewhere for link, at in enumerate(times))
+
+
+def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
+    known = [state for state in states if state.health == "healthy"]
+    if len(known) <= 1:
+        return known[0] if known else LinkState(link=link, health="unknown")
+    worst = max(known, key=lambda state: state.wire_time)
+    since = [state.since_iteration for state in known if state.since_iteration is not None]
+    return LinkState.model_construct(
+        link=link,
+        health="healthy",
+        wire_time=worst.wire_time,
+        confidence=min(state.confidence for state in known),
+        since_iteration=max(since, default=None),
+        column=worst.column,
+        direction=worst.direction,
+    )
 
 
 def _ranks_of(sample: LinkSample) -> tuple[tuple[int, int], tuple[int, int]]:

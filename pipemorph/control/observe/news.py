@@ -51,6 +51,7 @@ class News(Generic[K, V]):
 
     ``differs(told, new)``: whether a value is news to a host that has been ``told`` another one.
     ``ends``: whether a value is the last of its key: nothing is kept of it once it has been told.
+    ``first``: how soon the host has to know of a value of a new key.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class News(Generic[K, V]):
         differs: Callable[[V, V], Change],
         *,
         ends: Callable[[V], bool] = lambda _: False,
+        first: Change = Change.NOW,
     ) -> None:
         self._adapter: TypeAdapter[V] = TypeAdapter(kind)
-        self._key, self._differs, self._ends = key, differs, ends
+        self._key, self._differs, self._ends, self._first = key, differs, ends, first
         self._values: dict[K, V] = {}
         self._told: dict[K, V] = {}
         self._now: dict[K, None] = {}
@@ -88,7 +90,7 @@ class News(Generic[K, V]):
     def _sort(self, key: K) -> None:
         """Put a key where its newest value belongs; it keeps its place if that is the same."""
         value, told = self._values[key], self._told.get(key)
-        change = Change.NOW if told is None else self._differs(told, value)
+        change = self._first if told is None else self._differs(told, value)
         if change is not Change.NOW:
             self._now.pop(key, None)
         if change is not Change.LATER:

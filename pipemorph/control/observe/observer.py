@@ -7,26 +7,34 @@ So the host's work is that of what has changed, whatever the mesh.
 
 The cost of telemetry is that of its windows. What walks all directions of all links is done in
 turns, so that its cost in a second is bounded.
+
+The windows of a large job are more than one process can judge. There each part of it, a range of
+ranks, has an observer, which reports to that of the job in the same way as that one reports to the
+host, and says nothing while nothing is new. The job's observer judges the windows of the first part
+and merges the states of the others (:mod:`~pipemorph.control.observe.merge`). What compares all
+ranks stays with it: it gets paces, normal wire times and late links, and tells the parts whether
+most links are late and what is usual.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_book import Key, LinkBook
+from pipemorph.control.observe.merge import Part, Parts, State
 from pipemorph.control.observe.news import Budget, Change, News
-from pipemorph.control.observe.rail_health import RailBook
+from pipemorph.control.observe.rail_health import RailBook, merge_rails
 from pipemorph.control.observe.reductions import ReductionBook
 from pipemorph.control.observe.stage_book import StageBook
-from pipemorph.control.observe.stragglers import StragglerBook
-from pipemorph.control.observe.transports import TransportBook
+from pipemorph.control.observe.stragglers import PaceBook, StragglerBook
+from pipemorph.control.observe.transports import TransportBook, merge_transports
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MOST_SLOW,
@@ -44,6 +52,7 @@ from pipemorph.wire import (
     RailsView,
     ReductionHealth,
     ReductionSample,
+    SlowDirection,
     StageProfile,
     StageState,
     StragglersView,
@@ -52,11 +61,19 @@ from pipemorph.wire import (
     WireModel,
 )
 from pipemorph.wire.messages import MOST_EVENTS, MOST_ITERATIONS, MOST_STAGES
-
-State = Literal["starting", "training", "finished", "failed"]
+from pipemorph.wire.parts import MOST_PACES, Pace, PartAnswer, PartReport, RouteBases
 
 REPORT_SECONDS = 1.0
 """A report has all that has changed at least this often."""
+HEARTBEAT_SECONDS = 10.0
+"""A part with nothing new reports as often."""
+SILENT_HEARTBEATS = 3
+"""A part that has told nothing for so many, and for as long as links may be without windows, is
+unknown."""
+SELDOM_REPORTS = 256
+"""Reports a second, of all parts together, that have nothing urgent."""
+PACE_MOVED, USUAL_MOVED = 0.025, 0.02
+"""Relative changes of a rank's pace and of a usual wire time that are worth telling."""
 ATTENTIVE_ITERATIONS = 32
 """Iterations that are reported as they finish, since a decision may wait for them: after the start,
 after the newest change of the plan or of a link's state, and while a link is slow. So are those
@@ -99,10 +116,26 @@ class JobTelemetry:
 
 
 class Observer:
-    """Observes one attempt of a job: all ranks of ``mesh``, or some of them."""
+    """Observes one attempt of a job: all ranks of ``mesh``, or a part of them.
 
-    def __init__(self, mesh: MeshShape, *, job: str, namespace: str, attempt: int) -> None:
+    ``part``: number of the part; None for the job. ``part_ranks``: of each part of a job that has
+    several; the job's observer judges those of part 0 and hears of the others. ``memory``: of the
+    job's observer, another one whenever it starts anew.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        *,
+        job: str,
+        namespace: str,
+        attempt: int,
+        part: int | None = None,
+        part_ranks: int = 0,
+        memory: str = "",
+    ) -> None:
         self._job, self._namespace, self._attempt = job, namespace, attempt
+        self._part, self._parts_memory = part, memory
         self._settings = settings = ObserverSettings()
         self._events = Events()
         thresholds = _thresholds(settings)
@@ -111,7 +144,20 @@ class Observer:
         self._reductions = ReductionBook(mesh, thresholds, events=self._events)
         self._rails = RailBook(mesh=mesh, events=self._events)
         self._transports = TransportBook(mesh, events=self._events)
+        self._paces = PaceBook()
         self._stragglers = StragglerBook(mesh.stages, mesh, self._events)
+        self._parts = Parts(mesh, part_ranks if part is None else 0)
+        self._seldom = REPORT_SECONDS * max(1.0, len(self._parts) / SELDOM_REPORTS)
+        """Between two reports of a part, as told by the job's observer, or that it tells."""
+        self._usual: dict[str, float] = {}
+        """Per route, the normal wire time of the job's directions."""
+        self._to_tell: set[int] = set()
+        """Parts with something to be told before they report."""
+        self._told_late = (False, False)
+        self._links.judged_elsewhere = self._parts.judged
+        self._reductions.elsewhere = self._parts.groups
+        if part is not None:
+            self._links.most_late = self._reductions.most_late = False
 
         self._new_directions: News[Key, DirectionState] = News(
             DirectionState,
@@ -139,18 +185,28 @@ class Observer:
             StragglersView, lambda _: None, _stragglers_differ
         )
         self._new_fabric: News[None, FabricView] = News(FabricView, lambda _: None, _unlike)
+        self._new_paces: News[tuple[int, int], Pace] = News(
+            Pace, lambda row: (row.stage, row.column), _pace_differs
+        )
+        self._new_bases: News[str, RouteBases] = News(
+            RouteBases, lambda row: row.route, _unlike, first=Change.LATER
+        )
         self._kinds: tuple[News[Any, Any], ...] = (
             self._new_directions, self._new_links, self._new_stages, self._new_reductions,
             self._new_rails, self._new_transports, self._new_stragglers, self._new_fabric,
+            self._new_paces, self._new_bases,
         )  # fmt: skip
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
         self._events_told = 0
         self._newest = JobTelemetry(state="starting")
+        self._state: State = "starting"
+        self._late: tuple[tuple[int, ...], int] = ((), 0)
+        """Late links and the number of late reductions, of a part."""
         self._message: str | None = None
         self._attentive_until = 0
         self._walk_next = 0
-        self._peers_at = self._refresh_at = self._report_at = float("-inf")
+        self._peers_at = self._refresh_at = self._report_at = self._beat_at = float("-inf")
         self._urgent = True
         """Whether something that is no value of a kind has to be told at once."""
         self._memory = ""
@@ -175,23 +231,22 @@ class Observer:
         second, when they have told nothing. ``refresh``: look at everything, as before the last
         report of a job."""
         before, self._newest = self._newest, telemetry
-        if telemetry.state != before.state:
-            self._urgent = True
-            self._attend()
+        self._settle_state()
         if telemetry.message:
             self._message, self._urgent = telemetry.message, True
         if telemetry.applied_plan_version != before.applied_plan_version:
             self._attend()
         for profile in telemetry.stages:
             self._stages.observe(profile)
-            self._stragglers.observe(profile, now, telemetry.iteration)
+            self._paces.observe(profile)
         if telemetry.reductions:
             self._reductions.observe(telemetry.reductions, now)
         if telemetry.links:
             self._links.observe(telemetry.links, now, ends=self._stages)
             if now >= self._peers_at:
-                self._links.compare_peers()
-                self._peers_at = now + PEERS_SECONDS * len(self._links)
+                self._compare_peers(now)
+        if self._part is not None or self._parts:
+            self._look_at_late(now)
         self._rails.observe(telemetry.rails, telemetry.ports, now, telemetry.iteration)
         self._transports.observe(telemetry.links, telemetry.transports, now, telemetry.iteration)
         self._look_at_links(now)
@@ -204,6 +259,50 @@ class Observer:
         if refresh:
             self._refresh(now)
 
+    def _settle_state(self) -> None:
+        state = self._parts.state(self._newest.state)
+        if state != self._state:
+            self._state, self._urgent = state, True
+            self._attend()
+
+    def _compare_peers(self, now: float) -> None:
+        pause = PEERS_SECONDS * len(self._links)
+        if self._part is not None:
+            for bases in self._links.bases():
+                self._new_bases.put(bases)
+            self._links.lower_bases(self._usual)
+        elif self._parts:
+            pause = max(pause, REPORT_SECONDS)
+            found = self._links.compare_peers(self._parts.bases)
+            told = self._usual
+            if found.keys() != told.keys() or any(
+                abs(base - told[route]) > USUAL_MOVED * told[route] for route, base in found.items()
+            ):
+                self._usual = found
+                self._to_tell.update(self._parts.parts)
+            for each in self._reductions.usual_elsewhere():
+                owner = self._parts.part_of(each.stage, each.replica)
+                if owner in self._parts.parts:
+                    self._parts.parts[owner].reductions.append(each)
+                    self._to_tell.add(owner)
+        else:
+            self._links.compare_peers()
+        self._peers_at = now + pause
+
+    def _look_at_late(self, now: float) -> None:
+        """Tell the job's observer which links are late, or the parts whether most are."""
+        if self._part is not None:
+            late = (tuple(self._links.late(now)), self._reductions.late)
+            self._urgent |= late != self._late
+            self._late = late
+            return
+        self._links.late_elsewhere = self._parts.late
+        self._reductions.late_elsewhere = self._parts.late_reductions
+        most = (self._links.most_are_late(now), self._reductions.most_are_late)
+        if most != self._told_late:
+            self._told_late = most
+            self._to_tell.update(self._parts.parts)
+
     def _attend(self) -> None:
         self._attentive_until = self._newest.iteration + ATTENTIVE_ITERATIONS
 
@@ -214,13 +313,22 @@ class Observer:
             self._new_directions.put(links.direction(key, now))
         turned = links.turned(WALKED)
         for link in turned:
-            self._new_links.put(links.rest(link, now))
-        if turned or links.any_slow:
+            self._look_at_rest(link, now)
+        if turned or links.any_slow or self._parts.any_slow:
             self._attend()
+
+    def _look_at_rest(self, link: int, now: float) -> None:
+        self._new_links.put(self._links.rest(link, now, self._parts.rests[link].values()))
+
+    def _look_at_stage(self, stage: int) -> None:
+        if self._part is None:
+            self._new_stages.put(self._stages.state(stage, self._parts.stages[stage].values()))
+        elif (mine := self._stages.part(stage)) is not None:
+            self._new_stages.put(mine)
 
     def _look_at_stages(self) -> None:
         for stage in self._stages.changed():
-            self._new_stages.put(self._stages.state(stage))
+            self._look_at_stage(stage)
         for group in self._reductions.changed():
             self._new_reductions.put(group)
 
@@ -231,14 +339,90 @@ class Observer:
         for key in links.silent(now, TURNS):
             self._new_directions.put(links.direction(key, now))
         for _ in range(links.count):
-            self._new_links.put(links.rest(self._walk_next, now))
-            walked += links.directions(self._walk_next)
+            self._look_at_rest(self._walk_next, now)
+            walked += links.directions(self._walk_next) + len(self._parts.rests[self._walk_next])
             self._walk_next = (self._walk_next + 1) % links.count
             if walked > WALKED:
                 break
-        self._new_rails.put(self._rails.view(now))
-        self._new_transports.put(self._transports.view())
+        self._new_rails.put(merge_rails([self._rails.view(now), *self._parts.rails.values()]))
+        views = [self._transports.view(), *self._parts.transports.values()]
+        self._new_transports.put(merge_transports(views))
+        if self._part is not None:
+            for pace in self._paces.changed():
+                self._new_paces.put(pace)
+            return
+        self._stragglers.take(self._paces.changed())
+        self._stragglers.compare(now, self._newest.iteration)
         self._new_stragglers.put(self._stragglers.view())
+        silent = max(self._settings.stale_after, SILENT_HEARTBEATS * HEARTBEAT_SECONDS)
+        for number in list(self._parts.silent(now, silent)):
+            unknown, ended = self._parts.forget(number)
+            for row in unknown:
+                self._new_directions.put(row)
+            for rest in ended:
+                self._look_at_rest(rest.link, now)
+
+    # --- the parts of a job ---------------------------------------------------------------
+
+    def misfit(self, report: PartReport) -> str | None:
+        """What of a part's report does not fit the job or the part; None if all does."""
+        return self._parts.misfit(report)
+
+    def hear(self, report: PartReport, now: float) -> PartAnswer:
+        """Process a report of a part, which fits, and answer it."""
+        known = len(self._parts.judged)
+        ended = self._parts.take(report, now)
+        for row in report.directions:
+            self._new_directions.put(row)
+        for rest in (*ended, *report.links):
+            self._look_at_rest(rest.link, now)
+        for state in report.stages:
+            self._look_at_stage(state.stage)
+        for group in report.reductions:
+            self._new_reductions.put(group)
+        self._stragglers.take(report.paces)
+        for event in report.events:
+            self._events.add(now, event.iteration, event.text)
+        if report.message:
+            self._message, self._urgent = report.message, True
+        if report.directions or len(self._parts.judged) != known:
+            self._attend()
+        self._settle_state()
+        return self._answer(report.part)
+
+    def has_part(self, number: int) -> bool:
+        """Whether the job has such a part, beside the first."""
+        return number in self._parts.parts
+
+    def meet(self, number: int) -> None:
+        """Note that the agent of a part has connected: what it was told last may not have come."""
+        self._parts.meet(number)
+        self._to_tell.add(number)
+
+    def unasked(self, connected: Collection[int]) -> list[tuple[int, PartAnswer]]:
+        """Answers for those ``connected`` parts that have to know something before they report."""
+        waiting = sorted(self._to_tell.intersection(connected))
+        return [(number, self._answer(number)) for number in waiting]
+
+    def _answer(self, number: int) -> PartAnswer:
+        part: Part = self._parts.parts[number]
+        usual = {} if part.usual is self._usual else self._usual
+        slow, part.restore = part.restore[:MOST_SLOW], part.restore[MOST_SLOW:]
+        reductions, part.reductions = part.reductions, []
+        known = part.settings == self._settings.revision
+        part.usual, part.settings = self._usual, self._settings.revision
+        self._to_tell.discard(number)
+        return PartAnswer.model_construct(
+            memory=f"{self._parts_memory}.{part.life}",
+            fresh=self._fresh,
+            settings=None if known else self._settings,
+            slow=slow,
+            seldom=self._seldom,
+            links_late=self._told_late[0],
+            reductions_late=self._told_late[1],
+            usual=usual,
+            reductions=reductions,
+        )
 
     def checked(self, fabric: FabricView) -> None:
         """Take in what the check of the RDMA ports found before training."""
@@ -248,27 +432,32 @@ class Observer:
 
     def due(self, now: float) -> bool:
         """Whether to send a report now."""
-        urgent = self._urgent or any(kind.urgent for kind in self._kinds)
-        return urgent or now >= self._report_at
+        if self._urgent or any(kind.urgent for kind in self._kinds):
+            return True
+        return now >= self._report_at and (now >= self._beat_at or self.has_news)
 
     @property
     def has_news(self) -> bool:
         """Whether the next report has anything but the heartbeat."""
         waiting = self._urgent or bool(self._iterations) or self._message is not None
-        return waiting or any(self._kinds)
+        return waiting or any(self._kinds) or bool(self._unsaid_events())
 
     def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
         """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
         :meth:`delivered`."""
         self._report_at, self._urgent = sent_at + REPORT_SECONDS, False
-        empty = LinkHealthReport(
+        self._beat_at = self._report_at
+        if self._part is not None:
+            self._report_at = sent_at + self._seldom
+            self._beat_at = sent_at + HEARTBEAT_SECONDS
+        empty = self._empty(
             protocol=PROTOCOL,
             job=self._job,
             namespace=self._namespace,
             attempt=self._attempt,
             sequence=sequence,
             sent_at=sent_at,
-            state=self._newest.state,
+            state=self._state,
             iteration=self._newest.iteration,
             observed_plan_version=observed_plan_version,
             applied_plan_version=self._newest.applied_plan_version,
@@ -292,6 +481,8 @@ class Observer:
         stragglers = self._new_stragglers.take(budget, 1)
         fabric = self._new_fabric.take(budget, 1)
         events = _fill(budget, self._unsaid_events())
+        paces = self._new_paces.take(budget, MOST_PACES)
+        bases = self._new_bases.take(budget, len(self._new_bases))
         if len(iterations) == NEWEST_ITERATIONS:
             iterations += _fill(budget, finished[NEWEST_ITERATIONS:MOST_ITERATIONS])
         iterations.sort(key=lambda sample: sample.index)
@@ -308,7 +499,14 @@ class Observer:
                 "fabric": fabric[0] if fabric else None,
                 "events": events,
             }
+            | ({"paces": paces, "bases": bases} if self._part is not None else {})
         )
+
+    def _empty(self, **told: Any) -> LinkHealthReport:
+        if self._part is None:
+            return LinkHealthReport(**told)
+        links, reductions = self._late
+        return PartReport(**told, part=self._part, late=list(links), late_reductions=reductions)
 
     def _unsaid_events(self) -> list[EventReport]:
         unsaid = [e for e in self._events.newest() if e.number >= self._events_told]
@@ -336,29 +534,56 @@ class Observer:
             self._new_stragglers.delivered([report.stragglers])
         if report.fabric is not None:
             self._new_fabric.delivered([report.fabric])
+        if isinstance(report, PartReport):
+            self._new_paces.delivered(report.paces)
+            self._new_bases.delivered(report.bases)
+        self.take(answer, now)
+        self._told_iterations.extend(report.iterations)
+        self._fresh = isinstance(answer, PartAnswer) and answer.fresh
+
+    def take(self, answer: DirectiveEnvelope, now: float) -> None:
+        """Note what the host says, or the job's observer, which may say it unasked."""
         if self._memory and answer.memory != self._memory:
             for kind in self._kinds:
                 kind.again()
             self._iterations.extendleft(reversed(self._told_iterations))
             self._told_iterations.clear()
-        self._told_iterations.extend(report.iterations)
         self._memory, self._host_waits = answer.memory, answer.attentive
         if answer.settings is not None:
             self._set(answer.settings)
         if answer.versions is not None and answer.versions > (self.versions or (0, 0)):
             self.versions = answer.versions
-        if self._fresh:
-            self._links.restore(answer.slow, now)
-            for row in answer.slow:
-                # The host has it: its end is news.
-                found = self._links.direction((row.link, row.column, row.direction), now)
-                self._new_directions.put(found)
-                self._new_directions.delivered([found])
-            self._fresh = False
+        if isinstance(answer, PartAnswer):
+            self._seldom, self._links.most_late = answer.seldom, answer.links_late
+            self._reductions.most_late = answer.reductions_late
+            if answer.usual:
+                self._usual = answer.usual
+            for each in answer.reductions:
+                self._reductions.lower((each.stage, each.replica), each.seconds, now)
+        for row in answer.slow:
+            self._remember(row, now)
+
+    def _remember(self, row: SlowDirection, now: float) -> None:
+        """Take up a direction that was slow when the host last heard of it. It has been told of it,
+        so its end is news."""
+        key: Key = (row.link, row.column, row.direction)
+        told = DirectionState(
+            link=row.link, column=row.column, direction=row.direction, delay=row.delay
+        )
+        self._new_directions.delivered([told])
+        owner = self._parts.receiver(key)
+        if owner in self._parts.parts:
+            self._new_directions.put(self._parts.remember(row))
+            self._to_tell.add(owner)
+            return
+        if self._fresh or not self._links.has(key):
+            self._links.restore([row], now)
+        self._new_directions.put(self._links.direction(key, now))
 
     def _set(self, settings: ObserverSettings) -> None:
         """Judge by other settings from now on."""
         self._settings = settings
+        self._to_tell.update(self._parts.parts)
         thresholds = _thresholds(settings)
         self._links.set(thresholds, settings.stale_after)
         self._reductions.set(thresholds)
@@ -425,6 +650,12 @@ def _stragglers_differ(told: StragglersView, new: StragglersView) -> Change:
     ]
     same = all(map(_near, *times)) if len(times[0]) == len(times[1]) else False
     return Change.NONE if same else Change.LATER
+
+
+def _pace_differs(told: Pace, new: Pace) -> Change:
+    same = (told.settled, told.clock) == (new.settled, new.clock)
+    moved = abs(new.seconds - told.seconds) > PACE_MOVED * told.seconds
+    return Change.LATER if moved or not same else Change.NONE
 
 
 def _unlike(told: object, new: object) -> Change:

@@ -22,8 +22,8 @@ retransmission; ten per minute are more than that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
@@ -175,25 +175,17 @@ class RailBook:
                 congested.append(RailTrouble(*key, state=port.state, what="; ".join(crowded)))
             if port.state == ACTIVE and not (port.grown or port.unreadable):
                 del self._suspects[key]
-        silent = sum(1 for _ in self._silent(now))
-        if sick:
-            health = RailHealth.SICK
-        elif self._expected is None or len(self._ports) < self._expected or silent or unreadable:
-            health = RailHealth.UNKNOWN
-        elif not self._ports:
-            health = RailHealth.NONE
-        else:
-            health = RailHealth.CONGESTED if congested else RailHealth.HEALTHY
-        return RailsView(
-            health=health,
-            ports=len(self._ports),
-            expected=self._expected,
-            sick_count=len(sick),
-            sick=tuple(sick[:SHOWN]),
-            congested_count=len(congested),
-            congested=tuple(congested[:SHOWN]),
-            unreadable=unreadable,
-            silent=silent,
+        return _judged(
+            RailsView(
+                ports=len(self._ports),
+                expected=self._expected,
+                sick_count=len(sick),
+                sick=tuple(sick[:SHOWN]),
+                congested_count=len(congested),
+                congested=tuple(congested[:SHOWN]),
+                unreadable=unreadable,
+                silent=sum(1 for _ in self._silent(now)),
+            )
         )
 
     def _silent(self, now: float) -> Iterator[PortKey]:
@@ -201,6 +193,45 @@ class RailBook:
             if now - port.seen_at <= SILENT_SECONDS:
                 return
             yield key
+
+
+def merge_rails(views: Sequence[RailsView]) -> RailsView:
+    """One view of the rails of several parts of a job."""
+    if len(views) == 1:
+        return views[0]
+    expected = [view.expected for view in views if view.expected is not None]
+    sick = sorted((each for view in views for each in view.sick), key=_where)
+    congested = sorted((each for view in views for each in view.congested), key=_where)
+    return _judged(
+        RailsView(
+            ports=sum(view.ports for view in views),
+            expected=sum(expected) if len(expected) == len(views) else None,
+            sick_count=sum(view.sick_count for view in views),
+            sick=tuple(sick[:SHOWN]),
+            congested_count=sum(view.congested_count for view in views),
+            congested=tuple(congested[:SHOWN]),
+            unreadable=sum(view.unreadable for view in views),
+            silent=sum(view.silent for view in views),
+        )
+    )
+
+
+def _where(trouble: RailTrouble) -> PortKey:
+    return trouble.stage, trouble.replica, trouble.device, trouble.port
+
+
+def _judged(view: RailsView) -> RailsView:
+    """With its health, which follows from the counts."""
+    missing = view.expected is None or view.ports < view.expected
+    if view.sick_count:
+        health = RailHealth.SICK
+    elif missing or view.silent or view.unreadable:
+        health = RailHealth.UNKNOWN
+    elif not view.ports:
+        health = RailHealth.NONE
+    else:
+        health = RailHealth.CONGESTED if view.congested_count else RailHealth.HEALTHY
+    return replace(view, health=health)
 
 
 def _troubles(port: _Port, now: float) -> tuple[list[str], list[str]]:

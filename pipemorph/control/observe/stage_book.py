@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from pipemorph.wire import ObserverSettings, StageOps, StageProfile, StageState
@@ -128,17 +129,18 @@ class StageBook:
         found, self._changed = sorted(self._changed), set()
         return found
 
-    def state(self, stage: int) -> StageState:
-        """The state of a stage with profiles. Walks its columns."""
+    def part(self, stage: int) -> StageState | None:
+        """The state of a stage in the columns with profiles here, for the job's agent. Its fused
+        backward is as measured. None without profiles. Walks its columns."""
         known = self._stages[stage]
         columns = list(known.columns.values())
+        if not columns:
+            return None
         forward, backward_input, backward_weight = (
             max(times) for times in zip(*(each.medians for each in columns), strict=True)
         )
         fused = [each.whole for each in columns if each.whole is not None]
         whole = max(fused) if len(fused) == len(columns) else None
-        if whole is not None and whole > (1 - FUSING_PAYS) * (backward_input + backward_weight):
-            whole = None
         return StageState.model_construct(
             stage=stage,
             forward=forward,
@@ -151,6 +153,15 @@ class StageBook:
             peak_memory=max(each.peak_memory for each in columns),
             crowding=max(each.crowding for each in columns),
         )
+
+    def state(self, stage: int, elsewhere: Iterable[StageState] = ()) -> StageState:
+        """The state of a stage with profiles. ``elsewhere``: that of its columns in other parts."""
+        mine = self.part(stage)
+        merged = _merged([*([mine] if mine is not None else []), *elsewhere])
+        whole, parts = merged.fused_backward, merged.backward_input + merged.backward_weight
+        if whole is not None and whole > (1 - FUSING_PAYS) * parts:
+            return merged.model_copy(update={"fused_backward": None})
+        return merged
 
     def inflated(self, stage: int, replica: int) -> bool:
         """Whether the newest ops of a rank show that something else used its processor."""
@@ -168,3 +179,28 @@ class StageBook:
             ops = self._expected[stage]
             return max(ops.forward, ops.backward_input + ops.backward_weight) + copy
         return float("inf")
+
+
+def _merged(states: list[StageState]) -> StageState:
+    """The slowest of each, since all columns wait for it."""
+    first, *others = states
+    if not others:
+        return first
+    fused = [state.fused_backward for state in states]
+    copies = [state.offload_copy for state in states if state.offload_copy is not None]
+    return StageState.model_construct(
+        stage=first.stage,
+        forward=max(state.forward for state in states),
+        backward_input=max(state.backward_input for state in states),
+        backward_weight=max(state.backward_weight for state in states),
+        fused_backward=None if None in fused else max(whole or 0.0 for whole in fused),
+        activation_bytes=_most(state.activation_bytes for state in states),
+        input_bytes=_most(state.input_bytes for state in states),
+        offload_copy=max(copies, default=None),
+        peak_memory=max(state.peak_memory for state in states),
+        crowding=max(state.crowding for state in states),
+    )
+
+
+def _most(sizes: Iterable[int | None]) -> int | None:
+    return max((size for size in sizes if size is not None), default=None)

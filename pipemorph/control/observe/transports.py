@@ -7,7 +7,7 @@ This must be visible to the user, since otherwise it looks like a slow link.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
@@ -85,6 +85,35 @@ class TransportBook:
             fallbacks=min(self._fallbacks, MOST_COUNTED),
             failbacks=min(self._failbacks, MOST_COUNTED),
         )
+
+
+def merge_transports(views: Sequence[TransportsView]) -> TransportsView:
+    """One view of the links of several parts of a job."""
+    if len(views) == 1:
+        return views[0]
+    fallen = sorted(
+        (end for view in views for end in view.fallen),
+        key=lambda end: (end.link, end.replica, end.direction),
+    )
+    # The ends of a link may be in different parts. What a part does not list is counted.
+    unlisted = sum(view.fallen_count - len(_links(view.fallen)) for view in views)
+    named = [view.links for view in views if view.links]
+    return TransportsView(
+        links=tuple(map(_joined, zip(*named, strict=True))),
+        fallen_count=len(_links(fallen)) + unlisted,
+        fallen=tuple(fallen[:SHOWN]),
+        fallbacks=min(sum(view.fallbacks for view in views), MOST_COUNTED),
+        failbacks=min(sum(view.failbacks for view in views), MOST_COUNTED),
+    )
+
+
+def _joined(names: Iterable[str]) -> str:
+    """``rdma`` and ``rdma+tcp`` are ``rdma+tcp``."""
+    return "+".join(sorted({each for name in names for each in name.split("+") if each}))
+
+
+def _links(fallen: Iterable[FallenLink]) -> set[tuple[int, int]]:
+    return {(end.link, end.replica) for end in fallen}
 
 
 def _where(end: TransportSample, mesh: MeshShape) -> str:

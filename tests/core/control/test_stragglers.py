@@ -9,11 +9,17 @@ import pytest
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.stragglers import (
+    CONFIRM_ITERATIONS,
+    CONFIRM_SECONDS,
     LEAST_WINDOWS,
     WINDOWS,
+    PaceBook,
     StragglerBook,
 )
 from pipemorph.wire import DeviceClock, StageProfile, StragglersView
+
+CONFIRM = CONFIRM_ITERATIONS
+assert CONFIRM >= CONFIRM_SECONDS, "an iteration takes a second here"
 
 
 class Job:
@@ -22,7 +28,7 @@ class Job:
     def __init__(self, **sizes: int) -> None:
         self.mesh = MeshShape(4, **sizes)
         self.events = Events()
-        self.book = StragglerBook(4, self.mesh, self.events)
+        self.ranks, self.book = PaceBook(), StragglerBook(4, self.mesh, self.events)
         self.iteration = 0
         self.rng = random.Random(7)
 
@@ -44,7 +50,9 @@ class Job:
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip
-                    self.book.observe(profile, 1000.0 + self.iteration, self.iteration)
+                    self.ranks.observe(profile)
+            self.book.take(self.ranks.changed())
+            self.book.compare(1000.0 + self.iteration, self.iteration)
             self.iteration += 1
         return self.book.view()
 
@@ -64,13 +72,13 @@ def test_stages_of_unequal_size_are_not_slow() -> None:
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_one_rank_is_slower_than_its_peers_from_the_start(replicas: int) -> None:
     job = Job(replicas=replicas)
-    found = job.run(LEAST_WINDOWS + 1, slow={(2, 1): 1.4})
+    found = job.run(LEAST_WINDOWS + CONFIRM, slow={(2, 1): 1.4})
     (straggler,) = found.slowest
     assert (straggler.stage, straggler.column) == (2, 1)
     assert straggler.ratio == pytest.approx(1.4, rel=0.08)
     assert job.told == ["stage 2 of replica 1 computes 1.4 times as long as its peers"]
     assert found.better_split(16) is None, "layers do not move within one replica"
-    assert job.run(WINDOWS).count == 0
+    assert job.run(WINDOWS + CONFIRM).count == 0
     assert job.told[-1] == "stage 2 of replica 1 computes as fast as it should again"
 
 
@@ -88,7 +96,7 @@ def test_a_stage_is_slower_than_before_in_all_columns(columns: int) -> None:
     # Of 4 layers each: 16.5 ms with 3 of them are 12.4, and 10 ms with 5 are 12.5; 13 stay.
     assert split.layers == (5, 3, 4, 4)
     assert split.gain == pytest.approx(1 - 13 / 16.5, abs=0.05)
-    assert job.run(WINDOWS).count == 0
+    assert job.run(WINDOWS + CONFIRM).count == 0
 
 
 def test_larger_batches_make_nobody_slow_and_hide_nobody() -> None:

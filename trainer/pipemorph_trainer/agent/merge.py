@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipemorph.control.observe.observer import JobTelemetry, State
+from pipemorph.control.observe.merge import State, merged_state
+from pipemorph.control.observe.observer import JobTelemetry
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
@@ -13,7 +14,6 @@ from pipemorph.wire import (
 )
 from pipemorph_trainer.agent.messages import RankTelemetry
 
-STATES: tuple[State, ...] = ("starting", "training", "finished", "failed")
 MOST_WINDOWS = 65_536
 """Most windows between two telemetries of the job: more do not come in a second that the agent
 can process."""
@@ -69,7 +69,9 @@ class TelemetryMerger:
     def take(self) -> JobTelemetry:
         """What has come since the last call."""
         found = JobTelemetry(
-            state=self._state(),
+            state=merged_state(
+                self._states.values(), missing=len(self._states) < self._world_size
+            ),
             iteration=self._iteration,
             applied_plan_version=self._applied_plan_version,
             iterations=self._iterations,
@@ -90,16 +92,3 @@ class TelemetryMerger:
         if len(counts) < self._world_size or None in counts:
             return None
         return sum(count or 0 for count in counts)
-
-    def _state(self) -> State:
-        """The job's state: failed if a rank failed, finished if all finished, else the earliest.
-
-        A rank without a message yet is starting, unless others are training: then it is training
-        too, since no iteration is possible without it.
-        """
-        states = set(self._states.values())
-        if "failed" in states:
-            return "failed"
-        if len(self._states) < self._world_size:
-            states.add("training" if "training" in states else "starting")
-        return min(states, key=STATES.index)
