@@ -71,7 +71,7 @@ def _texts(stages: int, seed: int) -> dict[Kind, str]:
     """A report of each kind."""
     draw = random.Random(f"{stages} {seed}")
     slow_link, slow_time = draw.randrange(stages - 1), draw.uniform(*SLOW)
-    merger = TelemetryMerger(stages)
+    merger = TelemetryMerger(range(stages))
     observer = Observer(MeshShape(stages), job=_NAME, namespace=_NAMESPACE, attempt=0)
     now = 1.7e9
     texts: dict[Kind, str] = {}

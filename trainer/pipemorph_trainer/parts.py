@@ -15,6 +15,7 @@ from pipemorph.api.mesh import DATA
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
+from pipemorph_trainer.agent.launch import part_ranks
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.devices import own_device
@@ -140,7 +141,9 @@ class Parts:
         self.poller, op_clock = Poller(), OpClock()
         self.agent: AgentHandle | None = None
         if control is None:
-            control, self.agent = join_agent(context, self.world)
+            control, self.agent = join_agent(
+                context, self.world, part_ranks([each.place for each in starts])
+            )
         self.control = metered(control, context, self.coordinate, prepared.plan)
         config = self._link_config(prepared, op_clock, faults)
         self.links = meet(

@@ -37,7 +37,7 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
     controller.report(report(taken, job="job"), 1000.0)
     came: asyncio.Queue[LinkHealthReport] = asyncio.Queue()
     controller._on_report = came.put_nowait
-    merger = TelemetryMerger(2)
+    merger = TelemetryMerger(range(2))
     for stage in range(2):
         profile = StageProfile(
             stage=stage, forward=0.01, backward_input=0.01, backward_weight=0.01, split="graph",

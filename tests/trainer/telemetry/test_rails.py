@@ -129,7 +129,7 @@ def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
 
 
 def test_counters_of_ports_are_merged_in_order(sysfs: Path) -> None:
-    merger = TelemetryMerger(2)
+    merger = TelemetryMerger(range(2))
     merger.add(telemetry(read(0, 0, sysfs)))
     merger.add(telemetry(read(1, 0, sysfs), stage=1))
     put(sysfs / "mlx5_0/ports/1/counters/link_downed", 5)
@@ -141,7 +141,7 @@ def test_counters_of_ports_are_merged_in_order(sysfs: Path) -> None:
 
 
 def test_ports_are_counted_when_every_rank_has_looked(sysfs: Path) -> None:
-    merger = TelemetryMerger(2)
+    merger = TelemetryMerger(range(2))
     merger.add(telemetry([], ports=2))
     assert merger.take().ports is None, "rank 1 was not heard of"
     merger.add(telemetry([], stage=1))

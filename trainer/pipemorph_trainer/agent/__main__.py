@@ -1,4 +1,5 @@
-"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts.
+"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts; and in a job with
+several ranks in each of several pods, the first rank of each pod, for its part of the job.
 
 It reads its :class:`AgentConfig` as one line from standard input, and ends when standard input
 closes.
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -25,12 +27,16 @@ from pipemorph.wire import FABRIC_VARIABLE, Directive, FabricView
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.part_uplink import PartUplink
+from pipemorph_trainer.agent.parts import PartLines
 from pipemorph_trainer.agent.ranks import RankServer
 from pipemorph_trainer.agent.uplink import Uplink
 
 LAST_REPORT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 0.5
 """Time for the other ranks to report that they have finished, too."""
+LAST_PARTS_SECONDS = 1.5
+"""Time for the agents of parts, of which each gives its ranks that time first."""
 LAST_RESORT_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -39,10 +45,8 @@ log = logging.getLogger("pipemorph.agent")
 
 async def serve(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
-    merger = TelemetryMerger(config.mesh.world_size)
-    observer = Observer(
-        config.mesh, job=config.job, namespace=config.namespace, attempt=config.attempt
-    )
+    assert config.ingest_url is not None
+    merger, observer = TelemetryMerger(config.ranks), _observer(config)
 
     if fabric := os.environ.get(FABRIC_VARIABLE):
         try:
@@ -86,7 +90,13 @@ async def serve(config: AgentConfig) -> None:
                 max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
             )  # fmt: skip
 
-    ranks = RankServer(bytes.fromhex(config.secret_hex), config.mesh, on_telemetry)
+    def on_part() -> None:
+        uplink.observed()
+
+    parts = PartLines(observer, config.part_ranks, on_part)
+    ranks = RankServer(
+        bytes.fromhex(config.secret_hex), config.mesh, config.ranks, on_telemetry, parts
+    )
     uplink = Uplink(
         base_url=config.ingest_url,
         namespace=config.namespace,
@@ -96,6 +106,7 @@ async def serve(config: AgentConfig) -> None:
         merger=merger,
         observer=observer,
         on_directive=directives.put_nowait,
+        on_observed=parts.tell,
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
     working = [asyncio.create_task(report()), asyncio.create_task(hand_out())]
@@ -106,9 +117,51 @@ async def serve(config: AgentConfig) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
-    await ranks.close(LAST_WORDS_SECONDS)
+    await ranks.close(LAST_WORDS_SECONDS if not config.part_ranks else LAST_PARTS_SECONDS)
     if informed.is_set() and (uplink.has_news or not sent):
         await uplink.flush(LAST_REPORT_SECONDS)
+
+
+async def serve_part(config: AgentConfig) -> None:
+    """Serve the ranks of a part, and report to the job's agent, until the rank beside it ends."""
+    assert config.upstream is not None and config.part is not None
+    merger = TelemetryMerger(config.ranks)
+    secret = bytes.fromhex(config.secret_hex)
+
+    def on_telemetry(telemetry: RankTelemetry) -> None:
+        merger.add(telemetry)
+        uplink.notify()
+
+    ranks = RankServer(secret, config.mesh, config.ranks, on_telemetry)
+    uplink = PartUplink(
+        address=config.upstream,
+        secret=secret,
+        number=config.part,
+        merger=merger,
+        observer=_observer(config),
+        on_plans=ranks.hand_on,
+    )
+    await ranks.start(socket.socket(fileno=config.listen_fd))
+    working = asyncio.create_task(uplink.run())
+    await _rank_zero_is_gone()
+    signal.alarm(LAST_RESORT_SECONDS)
+    await ranks.close(LAST_WORDS_SECONDS)
+    await uplink.flush(LAST_REPORT_SECONDS)
+    working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+
+
+def _observer(config: AgentConfig) -> Observer:
+    return Observer(
+        config.mesh,
+        job=config.job,
+        namespace=config.namespace,
+        attempt=config.attempt,
+        part=config.part,
+        part_ranks=config.part_ranks,
+        memory=secrets.token_hex(4),
+    )
 
 
 async def _rank_zero_is_gone() -> None:
@@ -154,7 +207,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Rank 0 handles Ctrl-C; EOF follows.
     config = _read_config()
     _die_with(config.parent)
-    asyncio.run(serve(config))
+    asyncio.run(serve(config) if config.part is None else serve_part(config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Framing and handshake of the connection between a rank and the agent. No sockets here.
+"""Framing and handshake of connections to an agent. No sockets here.
 
 Every frame is a 4-byte big-endian length and that many bytes of JSON. The handshake proves to each
 end that the other one knows the attempt's secret, without sending the secret::
@@ -7,9 +7,10 @@ end that the other one knows the attempt's secret, without sending the secret::
     rank  → agent  {"rank": R, "nonce": M, "proof": hmac("rank", N, M, R)}
     agent → rank   {"proof": hmac("agent", N, M, R)}    or   {"refused": "why"}
 
-Then telemetry goes up and plans come down. The handshake rejects clients without the secret, such
-as other jobs. Nothing is encrypted, since telemetry is not secret, and an attacker who rewrites
-packets is not considered.
+The agent of a part of the job introduces itself to the job's agent as ``"side": "part"``, with its
+number in the place of a rank. Then telemetry goes up and plans come down. The handshake rejects
+clients without the secret, such as other jobs. Nothing is encrypted, since telemetry is not secret,
+and an attacker who rewrites packets is not considered.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+Side = Literal["rank", "part"]
+"""What a client is: a rank, or the agent of a part of the job."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -44,6 +48,8 @@ class Challenge(HandshakeMessage):
 
 class Hello(HandshakeMessage):
     rank: int
+    """Or the number of the part."""
+    side: Side = "rank"
     nonce: str
     proof: str
 
@@ -58,7 +64,7 @@ def new_nonce() -> str:
 
 
 def proof(secret: bytes, side: str, challenge: str, nonce: str, rank: int) -> str:
-    """The proof of ``side`` ("rank" or "agent") that it knows ``secret``."""
+    """The proof of ``side`` ("rank", "part" or "agent") that it knows ``secret``."""
     text = "\n".join(("pipemorph-agent-1", side, challenge, nonce, str(rank)))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Merges the telemetry of all ranks into that of their job. Pure: no clock, no sockets."""
+"""Merges the telemetry of ranks into that of their job, or part of it. Pure, without a clock."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ can process."""
 
 
 class TelemetryMerger:
-    """What the ranks have told since the last :meth:`take`. ``dirty``: whether that is anything."""
+    """What ``ranks`` have told since the last :meth:`take`. ``dirty``: whether that is anything."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, ranks: range) -> None:
+        self._ranks = ranks
         self._states: dict[int, State] = {}
         self._iteration = 0
         self._applied_plan_version = 0
@@ -44,7 +44,7 @@ class TelemetryMerger:
         """Add one message of one rank."""
         self.dirty = True
         self._states[telemetry.rank] = telemetry.state
-        if telemetry.rank == 0:
+        if telemetry.rank == self._ranks.start:
             self._iteration = telemetry.iteration
             self._applied_plan_version = telemetry.applied_plan_version
         self._links += telemetry.links[: MOST_WINDOWS - len(self._links)]
@@ -69,9 +69,7 @@ class TelemetryMerger:
     def take(self) -> JobTelemetry:
         """What has come since the last call."""
         found = JobTelemetry(
-            state=merged_state(
-                self._states.values(), missing=len(self._states) < self._world_size
-            ),
+            state=merged_state(self._states.values(), missing=len(self._states) < len(self._ranks)),
             iteration=self._iteration,
             applied_plan_version=self._applied_plan_version,
             iterations=self._iterations,
@@ -89,6 +87,6 @@ class TelemetryMerger:
     def _seen_ports(self) -> int | None:
         """Number of RDMA ports of all ranks; None until every rank has looked."""
         counts = list(self._ports.values())
-        if len(counts) < self._world_size or None in counts:
+        if len(counts) < len(self._ranks) or None in counts:
             return None
         return sum(count or 0 for count in counts)

@@ -1,4 +1,7 @@
-"""The agent's server for ranks: authenticates them, receives telemetry, sends each its plan."""
+"""An agent's server: authenticates ranks, receives their telemetry, and sends each its plan.
+
+That of the job's agent also lets in the agents of other parts (:mod:`.parts`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
+from pipemorph_trainer.agent.lines import read
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.parts import PartLines, PartPlans, joined
 from pipemorph_trainer.agent.rank_plan import cut
 
 log = logging.getLogger("pipemorph.agent")
@@ -22,19 +27,24 @@ before its first op it may be building a model."""
 
 
 class RankServer:
-    """Serves the connections of the ranks of ``mesh``. ``on_telemetry`` is called for every
-    message, in order."""
+    """Serves the connections of ``ranks``. ``on_telemetry`` is called for every message, in order.
+    ``parts``: of the job's agent, if others observe parts of it."""
 
     def __init__(
-        self, secret: bytes, mesh: MeshShape, on_telemetry: Callable[[RankTelemetry], None]
+        self,
+        secret: bytes,
+        mesh: MeshShape,
+        ranks: range,
+        on_telemetry: Callable[[RankTelemetry], None],
+        parts: PartLines | None = None,
     ) -> None:
         self._secret = secret
-        self._mesh = mesh
+        self._mesh, self._ranks, self._parts = mesh, ranks, parts
         self._on_telemetry = on_telemetry
         self._lines: dict[int, asyncio.StreamWriter] = {}
-        self._plans: dict[tuple[int, int], bytes] = {}
-        """The newest plan of each replica, as frames for the ranks at each place along ``pp``;
-        empty before the first."""
+        self._plans: dict[int, bytes] = {}
+        """The newest plan of each rank; empty before the first. Of the job's agent, for the ranks
+        of all parts."""
         self._server: asyncio.Server | None = None
         self._hung_up = asyncio.Event()
         self.refused: list[str] = []
@@ -48,11 +58,13 @@ class RankServer:
             self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._lines:
+                while self._lines or (self._parts is not None and self._parts.connected):
                     self._hung_up.clear()
                     await self._hung_up.wait()
         for line in self._lines.values():
             line.close()
+        if self._parts is not None:
+            self._parts.close()
 
     @property
     def connected(self) -> set[int]:
@@ -62,81 +74,105 @@ class RankServer:
         """Send every connected rank, and those that connect later, its part of the plan of its
         replica. Raises :class:`InputError`, and sends nothing, if the ranks cannot run it."""
         # A large plan takes seconds to check, while ranks report.
-        self._plans = await asyncio.to_thread(self._cut, plan)
-        for rank, line in self._lines.items():
-            line.write(self._plan_of(rank))
+        self._hand_out(await asyncio.to_thread(self._cut, plan))
+        if self._parts is not None:
+            self._parts.send(self._plans_of)
 
-    def _cut(self, message: PlanMessage) -> dict[tuple[int, int], bytes]:
+    def hand_on(self, plans: PartPlans) -> None:
+        """Send every connected rank, and those that connect later, its part of these."""
+        bodies = [plan.body() for plan in plans.plans]
+        self._hand_out({rank: bodies[index] for rank, index in plans.of.items()})
+
+    def _hand_out(self, plans: dict[int, bytes]) -> None:
+        self._plans = plans
+        for rank, line in self._lines.items():
+            line.write(frames.frame(plans[rank]))
+
+    def _plans_of(self, ranks: Iterable[int]) -> bytes:
+        """A frame for the agent of a part."""
+        return joined({rank: self._plans[rank] for rank in ranks})
+
+    def _cut(self, message: PlanMessage) -> dict[int, bytes]:
         plan = message.plan()
         others = {replica for replicas, _ in plan.own for replica in replicas}
         most = [replica for replica in range(self._mesh.replicas) if replica not in others]
-        found = {}
+        found: dict[tuple[int, int], bytes] = {}
         for replicas in (most, *(replicas for replicas, _ in plan.own)):
             if not replicas:
                 continue
             for place, mine in enumerate(cut(plan.of_replica(replicas[0]), self._mesh)):
-                data = frames.frame(mine.body())
+                data = mine.body()
                 found.update({(replica, place): data for replica in replicas})
-        return found
-
-    def _plan_of(self, rank: int) -> bytes:
-        at = self._mesh.coordinate(rank)
-        return self._plans[at.replica, at.along("pp")]
+        places = map(self._mesh.coordinate, range(self._mesh.world_size))
+        return {at.rank: found[at.replica, at.along("pp")] for at in places}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank: int | None = None
+        who: tuple[frames.Side, int] | None = None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                rank = await self._let_in(reader, writer)
-            if rank is not None:
-                await self._listen(rank, reader, writer)
+                who = await self._let_in(reader, writer)
+            if who is not None and who[0] == "rank":
+                await self._listen(who[1], reader, writer)
+            elif who is not None and self._parts is not None:
+                await self._parts.listen(who[1], reader, writer)
         except asyncio.IncompleteReadError as ended:
-            if ended.partial or rank is None:
-                log.info("the connection of %s broke", _who(rank))
+            if ended.partial or who is None:
+                log.info("the connection of %s broke", _name(who))
         except asyncio.CancelledError:
             pass  # The agent is ending; asyncio would report the cancelled task as an error.
         except (OSError, TimeoutError, frames.FrameError) as error:
-            log.info("closed connection of %s: %s", _who(rank), str(error) or type(error).__name__)
+            log.info("closed connection of %s: %s", _name(who), str(error) or type(error).__name__)
         finally:
-            if rank is not None and self._lines.get(rank) is writer:
-                del self._lines[rank]
-                self._hung_up.set()
+            if who is not None and who[0] == "rank" and self._lines.get(who[1]) is writer:
+                del self._lines[who[1]]
+            elif who is not None and self._parts is not None:
+                self._parts.drop(who[1], writer)
+            self._hung_up.set()
             writer.close()
 
     async def _let_in(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> int | None:
-        """Do the handshake of :mod:`.frames`. Returns the rank, or None if it was refused."""
+    ) -> tuple[frames.Side, int] | None:
+        """Do the handshake of :mod:`.frames`. Returns who it is, or None if it was refused."""
         nonce = frames.new_nonce()
         writer.write(frames.encode(frames.Challenge(nonce=nonce)))
-        hello = frames.decode(frames.Hello, await _read(reader, frames.MAX_HELLO_BYTES))
-        expected = frames.proof(self._secret, "rank", nonce, hello.nonce, hello.rank)
+        hello = frames.decode(frames.Hello, await read(reader, frames.MAX_HELLO_BYTES))
+        expected = frames.proof(self._secret, hello.side, nonce, hello.nonce, hello.rank)
         why = None
         if not frames.proves(hello.proof, expected):
             why = "wrong secret: it is of another job or attempt"
-        elif not 0 <= hello.rank < self._mesh.world_size:
+        elif hello.side == "part" and (self._parts is None or not self._parts.has(hello.rank)):
+            why = f"the job has no part {hello.rank} with an agent of its own"
+        elif hello.side == "rank" and not 0 <= hello.rank < self._mesh.world_size:
             why = f"rank {hello.rank} of a job with {self._mesh.world_size} ranks"
+        elif hello.side == "rank" and hello.rank not in self._ranks:
+            why = f"rank {hello.rank}; this agent is that of {_range(self._ranks)}"
         if why is not None:
             host, port, *_ = writer.get_extra_info("peername")
             self.refused.append(why)
-            log.warning("refused rank %d from %s:%d: %s", hello.rank, host, port, why)
+            log.warning("refused %s %d from %s:%d: %s", hello.side, hello.rank, host, port, why)
             writer.write(frames.encode(frames.Welcome(refused=why)))
             await writer.drain()
             return None
         answer = frames.proof(self._secret, "agent", nonce, hello.nonce, hello.rank)
         writer.write(frames.encode(frames.Welcome(proof=answer)))
+        if hello.side == "part" and self._parts is not None:
+            if self._plans:
+                writer.write(self._plans_of(self._parts.ranks(hello.rank)))
+            self._parts.admit(hello.rank, writer)
+            return "part", hello.rank
         if self._plans:
-            writer.write(self._plan_of(hello.rank))
+            writer.write(frames.frame(self._plans[hello.rank]))
         if previous := self._lines.pop(hello.rank, None):
             previous.close()
         self._lines[hello.rank] = writer
-        return hello.rank
+        return "rank", hello.rank
 
     async def _listen(
         self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while self._lines.get(rank) is writer:
-            telemetry = frames.decode(RankTelemetry, await _read(reader, frames.MAX_FRAME_BYTES))
+            telemetry = frames.decode(RankTelemetry, await read(reader))
             if telemetry.rank != rank:
                 raise frames.FrameError(f"telemetry of rank {telemetry.rank} on rank {rank}'s line")
             if (misfit := telemetry.misfit(self._mesh)) is not None:
@@ -144,12 +180,9 @@ class RankServer:
             self._on_telemetry(telemetry)
 
 
-def _who(rank: int | None) -> str:
-    return "an unauthenticated client" if rank is None else f"rank {rank}"
+def _name(who: tuple[frames.Side, int] | None) -> str:
+    return "an unauthenticated client" if who is None else f"{who[0]} {who[1]}"
 
 
-async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
-    length = int.from_bytes(await reader.readexactly(frames.HEADER_BYTES), "big")
-    if length > limit:
-        raise frames.FrameError(f"frame of {length} bytes; at most {limit}")
-    return await reader.readexactly(length)
+def _range(ranks: range) -> str:
+    return f"ranks {ranks.start} to {ranks.stop - 1}"

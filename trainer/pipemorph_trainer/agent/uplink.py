@@ -43,12 +43,11 @@ from pipemorph.wire import (
 from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.deputy import Deputy
 from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.observing import OBSERVE_SECONDS, Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
 
-REPORT_INTERVAL_SECONDS = OBSERVE_SECONDS = 0.05
-GATHER_SECONDS = 0.003
-"""Wait after the first message, so that ranks that report at the same time are judged together."""
+REPORT_INTERVAL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
@@ -71,7 +70,7 @@ class Refused(Exception):
 
 class Uplink:
     """Lets ``observer`` observe what ``merger`` has, sends its reports, and calls ``on_directive``
-    once per new directive."""
+    once per new directive. ``on_observed`` is called after each look."""
 
     def __init__(
         self,
@@ -84,13 +83,15 @@ class Uplink:
         merger: TelemetryMerger,
         observer: Observer,
         on_directive: Callable[[Directive], None],
+        on_observed: Callable[[], None] = lambda: None,
         autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._namespace, self._job, self._attempt = namespace, job, attempt
         self._token_file = token_file
-        self._merger, self._observer = merger, observer
-        self._on_directive = on_directive
+        self._observer = observer
+        self._observing = Observing(merger, observer, self.observed)
+        self._on_directive, self._on_observed = on_directive, on_observed
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
@@ -101,24 +102,29 @@ class Uplink:
         """Of the plans that were made here."""
         self._used = 0
         """The highest plan version that was issued here."""
-        self._news = asyncio.Event()
         self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
         self.failures = 0
 
     def notify(self) -> None:
         """Observe soon: the merger has something."""
-        self._news.set()
+        self._observing.notify()
+
+    def observed(self) -> None:
+        """Report soon if that is due: the observer has seen something."""
+        self._on_observed()
+        if self._observer.due(time.time()):
+            self._due.set()
 
     @property
     def has_news(self) -> bool:
         """Whether anything is left to be reported."""
-        return self._merger.dirty or self._observer.has_news
+        return self._observing.has_news
 
     async def run(self) -> None:
         """Report and poll until cancelled."""
         async with _session() as session, asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._observe_loop())
+            tasks.create_task(self._observing.run())
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
             tasks.create_task(self._deputy_loop())
@@ -128,7 +134,7 @@ class Uplink:
         of it was sent."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
             async with asyncio.timeout(timeout), _session() as session:
-                self._observe(refresh=True)
+                self._observing.observe(refresh=True)
                 await self._post(session)
                 while self._observer.has_news:
                     await self._post(session)
@@ -165,27 +171,11 @@ class Uplink:
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
-    async def _observe_loop(self) -> None:
-        while True:
-            await _wait(self._news, HEARTBEAT_SECONDS)
-            await asyncio.sleep(GATHER_SECONDS)
-            started = time.monotonic()
-            self._observe()
-            left = OBSERVE_SECONDS - (time.monotonic() - started)
-            await asyncio.sleep(max(0.0, left))
-
-    def _observe(self, *, refresh: bool = False) -> None:
-        self._news.clear()
-        now = time.time()
-        self._observer.observe(self._merger.take(), now, refresh=refresh)
-        if self._observer.due(now):
-            self._due.set()
-
     async def _report_loop(
         self, session: aiohttp.ClientSession, worked: Callable[[], None]
     ) -> None:
         while True:
-            await _wait(self._due, HEARTBEAT_SECONDS)
+            await wait(self._due, HEARTBEAT_SECONDS)
             started = time.monotonic()
             await self._post(session)
             worked()
@@ -334,14 +324,6 @@ class Uplink:
         if self._token_file is None:
             return {}
         return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, or so long. Unlike ``asyncio.wait_for`` before Python 3.12, this can be
-    cancelled in the very moment in which the event comes."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
 
 
 def _session() -> aiohttp.ClientSession:

@@ -9,7 +9,7 @@ from typing import Literal
 from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
 from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile
-from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent, start_part_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
@@ -107,14 +107,24 @@ class Reporter:
         )
 
 
-def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
-    """Connect this rank to the job's agent, if there is one. Rank 0 starts the agent and owns
-    it."""
+def join_agent(
+    context: TrainerContext, world: World, part_ranks: int
+) -> tuple[ControlClient, AgentHandle | None]:
+    """Connect this rank to its agent, if the job has one. Rank 0 starts the job's agent and owns
+    it; with ``part_ranks`` above 0, so does the first rank of every other part with the part's."""
     if context.ingest_url is None:
         return NoControl(), None
     agent = where = None
     if world.coordinate.rank == 0:
-        agent = start_agent(context, world.coordinate.mesh)
+        agent = start_agent(context, world.coordinate.mesh, part_ranks=part_ranks)
         where = (agent.host, agent.port)
     host, port = world.share(where)
+    if part_ranks:
+        first = context.rank % part_ranks == 0
+        if first and agent is None:
+            agent = start_part_agent(
+                context, world.coordinate.mesh, part_ranks=part_ranks, upstream=(host, port)
+            )
+        mine = (agent.host, agent.port) if agent is not None else None
+        host, port = world.tell_all(mine)[context.rank - context.rank % part_ranks]
     return connect(context, host, port), agent

@@ -102,6 +102,12 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def tell_all(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order. Only at the start."""
+        found: list[Any] = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
     def agree(self, value: Any) -> list[Any]:
         """The values of all ranks that run collectives inside this stage, in rank order. Only at
         the start."""

@@ -1,0 +1,156 @@
+"""The connection of a part's agent to the job's agent: sends reports, receives answers and plans.
+
+One report is under way at a time, so that an agent of the job that is busy hears from each part
+what is newest, and not all that has ever been so. A connection that is lost is made again with
+backoff, for ever; meanwhile the part observes, and its ranks keep their plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from pipemorph.control.observe.observer import Observer
+from pipemorph.wire.parts import PartReport
+from pipemorph_trainer.agent import frames, lines
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.observing import Observing, wait
+from pipemorph_trainer.agent.parts import PartMessage, PartPlans
+
+log = logging.getLogger("pipemorph.agent")
+
+HANDSHAKE_SECONDS = 60.0
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 5.0
+ATTEND_SECONDS = 1.0
+"""Between two looks whether a report is due, without telemetry."""
+
+
+class PartUplink:
+    """Lets ``observer`` observe the ranks of part ``number``, and reports to the job's agent at
+    ``address``. ``on_plans`` is called with the plans of its ranks, as they come."""
+
+    def __init__(
+        self,
+        *,
+        address: tuple[str, int],
+        secret: bytes,
+        number: int,
+        merger: TelemetryMerger,
+        observer: Observer,
+        on_plans: Callable[[PartPlans], None],
+    ) -> None:
+        self._address, self._secret, self._number = address, secret, number
+        self._observing = Observing(merger, observer, self._observed)
+        self._observer, self._on_plans = observer, on_plans
+        self._due, self._idle = asyncio.Event(), asyncio.Event()
+        self._line: asyncio.StreamWriter | None = None
+        self._sent: PartReport | None = None
+        self._sequence = 0
+        self._ending = False
+        self._newest_plan = 0
+        self.notify = self._observing.notify
+
+    def _observed(self) -> None:
+        if self._observer.due(time.time()):
+            self._due.set()
+
+    async def run(self) -> None:
+        """Observe, report and receive until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._observing.run())
+            tasks.create_task(self._stay_connected())
+
+    async def flush(self, timeout: float) -> bool:
+        """Report what is left within ``timeout`` seconds, while :meth:`run` runs. Returns whether
+        all of it was taken."""
+        self._observing.observe(refresh=True)
+        self._ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._sent is not None or self._observing.has_news:
+                    self._idle.clear()
+                    self._due.set()
+                    await self._idle.wait()
+                return True
+        return False
+
+    async def _stay_connected(self) -> None:
+        backoff, down_since = FIRST_BACKOFF_SECONDS, None
+        while True:
+            try:
+                reader, line = await self._connect()
+                if down_since is not None:
+                    log.info("the job's agent again after %.1f s", time.monotonic() - down_since)
+                backoff, down_since = FIRST_BACKOFF_SECONDS, None
+                await self._converse(reader, line)
+            except (OSError, EOFError, TimeoutError, frames.FrameError) as error:
+                if down_since is None:
+                    down_since = time.monotonic()
+                    why = str(error) or type(error).__name__
+                    log.warning(
+                        "part %d: no connection to the job's agent (%s); trying again, training "
+                        "goes on with the current plan", self._number, why,
+                    )  # fmt: skip
+            await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            reader, line = await asyncio.open_connection(*self._address)
+            try:
+                lines.keep_alive(line)
+                await lines.introduce(reader, line, self._secret, "part", self._number)
+            except BaseException:
+                line.close()
+                raise
+            return reader, line
+
+    async def _converse(self, reader: asyncio.StreamReader, line: asyncio.StreamWriter) -> None:
+        """Report over one connection until it is lost."""
+        self._line, self._sent = line, None
+        self._due.set()
+        sending = asyncio.create_task(self._send())
+        try:
+            while True:
+                self._take(await lines.read(reader))
+        finally:
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+            self._line = self._sent = None
+            line.close()
+
+    async def _send(self) -> None:
+        while True:
+            await wait(self._due, ATTEND_SECONDS)
+            self._due.clear()
+            now = time.time()
+            due = self._ending or self._observer.due(now)
+            if self._line is None or self._sent is not None or not due:
+                continue
+            self._sequence += 1
+            report = self._observer.report(self._sequence, now, self._newest_plan)
+            assert isinstance(report, PartReport)
+            self._sent = report
+            self._line.write(frames.frame(report.body()))
+
+    def _take(self, payload: bytes) -> None:
+        message = frames.decode(PartMessage, payload)
+        now = time.time()
+        if message.answer is not None:
+            if self._sent is not None and message.to == self._sent.sequence:
+                sent, self._sent = self._sent, None
+                self._observer.delivered(sent, message.answer, now)
+                self._idle.set()
+                if self._observer.due(now):
+                    self._due.set()
+            else:
+                self._observer.take(message.answer, now)
+        if message.plans is not None:
+            newest = max((plan.version for plan in message.plans.plans), default=0)
+            self._newest_plan = max(self._newest_plan, newest)
+            self._on_plans(message.plans)
