@@ -1,8 +1,9 @@
 """Messages between the agent of some of a job's ranks and the job's agent.
 
 The agent of a part reports states as the job's agent reports to the ingest, and besides what is
-judged over all ranks: paces, normal wire times, and which links are late right now. The answer has
-what follows from that. An answer may also come without a report.
+judged over all ranks: paces, normal wire times, and which links are late right now. The job's agent
+answers when there is something to tell: whenever a part connects, and when what follows for it from
+reports of all parts has changed.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class PartReport(LinkHealthReport):
 
 
 class PartAnswer(DirectiveEnvelope):
-    """What the job's agent answers. ``slow`` is given to an agent that it hears for the first time:
-    directions of the part that were slow when last heard of."""
+    """What the job's agent tells a part. ``slow``: directions of the part that were slow when last
+    heard of, given when it connects. Another ``memory`` than before: all has to be told again."""
 
     fresh: bool = False
     """Whether the job's agent has not been told yet what its host remembers."""

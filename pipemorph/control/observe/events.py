@@ -34,6 +34,11 @@ class Events:
         self._next += 1
 
     @property
+    def next(self) -> int:
+        """Number of the next event."""
+        return self._next
+
+    @property
     def oldest(self) -> int:
         """Number of the oldest event that is kept."""
         return self._kept[0].number if self._kept else self._next

@@ -49,12 +49,11 @@ class Part:
 
     state: State = "starting"
     heard_at: float | None = None
-    """Wall clock, seconds; None: it is told anew what is remembered of it."""
-    fresh: bool = False
+    """Wall clock, seconds; None: not heard of, or forgotten."""
     settings: str = ""
-    """Revision of those that it judges by, or was told."""
+    """Revision of those that it was told."""
     life: int = 0
-    """Grows when what it told is forgotten."""
+    """Grows when what it told may be lost, so that it tells everything again."""
     slow: dict[Key, DirectionState] = field(default_factory=dict)
     """Directions that are not known to be healthy again."""
     rests: set[int] = field(default_factory=set)
@@ -89,15 +88,21 @@ class Parts:
         self.bases: dict[str, Counter[int]] = {}
         """By route and bucket, the number of directions."""
         self.late_reductions = 0
-        self.any_slow = False
+        self._states: Counter[State] = Counter()
+        """Of parts that are heard of; without zeros."""
+        self._slow = 0
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def state(self, own: State) -> State:
         """The job's state. ``own``: that of the first part."""
-        heard = [part.state for part in self.parts.values() if part.heard_at is not None]
-        return merged_state([own, *heard], missing=len(heard) < len(self.parts))
+        missing = self._states.total() < len(self.parts)
+        return merged_state([own, *self._states], missing=missing)
+
+    @property
+    def any_slow(self) -> bool:
+        return self._slow > 0
 
     def part_of(self, stage: int, column: int) -> int:
         """The part with the rank of a stage in a column."""
@@ -111,7 +116,8 @@ class Parts:
     def meet(self, number: int) -> None:
         """Let the next answer to a part have all that it has to know."""
         part = self.parts[number]
-        part.usual, part.settings = None, ""
+        part.life += 1
+        part.usual = None
         part.restore = [_remembered(row) for row in part.slow.values()]
 
     def misfit(self, report: PartReport) -> str | None:
@@ -138,30 +144,30 @@ class Parts:
                 return f"a report of {what} {number}; the job has {count}"
             if column >= mesh.columns:
                 return f"a report of column {column}; the job has {mesh.columns}"
-        for row in report.directions:
-            owner = self.receiver((row.link, row.column, row.direction))
+        owners = [self.receiver((row.link, row.column, row.direction)) for row in report.directions]
+        owners += [self.part_of(pace.stage, pace.column) for pace in report.paces]
+        owners += [self.part_of(group.stage, group.replica) for group in report.reductions]
+        for owner in owners:
             if owner != part:
-                return f"a report of part {part} on what part {owner} receives"
+                return f"a report of part {part} on what part {owner} has"
         return None
 
-    def take(self, report: PartReport, now: float) -> list[LinkState]:
-        """Take in a report that fits. Returns states of links that are unknown since its agent has
-        started anew."""
+    def take(self, report: PartReport, now: float) -> None:
+        """Take in a report that fits."""
         number, part = report.part, self.parts[report.part]
-        ended: list[LinkState] = []
-        if part.heard_at is None or (report.fresh and not part.fresh):
-            ended = [] if part.heard_at is None else self._end_rests(number)
-            self.meet(number)
+        if part.heard_at is None or part.state != report.state:
+            self._states.subtract([part.state] if part.heard_at is not None else [])
+            self._states.update([report.state])
+            self._states = +self._states
         part.heard_at, part.state = now, report.state
-        part.fresh, part.settings = report.fresh, report.settings
         for row in report.directions:
             key: Key = (row.link, row.column, row.direction)
+            self._slow -= key in part.slow
             if row.health == "healthy":
                 part.slow.pop(key, None)
             else:
                 part.slow[key] = row
-        if report.directions:
-            self.any_slow = any(each.slow for each in self.parts.values())
+                self._slow += 1
         for rest in report.links:
             self._rest(number, part, rest)
         for state in report.stages:
@@ -175,7 +181,6 @@ class Parts:
         self._late(part, tuple(report.late), report.late_reductions)
         for bases in report.bases:
             self._bases(part, bases.route, bases.counts)
-        return ended
 
     def _rest(self, number: int, part: Part, rest: LinkState) -> None:
         known = self.rests[rest.link]
@@ -221,8 +226,8 @@ class Parts:
         )  # fmt: skip
         key: Key = (row.link, row.column, row.direction)
         part = self.parts[self.receiver(key)]
+        self._slow += key not in part.slow
         known = part.slow.setdefault(key, state)
-        self.any_slow = True
         part.restore.append(row)
         return known
 
@@ -235,9 +240,13 @@ class Parts:
 
     def forget(self, number: int) -> tuple[list[DirectionState], list[LinkState]]:
         """Forget what a silent part has told of its links, but for those that were slow: they are
-        unknown. Its agent tells everything again when it is heard of. Returns their states."""
+        unknown. Its agent has to tell everything again. Returns their states."""
         part = self.parts[number]
-        part.heard_at, part.life = None, part.life + 1
+        self.meet(number)
+        if part.heard_at is not None:
+            self._states.subtract([part.state])
+            self._states = +self._states
+        part.heard_at = None
         self._late(part, (), 0)
         for route in list(part.bases):
             self._bases(part, route, {})

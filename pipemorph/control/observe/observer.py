@@ -65,12 +65,12 @@ from pipemorph.wire.parts import MOST_PACES, Pace, PartAnswer, PartReport, Route
 
 REPORT_SECONDS = 1.0
 """A report has all that has changed at least this often."""
-HEARTBEAT_SECONDS = 10.0
-"""A part with nothing new reports as often."""
-SILENT_HEARTBEATS = 3
+HEARTBEAT_SECONDS = 20.0
+"""A part with nothing new reports as often. That its connection is lost is known sooner."""
+SILENT_HEARTBEATS = 2.5
 """A part that has told nothing for so many, and for as long as links may be without windows, is
 unknown."""
-SELDOM_REPORTS = 256
+SELDOM_REPORTS = 128
 """Reports a second, of all parts together, that have nothing urgent."""
 PACE_MOVED, USUAL_MOVED = 0.025, 0.02
 """Relative changes of a rank's pace and of a usual wire time that are worth telling."""
@@ -207,6 +207,7 @@ class Observer:
         self._attentive_until = 0
         self._walk_next = 0
         self._peers_at = self._refresh_at = self._report_at = self._beat_at = float("-inf")
+        self._compare_at = float("-inf")
         self._urgent = True
         """Whether something that is no value of a kind has to be told at once."""
         self._memory = ""
@@ -280,14 +281,16 @@ class Observer:
             ):
                 self._usual = found
                 self._to_tell.update(self._parts.parts)
-            for each in self._reductions.usual_elsewhere():
-                owner = self._parts.part_of(each.stage, each.replica)
-                if owner in self._parts.parts:
-                    self._parts.parts[owner].reductions.append(each)
-                    self._to_tell.add(owner)
         else:
             self._links.compare_peers()
         self._peers_at = now + pause
+
+    def _compare_reductions(self) -> None:
+        """Tell parts of reductions there that take much longer than others."""
+        for each in self._reductions.usual_elsewhere():
+            owner = self._parts.part_of(each.stage, each.replica)
+            self._parts.parts[owner].reductions.append(each)
+            self._to_tell.add(owner)
 
     def _look_at_late(self, now: float) -> None:
         """Tell the job's observer which links are late, or the parts whether most are."""
@@ -352,11 +355,16 @@ class Observer:
                 self._new_paces.put(pace)
             return
         self._stragglers.take(self._paces.changed())
-        self._stragglers.compare(now, self._newest.iteration)
-        self._new_stragglers.put(self._stragglers.view())
+        if now >= self._compare_at:
+            # That walks all ranks, whose paces come no more often.
+            self._compare_at = now + 0.9 * self._seldom
+            self._stragglers.compare(now, self._newest.iteration)
+            self._new_stragglers.put(self._stragglers.view())
+            self._compare_reductions()
         silent = max(self._settings.stale_after, SILENT_HEARTBEATS * HEARTBEAT_SECONDS)
         for number in list(self._parts.silent(now, silent)):
             unknown, ended = self._parts.forget(number)
+            self._to_tell.add(number)
             for row in unknown:
                 self._new_directions.put(row)
             for rest in ended:
@@ -368,13 +376,13 @@ class Observer:
         """What of a part's report does not fit the job or the part; None if all does."""
         return self._parts.misfit(report)
 
-    def hear(self, report: PartReport, now: float) -> PartAnswer:
-        """Process a report of a part, which fits, and answer it."""
+    def hear(self, report: PartReport, now: float) -> None:
+        """Process a report of a part, which fits."""
         known = len(self._parts.judged)
-        ended = self._parts.take(report, now)
+        self._parts.take(report, now)
         for row in report.directions:
             self._new_directions.put(row)
-        for rest in (*ended, *report.links):
+        for rest in report.links:
             self._look_at_rest(rest.link, now)
         for state in report.stages:
             self._look_at_stage(state.stage)
@@ -388,20 +396,22 @@ class Observer:
         if report.directions or len(self._parts.judged) != known:
             self._attend()
         self._settle_state()
-        return self._answer(report.part)
+        if report.settings != self._parts.parts[report.part].settings:
+            self._to_tell.add(report.part)
 
     def has_part(self, number: int) -> bool:
         """Whether the job has such a part, beside the first."""
         return number in self._parts.parts
 
     def meet(self, number: int) -> None:
-        """Note that the agent of a part has connected: what it was told last may not have come."""
+        """Note that the agent of a part has connected: what it told last, or was told, may not have
+        come."""
         self._parts.meet(number)
         self._to_tell.add(number)
 
-    def unasked(self, connected: Collection[int]) -> list[tuple[int, PartAnswer]]:
-        """Answers for those ``connected`` parts that have to know something before they report."""
-        waiting = sorted(self._to_tell.intersection(connected))
+    def answers(self, connected: Collection[int]) -> list[tuple[int, PartAnswer]]:
+        """What there is to tell to ``connected`` parts."""
+        waiting = [number for number in self._to_tell if number in connected]
         return [(number, self._answer(number)) for number in waiting]
 
     def _answer(self, number: int) -> PartAnswer:
@@ -409,13 +419,12 @@ class Observer:
         usual = {} if part.usual is self._usual else self._usual
         slow, part.restore = part.restore[:MOST_SLOW], part.restore[MOST_SLOW:]
         reductions, part.reductions = part.reductions, []
-        known = part.settings == self._settings.revision
         part.usual, part.settings = self._usual, self._settings.revision
         self._to_tell.discard(number)
         return PartAnswer.model_construct(
             memory=f"{self._parts_memory}.{part.life}",
             fresh=self._fresh,
-            settings=None if known else self._settings,
+            settings=self._settings,
             slow=slow,
             seldom=self._seldom,
             links_late=self._told_late[0],
@@ -440,7 +449,7 @@ class Observer:
     def has_news(self) -> bool:
         """Whether the next report has anything but the heartbeat."""
         waiting = self._urgent or bool(self._iterations) or self._message is not None
-        return waiting or any(self._kinds) or bool(self._unsaid_events())
+        return waiting or any(self._kinds) or self._events.next > self._events_told
 
     def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
         """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
@@ -514,6 +523,14 @@ class Observer:
 
     def delivered(self, report: LinkHealthReport, answer: DirectiveEnvelope, now: float) -> None:
         """Note that the host has accepted a report, and what it answered."""
+        self.told(report)
+        self.take(answer, now)
+        self._told_iterations.extend(report.iterations)
+        self._fresh = False
+
+    def told(self, report: LinkHealthReport) -> None:
+        """Note that a report has been sent by a part, or accepted by the host. Should one of a part
+        be lost with its connection, the answer to the next has another ``memory``."""
         sent = {id(sample) for sample in report.iterations}
         self._iterations = deque(
             (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
@@ -537,12 +554,9 @@ class Observer:
         if isinstance(report, PartReport):
             self._new_paces.delivered(report.paces)
             self._new_bases.delivered(report.bases)
-        self.take(answer, now)
-        self._told_iterations.extend(report.iterations)
-        self._fresh = isinstance(answer, PartAnswer) and answer.fresh
 
     def take(self, answer: DirectiveEnvelope, now: float) -> None:
-        """Note what the host says, or the job's observer, which may say it unasked."""
+        """Note what the host says, or to a part the job's observer."""
         if self._memory and answer.memory != self._memory:
             for kind in self._kinds:
                 kind.again()
@@ -562,6 +576,8 @@ class Observer:
                 self._reductions.lower((each.stage, each.replica), each.seconds, now)
         for row in answer.slow:
             self._remember(row, now)
+        if isinstance(answer, PartAnswer):
+            self._fresh = answer.fresh
 
     def _remember(self, row: SlowDirection, now: float) -> None:
         """Take up a direction that was slow when the host last heard of it. It has been told of it,

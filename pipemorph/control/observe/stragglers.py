@@ -113,7 +113,10 @@ class StragglerBook:
             if stage.pace is None:
                 continue
             if len(stage.paces) > 1 and (stage in changed or number in turning):
+                usual = ENDS * stage.pace
                 for each in stage.paces.values():
+                    if each.seconds < usual and not self._known(number, each.column):
+                        continue  # As nearly all.
                     self._judge((number, each.column), each, stage.pace, (now, iteration))
             if stage.best is not None:
                 clocked = [each for each in stage.paces.values() if each.clock is not None]
@@ -125,6 +128,9 @@ class StragglerBook:
                     clock=lowest.clock if lowest is not None else None,
                 )
                 self._judge((number, None), whole, stage.best * common, (now, iteration), common)
+
+    def _known(self, *key: int) -> bool:
+        return key in self._slow or key in self._turning
 
     def _common(self) -> float:
         """Times as long as in its past that the median stage takes: what the batch does to all."""

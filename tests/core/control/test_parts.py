@@ -139,6 +139,8 @@ class Observed:
         parts = self.mesh.world_size // ranks if ranks else 1
         self.parts = {number: self._observer(part=number) for number in range(1, parts)}
         self.waiting: dict[int, list[Callable[[], None]]] = {}
+        for number in self.parts:
+            self.job.meet(number)
         self.heard: list[PartReport] = []
         self.bytes = 0
         self.reports: list[tuple[float, LinkHealthReport]] = []
@@ -151,8 +153,8 @@ class Observed:
     def step(self, told: dict[int, dict[str, Any]], iteration: int) -> None:
         self.now += WINDOW
         for late in [self.waiting.pop(number) for number in list(self.waiting)]:
-            for answer in late:
-                answer()
+            for deliver in late:
+                deliver()
         for number, part in self.parts.items():
             own = range(number * self.ranks, (number + 1) * self.ranks)
             self._observe(part, own, told, iteration)
@@ -160,8 +162,8 @@ class Observed:
                 self._hear(number, part)
         whole = range(self.ranks or self.mesh.world_size)
         self._observe(self.job, whole, told, iteration)
-        for number, unasked in self.job.unasked(self.parts.keys()):
-            body = unasked.body()
+        for number, answer in self.job.answers(self.parts.keys()):
+            body = answer.body()
             self._later(number, lambda n=number, b=body: self._take(n, b))  # type: ignore[misc]
         if self.job.due(self.now):
             self.sequence += 1
@@ -186,14 +188,10 @@ class Observed:
         body = report.body()
         arrived = PartReport.model_validate_json(body)
         assert self.job.misfit(arrived) is None
-        answer = self.job.hear(arrived, self.now).body()
+        self.job.hear(arrived, self.now)
+        part.told(report)
         self.heard.append(arrived)
         self.bytes += len(body)
-
-        def delivered() -> None:
-            part.delivered(report, PartAnswer.model_validate_json(answer), self.now)
-
-        self._later(number, delivered)
 
     def _later(self, number: int, answer: Callable[[], None]) -> None:
         self.waiting.setdefault(number, []).append(answer)
@@ -416,7 +414,7 @@ def test_what_a_part_told_that_is_silent_is_unknown() -> None:
     job.world.delays = {(2, 1, "forward"): 0.03}
     job.run(SETTLED)
     gone = job.parts.parts.pop(3)
-    job.run(int(35 / WINDOW))
+    job.run(int(55 / WINDOW))
     assert job.parts.slow() == {(2, 1, "forward")}
     assert job.parts.health()[2] in (Health.UNKNOWN, Health.HEALTHY)
     assert 3 not in {number for rests in job.parts.job._parts.rests for number in rests}
@@ -453,7 +451,12 @@ def test_a_report_on_what_another_part_receives_is_refused() -> None:
         ({"part": 1, "late": [3]}, "link 3; the job has 3"),
         ({"part": 1, "paces": [{"stage": 1, "column": 2, "seconds": 1}]}, "column 2"),
         ({"part": 1, "directions": [{"link": 0, "column": 0, "direction": "backward"}]},
-         "part 1 on what part 0 receives"),
+         "part 1 on what part 0 has"),
+        ({"part": 1, "paces": [{"stage": 2, "column": 0, "seconds": 1}]},
+         "part 1 on what part 2 has"),
+        ({"part": 1, "reductions": [{"stage": 0, "replica": 0, "where": "", "slow": False,
+                                     "seconds": 1, "normal": 1, "exposed": 1, "bytes": 1}]},
+         "part 1 on what part 0 has"),
     ):  # fmt: skip
         found = observer.misfit(PartReport.model_validate(report | fields))
         assert found is not None and why in found

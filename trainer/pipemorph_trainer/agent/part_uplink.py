@@ -1,8 +1,9 @@
 """The connection of a part's agent to the job's agent: sends reports, receives answers and plans.
 
-One report is under way at a time, so that an agent of the job that is busy hears from each part
-what is newest, and not all that has ever been so. A connection that is lost is made again with
-backoff, for ever; meanwhile the part observes, and its ranks keep their plan.
+A report counts as told once it is sent: if it is lost, so is the connection, and after that all is
+told again. While the job's agent is busy, reports wait in the connection, and when that is full the
+next one has what is newest. A connection that is lost is made again with backoff, for ever;
+meanwhile the part observes, and its ranks keep their plan.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable
 
 from pipemorph.control.observe.observer import Observer
-from pipemorph.wire.parts import PartReport
 from pipemorph_trainer.agent import frames, lines
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.observing import Observing, wait
@@ -46,9 +46,8 @@ class PartUplink:
         self._address, self._secret, self._number = address, secret, number
         self._observing = Observing(merger, observer, self._observed)
         self._observer, self._on_plans = observer, on_plans
-        self._due, self._idle = asyncio.Event(), asyncio.Event()
+        self._due, self._sent = asyncio.Event(), asyncio.Event()
         self._line: asyncio.StreamWriter | None = None
-        self._sent: PartReport | None = None
         self._sequence = 0
         self._ending = False
         self._newest_plan = 0
@@ -66,15 +65,15 @@ class PartUplink:
 
     async def flush(self, timeout: float) -> bool:
         """Report what is left within ``timeout`` seconds, while :meth:`run` runs. Returns whether
-        all of it was taken."""
+        all of it was sent."""
         self._observing.observe(refresh=True)
         self._ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._sent is not None or self._observing.has_news:
-                    self._idle.clear()
+                while self._observing.has_news:
+                    self._sent.clear()
                     self._due.set()
-                    await self._idle.wait()
+                    await self._sent.wait()
                 return True
         return False
 
@@ -111,7 +110,8 @@ class PartUplink:
 
     async def _converse(self, reader: asyncio.StreamReader, line: asyncio.StreamWriter) -> None:
         """Report over one connection until it is lost."""
-        self._line, self._sent = line, None
+        self._line = line
+        line.transport.set_write_buffer_limits(high=0)
         self._due.set()
         sending = asyncio.create_task(self._send())
         try:
@@ -121,7 +121,7 @@ class PartUplink:
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
-            self._line = self._sent = None
+            self._line = None
             line.close()
 
     async def _send(self) -> None:
@@ -129,27 +129,21 @@ class PartUplink:
             await wait(self._due, ATTEND_SECONDS)
             self._due.clear()
             now = time.time()
-            due = self._ending or self._observer.due(now)
-            if self._line is None or self._sent is not None or not due:
+            if self._line is None or not (self._ending or self._observer.due(now)):
                 continue
             self._sequence += 1
             report = self._observer.report(self._sequence, now, self._newest_plan)
-            assert isinstance(report, PartReport)
-            self._sent = report
             self._line.write(frames.frame(report.body()))
+            self._observer.told(report)
+            with contextlib.suppress(OSError):  # Then receiving fails, too.
+                await self._line.drain()
+            self._sent.set()
 
     def _take(self, payload: bytes) -> None:
         message = frames.decode(PartMessage, payload)
-        now = time.time()
         if message.answer is not None:
-            if self._sent is not None and message.to == self._sent.sequence:
-                sent, self._sent = self._sent, None
-                self._observer.delivered(sent, message.answer, now)
-                self._idle.set()
-                if self._observer.due(now):
-                    self._due.set()
-            else:
-                self._observer.take(message.answer, now)
+            self._observer.take(message.answer, time.time())
+            self._observed()
         if message.plans is not None:
             newest = max((plan.version for plan in message.plans.plans), default=0)
             self._newest_plan = max(self._newest_plan, newest)

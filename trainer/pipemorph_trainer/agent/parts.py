@@ -2,8 +2,8 @@
 of the job's agent.
 
 A part is the ranks of one pod, or of one machine. Its agent reports states as the job's agent does
-to the ingest (:class:`~pipemorph.wire.parts.PartReport`), one report at a time, and gets plans for
-its ranks. Frames and handshake are those of ranks.
+to the ingest (:class:`~pipemorph.wire.parts.PartReport`), and gets plans for its ranks. Frames and
+handshake are those of ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ class PartPlans(WireModel):
 
 
 class PartMessage(WireModel):
-    """What the job's agent sends. ``to``: sequence number of the report that ``answer`` is for;
-    None: it was not asked for."""
+    """What the job's agent sends."""
 
-    to: Count | None = None
     answer: PartAnswer | None = None
     plans: PartPlans | None = None
 
@@ -72,6 +70,7 @@ class PartLines:
             previous.close()
         self._lines[number] = line
         self._observer.meet(number)
+        self.tell()
 
     def drop(self, number: int, line: asyncio.StreamWriter) -> None:
         if self._lines.get(number) is line:
@@ -90,25 +89,20 @@ class PartLines:
             self._hear(number, await read(reader))
 
     def _hear(self, number: int, payload: bytes) -> None:
-        """Process one report, and answer it. Raises :class:`frames.FrameError` if it is none, or
+        """Process one report. Raises :class:`frames.FrameError` if it is none, or
         does not fit the part."""
         report = frames.decode(PartReport, payload)
         if report.part != number:
             raise frames.FrameError(f"a report of part {report.part} on part {number}'s line")
         if (misfit := self._observer.misfit(report)) is not None:
             raise frames.FrameError(misfit)
-        answer = self._observer.hear(report, time.time())
-        self._write(number, PartMessage(to=report.sequence, answer=answer))
-        self.tell()
+        self._observer.hear(report, time.time())
         self._on_news()
 
     def tell(self) -> None:
-        """Send parts what they have to know before they report."""
-        for number, answer in self._observer.unasked(self._lines.keys()):
-            self._write(number, PartMessage(answer=answer))
-
-    def _write(self, number: int, message: PartMessage) -> None:
-        self._lines[number].write(frames.frame(message.body()))
+        """Send parts what there is to tell them."""
+        for number, answer in self._observer.answers(self._lines.keys()):
+            self._lines[number].write(frames.frame(PartMessage(answer=answer).body()))
 
     def close(self) -> None:
         for line in self._lines.values():
