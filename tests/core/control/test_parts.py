@@ -12,12 +12,15 @@ import pytest
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.link_book import LinkBook
 from pipemorph.control.observe.merge import merged_state
 from pipemorph.control.observe.observer import HEARTBEAT_SECONDS, JobTelemetry, Observer
 from pipemorph.planning.ir import Route
 from pipemorph.wire import (
     LinkHealthReport,
     LinkSample,
+    LinkState,
     RailSample,
     ReductionSample,
     StageProfile,
@@ -471,3 +474,20 @@ def test_the_state_of_a_job_is_that_of_its_slowest_part() -> None:
     assert merged_state(["starting"], missing=True) == "starting"
     assert merged_state(["finished", "failed"], missing=False) == "failed"
     assert merged_state(["finished"], missing=False) == "finished"
+
+
+def test_of_a_link_in_several_parts_the_worst_is_told() -> None:
+    book = LinkBook(MeshShape(2, 4), thresholds=Thresholds(), stale_after=30.0)
+    told = [
+        LinkState(link=0, health="healthy", wire_time=wire, confidence=sure, since_iteration=since,
+                  column=column, direction="backward")
+        for column, (wire, sure, since) in enumerate(
+            [(0.01, 0.9, 3), (0.03, 0.99, None), (0.02, 0.8, 7)]
+        )
+    ]  # fmt: skip
+    found = book.rest(0, 1000.0, told)
+    assert (found.wire_time, found.column, found.direction) == (0.03, 1, "backward")
+    assert (found.confidence, found.since_iteration) == (0.8, 7)
+    unknown = LinkState(link=0, health="unknown")
+    assert book.rest(0, 1000.0, [unknown]).health == "unknown"
+    assert book.rest(0, 1000.0, [unknown, told[0]]) == told[0]
