@@ -161,6 +161,8 @@ def test_a_part_goes_on_with_another_agent_of_its_own(job: Job) -> None:
     until(job.told, "that link 0 is slow")
     until(line.newest_plan, "plan 3")
     replaced(job.one)
+    other = job.line(3)
+    assert until(other.newest_plan, "plan 3 from the new agent").version == 3
     assert line.wait_until_ready(DEADLINE), "no line to it"
     job.ingest.reports.clear()
     for _ in range(30):
@@ -170,6 +172,7 @@ def test_a_part_goes_on_with_another_agent_of_its_own(job: Job) -> None:
 
 
 def test_what_is_not_of_a_part_is_refused(job: Job, token_file: Path) -> None:
+    assert job.line(0).ready and job.line(2).ready, "both agents run"
     stranger = connect(
         replace(job.context(2), secret=b"another"), job.one.host, job.one.port, wait=1.0
     )
