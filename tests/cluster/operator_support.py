@@ -32,6 +32,7 @@ from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
+    HandIn,
     IterationSample,
     LinkHealthReport,
     LinkSample,
@@ -404,8 +405,9 @@ class Ranks:
         self.avoidable = False
         """Whether the delegated route knows nothing of the delays."""
         self.plan: Plan = initial_plan(spec)
+        self.newest: Directive | None = None
         self.next: Directive | None = None
-        self.iteration = self.sequence = self.observed = 0
+        self.iteration = self.sequence = 0
         self.seconds: list[float] = []
         self.waits: list[float] = []
         """Seconds until each report was answered."""
@@ -520,7 +522,14 @@ class Ranks:
         observer.delivered(report, envelope, now)
         directive = envelope.directive
         if directive is not None:
-            self.observed, self.next = directive.plan_version, directive
+            self.newest = self.next = directive
+        if envelope.wants_plan and self.newest is not None:
+            handed = HandIn(
+                job=self.name, namespace=self.jobs.namespace, attempt=self.attempt,
+                directive=self.newest,
+            )  # fmt: skip
+            status, answer = self.post(handed.body(), path=f"{self.base}/plan")
+            assert status == 200, answer
 
     def _pace(self) -> None:
         """At most 20 reports a second, as rank 0's agent."""
@@ -530,13 +539,23 @@ class Ranks:
         self.due = time.monotonic() + REPORT_INTERVAL
 
     @property
-    def path(self) -> str:
-        return f"/v1/jobs/{self.jobs.namespace}/{self.name}/reports"
+    def observed(self) -> int:
+        """The newest version that the ranks know."""
+        return self.newest.plan_version if self.newest is not None else 0
 
-    def post(self, body: bytes, token: str | None = None) -> tuple[int, Object]:
-        return self.jobs.installation.request(
-            "POST", self.path, token=self.token if token is None else token, body=body
-        )
+    @property
+    def base(self) -> str:
+        return f"/v1/jobs/{self.jobs.namespace}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return f"{self.base}/reports"
+
+    def post(
+        self, body: bytes, token: str | None = None, path: str | None = None
+    ) -> tuple[int, Object]:
+        token = self.token if token is None else token
+        return self.jobs.installation.request("POST", path or self.path, token=token, body=body)
 
     def flood(self, body: bytes, count: int) -> set[int]:
         """Post so many times over one connection, as fast as it goes, and on until one is turned
