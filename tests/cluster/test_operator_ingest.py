@@ -327,13 +327,14 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         ranks.run(4)
         ranks.delays[1] = SLOW
         ranks.until("LinksHealthy=False")
-        # Meanwhile they train: what was seen so far may be of the attempt before.
+        # Meanwhile they train. The operator reads where the pods of a slow link run.
         jobs.wait(
             "sick",
             lambda job, a=attempt, r=ranks: (
                 (
                     job["status"]["training"]["attempt"] == a
                     and job["status"]["training"]["slowLinks"]
+                    and job["status"].get("attemptNodes", {}).get("links")
                 )
                 or r.run(1)
             ),
