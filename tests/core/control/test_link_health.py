@@ -106,7 +106,7 @@ def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
         job.report(samples)
     state = job.states()[2]
     assert state.transfer == pytest.approx(transfer, abs=0.002)
-    assert state.record()["transfer"] == round(state.transfer, 6)
+    assert state.record().transfer == round(state.transfer, 6)
     job.run(60)
     assert job.states()[2].transfer == 0.0, "the link is well"
 

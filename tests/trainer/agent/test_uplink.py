@@ -118,7 +118,7 @@ def test_an_agent_whose_ingest_is_gone_decides_and_tells_the_next_one(
     caplog.set_level("INFO")
     (tmp_path / "token").write_text("token")
     plant = Plant(spec())
-    merger = TelemetryMerger(plant.stages)
+    merger = TelemetryMerger(range(plant.stages))
     trainer = Trainer(plant, merger)
     observer = Observer(plant.spec.parallelism.mesh, job="j", namespace="default", attempt=0)
     hosts = [JobController(plant.spec), JobController(plant.spec)]
