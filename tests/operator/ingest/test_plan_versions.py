@@ -31,7 +31,7 @@ from pipemorph.wire import (
     LinkHealthReport,
 )
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_trainer.agent.deputy import Deputy
+from pipemorph_trainer.agent.uplinks.deputy import Deputy
 
 KEY = ("team", "gpt")
 TURNS = ((0.0, 0.06, 0.0), (0.0, 0.15, 0.0), (0.08, 0.0, 0.0))

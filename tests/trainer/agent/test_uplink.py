@@ -19,7 +19,7 @@ from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import Directive, IterationSample, LinkHealthReport, StageProfile
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.uplink import Uplink
+from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
 
 
 def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(

@@ -27,10 +27,10 @@ from pipemorph.wire import FABRIC_VARIABLE, Directive, FabricView
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.part_uplink import PartUplink
 from pipemorph_trainer.agent.parts import PartLines
 from pipemorph_trainer.agent.ranks import RankServer
-from pipemorph_trainer.agent.uplink import Uplink
+from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
+from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
 
 LAST_REPORT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 0.5

@@ -41,9 +41,9 @@ from pipemorph.wire import (
     HandIn,
 )
 from pipemorph.wire.messages import MOST_RECORDS
-from pipemorph_trainer.agent.deputy import Deputy
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.observing import OBSERVE_SECONDS, Observing, wait
+from pipemorph_trainer.agent.uplinks.deputy import Deputy
+from pipemorph_trainer.agent.uplinks.observing import OBSERVE_SECONDS, Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pipemorph.control.observe.observer import Observer
 from pipemorph_trainer.agent import frames, lines
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.observing import Observing, wait
 from pipemorph_trainer.agent.parts import PartMessage, PartPlans
+from pipemorph_trainer.agent.uplinks.observing import Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
 

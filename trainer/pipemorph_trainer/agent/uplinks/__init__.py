@@ -1,0 +1,1 @@
+"""What connects an agent upwards: to the ingest, or to the agent of its job."""
