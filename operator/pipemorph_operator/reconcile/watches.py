@@ -89,9 +89,11 @@ class Watched:
 
 def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that a decision may depend on, without the ingest's figures, which
-    change every few seconds."""
+    change every few seconds. Slow links count until the nodes at their ends are noted."""
     metadata, status = body["metadata"], body.get("status") or {}
     training = status.get("training") or {}
+    slow = {(at["link"], at["replica"]) for at in training.get("slowLinks") or ()}
+    noted = (status.get("attemptNodes") or {}).get("links") or ()
     return {
         "metadata": {k: metadata.get(k) for k in ("uid", "generation", "labels")},
         "deleting": "deletionTimestamp" in metadata,
@@ -100,6 +102,7 @@ def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
             c for c in status.get("conditions") or () if c.get("type") not in INGEST_CONDITIONS
         ],
         "training": {k: training.get(k) for k in ("attempt", "state")},
+        "slow": sorted(slow - {(at["link"], at["replica"]) for at in noted}),
     }
 
 

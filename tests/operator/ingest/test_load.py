@@ -28,6 +28,7 @@ BODY: dict[str, Any] = {
         "state": "Running",
         "ready": "4/4",
         "attempt": 0,
+        "attemptNodes": {"links": [{"link": 0, "replica": 0, "nodes": ["a", "b"]}]},
         "conditions": [
             {"type": "Running", "status": "True"},
             {"type": "LinksHealthy", "status": "True"},
@@ -53,10 +54,10 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
         changed("status", "training", "iteration", to=6),
         changed("status", "control", "snapshot", to="y"),
         changed("status", "conditions", 1, "status", to="False"),
-        changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}]),
+        changed("status", "training", "slowLinks", to=[{"link": 0, "replica": 0}]),
         changed("metadata", "resourceVersion", to="77"),
     ],
-    ids=["iteration", "snapshot", "LinksHealthy", "slow link", "resourceVersion"],
+    ids=["iteration", "snapshot", "LinksHealthy", "slow link that is noted", "resourceVersion"],
 )
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
     watched = Watched()
@@ -74,8 +75,9 @@ def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -
         changed("status", "ready", to="9/9"),
         changed("status", "conditions", 0, "status", to="False"),
         changed("status", "training", "state", to="finished"),
+        changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}]),
     ],
-    ids=["spec", "labels", "deleted", "ready", "Running", "trained"],
+    ids=["spec", "labels", "deleted", "ready", "Running", "trained", "another slow link"],
 )
 def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
     watched = Watched()
