@@ -152,6 +152,11 @@ class JobController:
         return list(self._ledger.records)
 
     @property
+    def newest_record(self) -> AdaptationRecord | None:
+        """The newest of :attr:`records`."""
+        return self._ledger.records[-1] if self._ledger.records else None
+
+    @property
     def decisions(self) -> list[Decision]:
         """The newest decisions, oldest first, including those that kept the plan. Bounded."""
         return list(self._ledger.decisions)

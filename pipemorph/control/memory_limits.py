@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.planning import Dispatch, Plan
+from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak, recompute_room
 
 
@@ -102,15 +103,15 @@ def room(
 
 def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
     """The first stage on which a plan can exceed its limits; None if there is none."""
-    schedule = plan.schedule
-    n = schedule.microbatches
-    peaks = schedule.in_flight_peak()
-    for i, (space, ops, peak) in enumerate(zip(rooms, schedule.stages, peaks, strict=True)):
+    n = plan.schedule.microbatches
+    for i, (space, ops) in enumerate(zip(rooms, plan.schedule.stages, strict=True)):
         cap, device = plan.in_flight_limits[i], plan.device_limits[i]
+        if space.device is None and device is None:
+            continue  # Nothing is limited, and nothing leaves the device.
         if plan.dispatch is Dispatch.ONLINE:
             held, away = n if cap is None else min(cap, n), host_limit(cap, device, n)
         else:
-            held, away = peak, host_peak(ops, device)
+            held, away = in_flight_peak(ops), host_peak(ops, device)
         fits = space.device
         if away and fits is not None and plan.recompute[i]:
             most = space.recompute_limit

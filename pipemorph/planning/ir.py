@@ -92,6 +92,18 @@ LETTERS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
 
 
+def in_flight_peak(ops: Iterable[Op]) -> int:
+    """Most microbatches of a stage whose F has started and whose W (or BW) has not finished."""
+    now = peak = 0
+    for kind, _ in ops:
+        if kind is OpKind.F:
+            now += 1
+            peak = max(peak, now)
+        elif kind is not OpKind.B:
+            now -= 1
+    return peak
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Per-stage op order. ``stages[i]``: the ops of stage *i*, in order."""
@@ -128,17 +140,7 @@ class Schedule:
 
     def in_flight_peak(self) -> tuple[int, ...]:
         """Most microbatches whose F has started and whose W (or BW) has not finished."""
-        peaks = []
-        for ops in self.stages:
-            now = peak = 0
-            for op in ops:
-                if op.kind is OpKind.F:
-                    now += 1
-                    peak = max(peak, now)
-                elif op.kind in (OpKind.W, OpKind.BW):
-                    now -= 1
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(map(in_flight_peak, self.stages))
 
     def encode(self) -> list[str]:
         """The wire format: per stage one of :data:`LETTERS` for each op.

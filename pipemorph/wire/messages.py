@@ -103,6 +103,13 @@ class LinkHealthReport(WireModel):
     events: list[EventReport] = Field(default_factory=list, max_length=MOST_EVENTS)
     message: str | None = Field(default=None, max_length=1024)
 
+    @property
+    def is_progress(self) -> bool:
+        """Whether it tells of nothing but iterations, as most reports do."""
+        views = self.rails, self.transports, self.stragglers, self.fabric, self.message
+        states = self.directions, self.links, self.stages, self.reductions, self.events
+        return not any(states) and views == (None,) * len(views)
+
 
 class OwnPlan(WireModel):
     """Replicas (dp_replicate) that run another plan than the others, and that plan."""

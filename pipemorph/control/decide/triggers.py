@@ -72,6 +72,8 @@ class Judgement:
     _compare_from: int = 0
     _readings: tuple[tuple[StageTimes, ...], ...] = ()
     """Op times at the newest comparisons that differed, oldest first."""
+    _fits: tuple[Plan, tuple[Room, ...]] | None = None
+    """The plan that was last found to fit, and into what: that takes a walk over all of its ops."""
 
     @staticmethod
     def first(spec: JobSpec) -> Judgement:
@@ -127,7 +129,7 @@ class Judgement:
         if wanted is None:
             return "restart"
         before = self.situation
-        if now.rooms != before.rooms and excess(wanted, now.rooms) is not None:
+        if now.rooms != before.rooms and self._exceeds(wanted, now.rooms):
             return "memory"
         changes = [self._change(here, earlier) for here, earlier in now.beside(before)]
         for cause in _LINK_CAUSES:
@@ -140,6 +142,14 @@ class Judgement:
         if self.profile_is_due(progress) and self._differs(now, progress):
             return "profile"
         return None
+
+    def _exceeds(self, plan: Plan, rooms: tuple[Room, ...]) -> bool:
+        if self._fits is not None and self._fits[0] is plan and self._fits[1] is rooms:
+            return False
+        if excess(plan, rooms) is not None:
+            return True
+        self._fits = plan, rooms
+        return False
 
     def _change(self, now: Situation, before: Situation) -> Cause | None:
         """How the links of some replicas have changed."""

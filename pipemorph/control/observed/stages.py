@@ -97,6 +97,8 @@ class StageTable:
         self._spec = spec
         self._expected = expected_times(spec)
         self._states: list[StageState | None] = [None] * spec.parallelism.stages
+        self._silent = len(self._states)
+        """Stages that have not reported."""
         self._times: tuple[StageTimes, ...] | None = None
         self._reductions: dict[int, float] = {}
         self.footprints = list(footprints) or [Footprint() for _ in self._states]
@@ -109,6 +111,7 @@ class StageTable:
 
     def take(self, state: StageState) -> None:
         """Process the state of a stage."""
+        self._silent -= self._states[state.stage] is None
         self._states[state.stage] = state
         self._times = None
         if self.footprints[state.stage].add(state):
@@ -140,7 +143,7 @@ class StageTable:
     @property
     def measured(self) -> bool:
         """Whether every stage has reported."""
-        return None not in self._states
+        return not self._silent
 
     def times(self) -> tuple[StageTimes, ...] | None:
         """Seconds per op and stage, with the limits of :attr:`rooms`; None if neither measured nor
