@@ -123,6 +123,8 @@ class _JobSession:
     reading: bool = False
     """Whether a plan that was handed in is being read."""
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    _answered: tuple[DirectiveEnvelope, Reply] | None = None
+    """The newest answer without a directive: most are equal to the one before."""
 
     def take_token(self, limits: Limits, now: float) -> bool:
         elapsed = max(0.0, now - self.refilled)
@@ -137,6 +139,15 @@ class _JobSession:
         return (
             self.served if self.served is not None and self.served.plan_version > version else None
         )
+
+    def reply(self, answer: DirectiveEnvelope, version: int) -> Reply:
+        """``answer``, with the directive above ``version``, if any."""
+        directive = self.above(version)
+        if directive is not None:
+            return Reply.envelope(answer, directive)
+        if self._answered is None or self._answered[0] != answer:
+            self._answered = answer, Reply.envelope(answer, None)
+        return self._answered[1]
 
     def release(self) -> None:
         for waiter in self.waiters:
@@ -212,7 +223,7 @@ class IngestHandler:
             answer = answer.model_copy(update={"versions": self._for_agent(namespace, name, job)})
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
-        return Reply.envelope(answer, session.above(parsed.observed_plan_version))
+        return session.reply(answer, parsed.observed_plan_version)
 
     def _for_agent(self, namespace: str, name: str, job: ControlledJob) -> tuple[int, int] | None:
         """The first and the last version that the agent may give. The job gives none of them from

@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from pipemorph.control.decide.replan import Replan
 from pipemorph.planning import Plan, Schedule
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 ENTRY_BYTES = 200
 """What an entry takes beside its value."""
 
@@ -83,6 +85,10 @@ def _text(value: object) -> Iterator[str]:
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:
+    values = tuple(values)
+    if _PLAIN.issuperset(map(type, values)):
+        yield f"{values!r})"  # The common case, in one step: a problem has thousands of numbers.
+        return
     for value in values:
         yield from _text(value)
     yield ")"
