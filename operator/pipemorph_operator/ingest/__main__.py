@@ -32,6 +32,7 @@ from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
+from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.fabric import FabricWatch
 from pipemorph_operator.ingest.store import ClusterStore
@@ -68,6 +69,7 @@ def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(options.tls_cert, options.tls_key)
+    context.num_tickets = 0  # No agent resumes a session: tickets would be made for nobody.
     return context
 
 
@@ -162,8 +164,6 @@ async def run(options: argparse.Namespace) -> None:
             on_over_budget=lambda key: OVER_BUDGET.labels(job_namespace=key[0]).inc(),
         )
         PLANS_WAITING.set_function(lambda: planner.waiting)
-        await planner.warm_up()
-        log.info("%d planner processes, and one for short decisions", processes)
         # Its writes are fenced; an API server that is away must not stop adaptation.
         election = Election.configured(cluster, options, INGEST_OWNER, goes_on=True)
         fabric: FabricWatch | None = None
@@ -181,7 +181,7 @@ async def run(options: argparse.Namespace) -> None:
 
         server = IngestServer(
             store,
-            PodTokenAuthenticator(cluster, expected),
+            PodTokenAuthenticator(cluster, expected, store.arrival),
             host=options.host,
             port=options.port,
             tls=context,
@@ -197,6 +197,13 @@ async def run(options: argparse.Namespace) -> None:
             Informer(cluster, KIND, store.changed, namespace=namespace)
             for namespace in options.namespace or [None]
         ]
+
+        async def warm_up() -> None:
+            """Beside what is served: agents need their answers before another plan."""
+            await planner.warm_up()
+            log.info("%d planner processes, and one for short decisions", processes)
+            await stop.wait()
+
         loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
         work = (ticked, *(each.alive for each in jobs))
 
@@ -221,14 +228,16 @@ async def run(options: argparse.Namespace) -> None:
                 async with asyncio.TaskGroup() as group:
                     for informer in jobs:
                         group.create_task(informer.run())
+                    group.create_task(store.listed(each.synced.wait() for each in jobs))
                     group.create_task(tick(server, store, ticked))
+                    group.create_task(heap.freeze(lambda: len(store.keys)))
                     if fabric is not None:
                         group.create_task(fabric.run())
             finally:
                 # What this replica knows of jobs is out of date from now on: start again.
                 stop.set()
 
-        tasks = [asyncio.create_task(loop_monitor.run())]
+        tasks = [asyncio.create_task(loop_monitor.run()), asyncio.create_task(warm_up())]
         if context is not None:
             tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
         try:

@@ -13,7 +13,7 @@ import hashlib
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -78,11 +78,15 @@ class PodTokenAuthenticator:
         self,
         api: Api,
         expected: Callable[[str, str], Expected | None],
+        arrival: Callable[[str, str], Awaitable[None]] | None = None,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """``expected``: what a job's tokens must match; None if there is no such job. ``arrival``
+        waits a moment if it may be known soon."""
         self._api = api
         self._expected = expected
+        self._arrival = arrival
         self._clock = clock
         self._good: OrderedDict[bytes, tuple[float, Identity]] = OrderedDict()
         self._bad: OrderedDict[bytes, tuple[float, _Refusal]] = OrderedDict()
@@ -95,6 +99,9 @@ class PodTokenAuthenticator:
     ) -> Identity:
         """Identity of the caller. Raises :class:`Refused`."""
         expected = self._expected(namespace, job)
+        if expected is None and self._arrival is not None:
+            await self._arrival(namespace, job)
+            expected = self._expected(namespace, job)
         if expected is None:
             self._count("job")
             raise Refused(403, f"job {namespace}/{job} is unknown or not accepting reports")

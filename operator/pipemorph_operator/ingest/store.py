@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,9 @@ GONE = frozenset({404, 409})
 PLAN_AGAIN_SECONDS = 5.0
 """Delay before a retry after the planner process of first plans died."""
 
+ARRIVAL_SECONDS = 4.0
+"""How long a request waits for its job to be known: an agent waits for five seconds."""
+
 Key = tuple[str, str]
 
 FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
@@ -76,10 +79,24 @@ class ReportLog:
     reported_at: float | None = None
     pending: bool = True
     """Whether status may have changed since the last look."""
+    news: bool = True
+    """Whether more of it than the job's progress may have."""
+    _last: tuple[str, int, int] | None = None
 
-    def record(self, _: LinkHealthReport) -> None:
+    def record(self, report: LinkHealthReport) -> None:
         self.reported_at = self.clock()
         self.pending = True
+        now = report.state, report.observed_plan_version, report.applied_plan_version
+        self.news |= now != self._last or not report.is_progress
+        self._last = now
+
+    def looked(self) -> None:
+        """Status is as it should be."""
+        self.pending = self.news = False
+
+    def again(self) -> None:
+        """Status may be anything."""
+        self.pending = self.news = True
 
 
 @dataclass
@@ -103,6 +120,8 @@ class TrackedJob:
     key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
     looked_at: float = float("-inf")
+    looked_version: int = -1
+    """The newest plan version at the last look."""
     ended: bool = False
     overtaken: bool = False
     """Whether another ingest has written a plan meanwhile."""
@@ -123,6 +142,17 @@ class TrackedJob:
             and spec.adaptation.enabled
             and spec.schedule.policy_kind is Policy.PIPEMORPH
             and self.versions.run_out(self.controller.plan_version)
+        )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether more than the job's progress may have changed since the last look."""
+        newest = self.controller.newest_record
+        return (
+            self.reports.news
+            or self.reserves_early
+            or self.looked_version != self.controller.plan_version
+            or (newest is not None and newest.iteration_seconds_after is None)
         )
 
     @property
@@ -152,6 +182,9 @@ class ClusterStore:
         self._budget = write_budget.Budget(monotonic())
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
+        self._listed = False
+        self._awaited: dict[Key, list[asyncio.Future[None]]] = {}
+        """Requests for jobs that may be tracked soon."""
         self._sender = EventSender(cluster)
         self._final_writes: dict[Key, asyncio.Task[None]] = {}
 
@@ -169,6 +202,30 @@ class ClusterStore:
         return Expected(
             tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid
         )
+
+    async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
+        """All jobs are known once these have been waited for."""
+        for each in kinds:
+            await each
+        self._listed = True
+        for key in self._awaited.keys() - self._planning.keys():
+            self._arrived(key)
+
+    async def arrival(self, namespace: str, job: str) -> None:
+        """Wait until the job is tracked, or it is known that it is not, or a little: after a
+        restart all agents come at once, before jobs have been read, and large ones planned."""
+        key = namespace, job
+        if key in self._tracked or (self._listed and key not in self._planning):
+            return
+        waiting = asyncio.get_running_loop().create_future()
+        self._awaited.setdefault(key, []).append(waiting)
+        await asyncio.wait((waiting,), timeout=ARRIVAL_SECONDS)
+        if not waiting.done():
+            self._awaited[key].remove(waiting)
+
+    def _arrived(self, key: Key) -> None:
+        for waiting in self._awaited.pop(key, ()):
+            waiting.cancel()
 
     def reserved(self, namespace: str, job: str) -> int:
         tracked = self._tracked.get((namespace, job))
@@ -241,11 +298,12 @@ class ClusterStore:
         if tracked.generation != metadata["generation"]:
             tracked.generation = metadata["generation"]
             self._spec_edited(tracked, body)
+            tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.reports.reported_at = None
-            tracked.reports.pending = True
+            tracked.reports.again()
 
     def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
         """Whether the status of a finished job lacks its final write by the ingest."""
@@ -290,6 +348,7 @@ class ClusterStore:
             written=status.training,
         )
         self._tracked[key] = tracked
+        self._arrived(key)
         JOBS_TRACKED.set(len(self._tracked))
 
     def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
@@ -312,6 +371,7 @@ class ClusterStore:
             except InputError as error:
                 log.error("%s/%s cannot accept reports: %s", *key, error)
                 del self._planning[key]
+                self._arrived(key)
                 return
             except (PlannerLost, OSError) as error:
                 log.error("%s/%s: computing the first plan failed; retrying: %s", *key, error)
@@ -347,6 +407,7 @@ class ClusterStore:
 
     def _drop(self, key: Key, *, final: bool = False) -> None:
         self._forget_plan(key)
+        self._arrived(key)
         tracked = self._tracked.pop(key, None)
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
@@ -380,28 +441,34 @@ class ClusterStore:
         now = self._monotonic()
         if tracked is None or tracked.writing.locked():
             return
-        # Visit a silent job too, less often: its links become unknown with time.
-        if not tracked.reports.pending and now - tracked.looked_at < write_budget.PROGRESS_SECONDS:
+        if not tracked.reports.pending:
+            # Visit a silent job too, less often: its links become unknown with time.
+            due = now - tracked.looked_at >= write_budget.PROGRESS_SECONDS
+        else:
+            since = now - tracked.written_at
+            due = write_budget.is_due(tracked.has_news, since, len(self._tracked))
+        if not due:
             return
-        tracked.looked_at = now
+        tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
         # Before the first directive needs it: then it need not wait for this write.
         reserves = tracked.reserves_early
         state_changed = key_state != tracked.key_state or reserves
+        tracked.reports.news = state_changed
         if not write_budget.is_due(state_changed, now - tracked.written_at, len(self._tracked)):
             return
         training, conditions = self._summary(tracked, view, wall)
         self._gauge(tracked, training, conditions)
         if training == tracked.written and conditions == tracked.conditions and not reserves:
-            tracked.reports.pending = False
+            tracked.reports.looked()
             return
         if self._writing >= MOST_WRITES // 2 or not self._budget.allows(
             now, state_changed=state_changed
         ):
             return  # Retried in the next round.
-        tracked.reports.pending = False
+        tracked.reports.looked()
         async with tracked.writing:
             try:
                 if reserves or (
@@ -413,7 +480,7 @@ class ClusterStore:
                     tracked.versions.reserve(tracked.controller.plan_version)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken) as error:
-                tracked.reports.pending = True
+                tracked.reports.again()
                 tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import asyncio.sslproto
 import copy
+import gc
 from typing import Any
 
 import pytest
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.first_plan import FirstSchedule, initial_schedule
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
 from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
-from pipemorph_operator.ingest.write_budget import BURST, WRITES_PER_SECOND, Budget
+from pipemorph_operator.ingest.write_budget import (
+    BURST,
+    PROGRESS_SECONDS,
+    WRITES_PER_SECOND,
+    Budget,
+)
 from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
@@ -161,3 +171,147 @@ def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_
 
 def controller_of(store: ClusterStore, i: int) -> Any:
     return store.lookup("d", f"j{i}")
+
+
+SPEC: dict[str, Any] = {
+    "parallelism": {"stages": 2},
+    "schedule": {
+        "microbatches": 4,
+        "stageTimes": [{"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}] * 2,
+    },
+    "trainer": {"module": "m", "iterations": 1000},
+}
+JOB: dict[str, Any] = {
+    "metadata": {"name": "gpt", "namespace": "default", "uid": "u", "generation": 1},
+    "spec": SPEC,
+    "status": {"attempt": 0, "jobUid": "job"},
+}
+
+
+def reported(sequence: int, **more: Any) -> LinkHealthReport:
+    """A report of one iteration."""
+    about = {"protocol": 2, "job": "gpt", "namespace": "default", "attempt": 0}
+    about |= {"sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": sequence}
+    about |= {"observed_plan_version": 0, "applied_plan_version": 0}
+    done = {"index": sequence, "seconds": 1.0, "loss": None, "plan_version": 0}
+    iterations = [done | {"bubble_fraction": 0.0}]
+    return LinkHealthReport.model_validate(about | {"iterations": iterations} | more)
+
+
+def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> None:
+    async def run() -> None:
+        api: Any = SlowApi()
+        api.go.set()
+        now = 1000.0
+        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
+        store.changed(KEY, JOB)
+        controller: Any = store.lookup(*KEY)
+        views = 0
+
+        def view(at: float, seen: Any = controller.view) -> Any:
+            nonlocal views
+            views += 1
+            return seen(at)
+
+        controller.view = view
+        rows = [{"link": 0, "health": "healthy", "wire_time": 0.001, "confidence": 1.0}]
+        controller.report(reported(1, links=rows), now)
+        await store.look(KEY)
+        await store.look(KEY)
+        assert len(api.applied) == 1
+        views = 0
+        for beat in range(2, 5):
+            now += 1
+            controller.report(reported(beat), now)
+            await store.look(KEY)
+        assert (views, len(api.applied)) == (0, 1)
+        slow = {"link": 0, "column": 0, "direction": "forward", "delay": 0.05, "wire_time": 0.051}
+        controller.report(reported(5, directions=[slow]), now)
+        await store.look(KEY)
+        assert len(api.applied) == 2, "a slow link waits for no progress"
+        now += PROGRESS_SECONDS
+        controller.report(reported(6), now)
+        await store.look(KEY)
+        assert len(api.applied) == 3, "progress is written now and then"
+        now += 60
+        await store.look(KEY)
+        assert len(api.applied) == 4, "an agent that is silent is noticed"
+
+    asyncio.run(run())
+
+
+class LaterPlan:
+    """A planner of first plans that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def __call__(self, spec: JobSpec) -> FirstSchedule:
+        await self.go.wait()
+        return initial_schedule(spec)
+
+
+def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -> None:
+    async def run() -> None:
+        api: Any = SlowApi()
+        first = LaterPlan()
+        store = ClusterStore(api, first_plan=first)
+        read, large = asyncio.Event(), copy.deepcopy(JOB)
+        large["metadata"]["name"] = "large"
+        large["spec"]["parallelism"]["stages"] = 64
+        large["spec"]["schedule"] = {"microbatches": 72}
+        waiting = {
+            name: asyncio.create_task(store.arrival("default", name))
+            for name in ("gpt", "large", "none")
+        }
+        listed = asyncio.create_task(store.listed([read.wait()]))
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in waiting.values())
+        store.changed(KEY, JOB)
+        await asyncio.wait_for(waiting["gpt"], 5)
+        store.changed(("default", "large"), large)
+        read.set()
+        await asyncio.wait_for(waiting["none"], 5)
+        assert not waiting["large"].done() and store.expected("default", "large") is None
+        first.go.set()
+        await asyncio.wait_for(waiting["large"], 5)
+        assert store.expected("default", "large") is not None
+        await asyncio.wait_for(store.arrival("default", "another"), 5)
+        await listed
+
+    asyncio.run(run())
+
+
+def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "LOOK_SECONDS", 0.0)
+    count, collected = 1000, 0
+
+    def collect(collecting: Any = gc.collect) -> int:
+        nonlocal collected
+        collected += 1
+        found: int = collecting()
+        return found
+
+    async def turns(task: asyncio.Task[None]) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+
+    async def run() -> None:
+        nonlocal count
+        task = asyncio.create_task(heap.freeze(lambda: count))
+        await turns(task)
+        assert collected == 1 and gc.get_freeze_count() > 10_000
+        count = 1050
+        await turns(task)
+        assert collected == 1, "few jobs have come"
+        count = 1200
+        await turns(task)
+        assert collected == 2
+        task.cancel()
+
+    monkeypatch.setattr(gc, "collect", collect)
+    try:
+        asyncio.run(run())
+    finally:
+        gc.unfreeze()

@@ -332,3 +332,18 @@ def test_a_token_of_one_job_is_none_of_another() -> None:
     assert door.knock(token()) == 200
     assert door.knock(token(), job="other") == 403, "the answer for another job was taken"
     assert door.knock(token(), job="none") == 403
+
+
+def test_who_asks_for_a_job_that_is_about_to_be_known_waits_for_it() -> None:
+    door = Door()
+    known = door.known.pop(("team", "gpt"))
+
+    async def arrival(namespace: str, job: str) -> None:
+        if job == "gpt":
+            door.known[namespace, job] = known
+
+    door.authenticator = PodTokenAuthenticator(
+        door.api, lambda ns, name: door.known.get((ns, name)), arrival, clock=lambda: door.now
+    )
+    assert door.knock(token()) == 200
+    assert door.knock(token(), job="another") == 403
