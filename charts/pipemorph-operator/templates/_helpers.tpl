@@ -85,11 +85,12 @@ terminationGracePeriodSeconds: 20
 {{- end -}}
 
 {{- /* An authority and a certificate that it has signed, as JSON: ca, crt, key. Authorities have different
-names, since clients look them up by name. */}}
+names, since clients look them up by name. Keys are of the curve P-256: a handshake with one takes the
+ingest a tenth of the processor time that RSA takes, and after a restart all agents come at once. */}}
 {{- define "pipemorph.newPair" -}}
 {{- $names := index . 1 }}
-{{- $ca := genCA (printf "%s-ca-%s" (index . 0) (randAlphaNum 6 | lower)) 3650 }}
-{{- $cert := genSignedCert (first $names) nil $names 3650 $ca }}
+{{- $ca := genCAWithKey (printf "%s-ca-%s" (index . 0) (randAlphaNum 6 | lower)) 3650 (genPrivateKey "ecdsa") }}
+{{- $cert := genSignedCertWithKey (first $names) nil $names 3650 $ca (genPrivateKey "ecdsa") }}
 {{- dict "ca" $ca.Cert "crt" $cert.Cert "key" $cert.Key | toJson }}
 {{- end -}}
 
