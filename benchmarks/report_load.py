@@ -1,9 +1,9 @@
 """Load for the ingest: reports of many jobs from a process of its own, as cheap as they can be.
 
-Used by operator_scale.py, which runs it as ``python benchmarks/report_load.py`` with a JSON
-object on standard input (:class:`Load`) and reads one of figures from standard output. Reports
-are those of the agent (agent_reports.py). HTTP is written by hand over asyncio, so that most of
-the processor is left to what is measured.
+:func:`load` runs it as ``python benchmarks/report_load.py`` with a JSON object on standard input
+(:class:`Load`) and reads one of figures from standard output. Reports are those of the agent
+(agent_reports.py). HTTP is written by hand over asyncio, so that most of the processor is left to
+what is measured. Every agent has an address of its own, as a pod has.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import json
 import math
 import random
 import ssl
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -27,6 +28,8 @@ OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
 BEGAN = "began"
 """What it says on standard error once everybody is connected: its time begins."""
+DEADLINE = 1800.0
+"""Seconds until it has ended."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
 """Seconds until an agent tries again: the first time, and at most."""
 
@@ -112,7 +115,9 @@ class Refused(Exception):
 class Reporter:
     """Rank 0's agent of one job: one connection for reports, one for the long poll."""
 
-    def __init__(self, load: Load, trust: ssl.SSLContext, job: Job) -> None:
+    def __init__(self, load: Load, trust: ssl.SSLContext, job: Job, address: str) -> None:
+        """``address``: its own, as a pod has one."""
+        self._address = address
         self._load, self._trust, self._job = load, trust, job
         reports_of(job.stages, job.seed)  # Made before anything is timed.
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
@@ -129,6 +134,7 @@ class Reporter:
         _, line = await asyncio.get_running_loop().create_connection(
             Line, "127.0.0.1", self._load.port, ssl=self._trust,
             server_hostname=self._load.server_name, ssl_handshake_timeout=120,
+            local_addr=(self._address, 0),
         )  # fmt: skip
         return line
 
@@ -200,11 +206,11 @@ class _Gate:
 
 @dataclass
 class Figures:
-    """What was seen. Seconds. ``directives``: stages, when the link turned slow, and from when the
-    alarm was sent to the directive at the agent. ``late``: most seconds that a report left after it
-    was due: above some ms, this process is the bound. ``back``: from ``gone_at`` until a report was
-    answered again, per job that was not answered meanwhile. ``reconnects``: of agents that were
-    hung up on before that. ``wall``, ``own_cpu``: since all
+    """What was seen. Seconds. ``directives``: stages, when the link turned slow, from when the
+    alarm was sent to the directive at the agent, and when that was. ``late``: most seconds that a
+    report left after it was due: above some ms, this process is the bound. ``back``: from
+    ``gone_at`` until a report was answered again, per job that was not answered meanwhile.
+    ``reconnects``: of agents that were hung up on before that. ``wall``, ``own_cpu``: since all
     connections are open until the ingest may be away; what this process takes of a processor."""
 
     reports: int = 0
@@ -213,10 +219,10 @@ class Figures:
     late: float = 0.0
     reconnects: int = 0
     answers: list[float] = field(default_factory=list)
-    directives: list[tuple[int, float, float]] = field(default_factory=list)
+    directives: list[tuple[int, float, float, float]] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
-    unasked: int = 0
-    """Directives that came before the alarm."""
+    unasked: list[float] = field(default_factory=list)
+    """Of directives that came before the alarm, when that would have been; 0 if there was none."""
 
 
 class Fleet:
@@ -309,17 +315,49 @@ class Fleet:
                 continue
             seen = True
             if reporter.alarm_sent is None or reporter.slow_at is None:
-                self._out.unasked += 1
+                self._out.unasked.append(reporter.slow_at or 0.0)
                 continue
             took = time.monotonic() - reporter.alarm_sent
-            self._out.directives.append((reporter.stages, reporter.slow_at, took))
+            self._out.directives.append((reporter.stages, reporter.slow_at, took, self._now()))
+
+
+@contextlib.contextmanager
+def load(**what: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A :class:`Load` from a process of its own. Entered once all are connected; yields what waits
+    for its :class:`Figures`."""
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(json.dumps(what))
+    process.stdin.close()
+    process.stdin = None
+    if (said := process.stderr.readline()).strip() != BEGAN:
+        raise RuntimeError(f"report_load.py: {said}{process.stderr.read()[-2000:]}")
+
+    def figures() -> dict[str, Any]:
+        out, errors = process.communicate(timeout=DEADLINE)
+        if process.returncode != 0:
+            raise RuntimeError(f"report_load.py: {errors[-2000:]}")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    try:
+        yield figures
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
     asked = json.load(sys.stdin)
     load = Load(**asked)
     trust = ssl.create_default_context(cafile=load.ca_file)
-    reporters = [Reporter(load, trust, Job(**job)) for job in load.jobs]
+    reporters = [
+        Reporter(load, trust, Job(**job), f"127.1.{1 + i // 250}.{1 + i % 250}")
+        for i, job in enumerate(load.jobs)
+    ]
     out = Figures()
     asyncio.run(Fleet(load, reporters, out).run())
     json.dump(asdict(out), sys.stdout)

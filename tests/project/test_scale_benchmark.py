@@ -80,7 +80,7 @@ def play(
         gone_at=GONE_AT,
     )  # fmt: skip
     job = report_load.Job(namespace="n", name="j", token="t", slow_at=SLOW_AT)
-    reporter = report_load.Reporter(load, ssl.create_default_context(), job)
+    reporter = report_load.Reporter(load, ssl.create_default_context(), job, "127.0.0.1")
     out = report_load.Figures()
 
     async def run() -> None:
@@ -100,9 +100,9 @@ def test_a_directive_that_takes_many_periods_is_seen_to_take_them(
     """However many reports were sent while it was on its way."""
     service = Service(later=LATER)
     out, reporter = play(report_load, monkeypatch, service)
-    ((stages, slow_at, took),) = out.directives
+    ((stages, slow_at, took, _),) = out.directives
     alarm = service.alarms[0]
-    assert (stages, slow_at, out.unasked) == (2, SLOW_AT, 0)
+    assert (stages, slow_at, out.unasked) == (2, SLOW_AT, [])
     assert took >= service.decided_at - alarm > 0
     assert reporter.alarm_sent <= alarm
     assert service.kinds[0] == "all" and "all" not in service.kinds[1:]
@@ -113,7 +113,7 @@ def test_a_directive_before_the_alarm_is_no_quick_one(
     report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _ = play(report_load, monkeypatch, Service(later=-1, early=1))
-    assert (out.directives, out.unasked) == ([], 1)
+    assert (out.directives, out.unasked) == ([], [SLOW_AT])
 
 
 def test_an_ingest_that_was_away_is_told_everything_again(
@@ -155,8 +155,8 @@ def test_only_links_that_ask_for_a_plan_turn_slow(
 def test_a_job_is_said_to_report_what_its_agent_would(
     operator_scale: ModuleType, stages: int
 ) -> None:
-    """All states at first, then an iteration and what has changed of the op times, and in an alarm
-    the link that is slow in both directions; its own numbers."""
+    """All states at first, then an iteration, and in an alarm the link that is slow in both
+    directions; its own numbers."""
     reports = operator_scale.Reports(stages)
     found = {}
     for sequence, kind in enumerate(("first", "quiet", "alarm", "slow"), 1):
@@ -172,7 +172,24 @@ def test_a_job_is_said_to_report_what_its_agent_would(
     rows = {(row.link, row.direction): row.health for row in found["alarm"].directions}
     (link,) = {link for link, _ in rows}
     assert rows == {(link, "forward"): "slow", (link, "backward"): "slow"}
-    assert not found["quiet"].directions
+    assert found["quiet"].is_progress and not found["first"].is_progress
+
+
+def test_a_slow_link_is_missed_in_the_phase_that_had_to_serve_it(
+    operator_scale: ModuleType,
+) -> None:
+    storm = operator_scale.QUIET + operator_scale.ONSETS + operator_scale.CALM
+    gone = storm + operator_scale.CALM
+    slow_at = [30.0, 31.0, 32.0, storm, storm, storm]
+    served = [
+        (2, 30.0, 0.1, 30.1),
+        (2, 31.0, 0.1, storm + 1),
+        (2, storm, 0.1, storm + 1),
+        (2, storm, 0.1, gone + 1),
+    ]
+    found = {"directives": served, "unasked": [32.0, 0.0]}
+    missed = operator_scale.lacking(found, slow_at, gone)
+    assert missed == {"onsets": 1, "storm": 2, "end": 1}
 
 
 FLEET = {
@@ -184,7 +201,9 @@ FLEET = {
     "storm_last_seconds": 10.0,
     "ingest_cores": 1.0,
     "memory_mib": 512.0,
-    "directives_missing": 0.0,
+    "directives_missing_onsets": 0.0,
+    "directives_missing_storm": 0.0,
+    "directives_missing_end": 0.0,
     "directives_unasked": 0.0,
 }
 WELL = {"pods": {"ratio": 1.2}, "fleet": FLEET, "restart": {"missing": 0.0}}
@@ -210,7 +229,7 @@ def test_each_goal_of_the_operator_can_be_missed(
         monkeypatch.setattr(sys, "argv", ["operator_scale.py", *arguments])
         status = operator_scale.main()
         lines = capsys.readouterr().out.splitlines()
-        assert len([line for line in lines if line.endswith((" holds", "NOT HOLD"))]) == 12
+        assert len([line for line in lines if line.endswith((" holds", "NOT HOLD"))]) == 14
         return status, len([line for line in lines if line.endswith("DOES NOT HOLD")])
 
     assert outcome("--check") == (0, 0)

@@ -1,0 +1,221 @@
+"""What one report costs the ingest, and how soon a restarted one has answered everybody.
+
+    python benchmarks/ingest_cost.py [--jobs 1000] [--stages 8] [--json FILE] [--check]
+
+The ingest is the real one, in a process of its own; the API server is played (played_api.py). Jobs
+are those of operator_scale.py: each reports once a second while its links are well, over TLS, and
+holds a long poll. Then the ingest is killed and started. Figures are processor time of the ingest
+without its planners, with all that it does beside reports: they hold on a busy machine, seconds do
+not. Under two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
+
+from agent_reports import PERIOD  # noqa: E402
+from operator_scale import (  # noqa: E402
+    LET_BE,
+    MORE_THAN_SENT,
+    Result,
+    cpu_seconds,
+    job_of,
+    mixed,
+    quantile,
+    resident_bytes,
+)
+from operator_support import Program, free_port  # noqa: E402
+from played_api import NAMESPACE, PlayedApi, kubeconfig, token  # noqa: E402
+from report_load import load  # noqa: E402
+
+SETTLE, QUIET, RESTART = 20.0, 20.0, 30.0
+"""Seconds before anything is measured, of which it is measured, and after the restart."""
+NAME = "localhost"
+MOST_US, MOST_MIB, MOST_BACK = 1000.0, 512.0, 10.0
+"""Goals: processor time of a report: so that one processor takes a thousand a second; memory; and
+seconds until all are answered again."""
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate that vouches for itself, and its key: of the kind that the chart makes."""
+    crt, key = folder / "tls.crt", folder / "tls.key"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    about = ["-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME},IP:127.0.0.1"]
+    files = ["-out", str(crt), "-keyout", str(key)]
+    subprocess.run(
+        ["openssl", "req", "-x509", *kind, *about, *files], check=True, capture_output=True
+    )
+    return crt, key
+
+
+@contextmanager
+def played_api(api: PlayedApi, crt: Path, key: Path) -> Iterator[int]:
+    """The port of an API server in a thread of its own."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(crt, key)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner, port = asyncio.run_coroutine_threadsafe(api.serve(tls), loop).result(30)
+    try:
+        yield port
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+
+
+def ingest_of(folder: Path, crt: Path, key: Path, kube: Path) -> tuple[Program, int]:
+    """The ingest, and its port."""
+    port = free_port()
+    arguments = [f"--port={port}", f"--tls-cert={crt}", f"--tls-key={key}"]
+    arguments += ["--lease=bench/ingest", "--identity=one"]
+    return Program("ingest", "pipemorph_operator.ingest", arguments, folder, kube), port
+
+
+def run(sizes: list[int]) -> Result:
+    names = [f"j{i}" for i in range(len(sizes))]
+    specs = {name: job_of(stages, name)["spec"] for name, stages in zip(names, sizes, strict=True)}
+    api = PlayedApi(specs)
+    gone_at = SETTLE + QUIET
+    with tempfile.TemporaryDirectory(prefix="bench-") as made:
+        folder = Path(made)
+        crt, key = certificate(folder)
+        with played_api(api, crt, key) as api_port:
+            kubeconfig(folder / "kube", api_port, crt)
+            ingest, port = ingest_of(folder, crt, key, folder / "kube")
+            ingest.start()
+            try:
+                jobs = [
+                    {"namespace": NAMESPACE, "name": n, "token": token(n), "stages": s, "seed": 0}
+                    for n, s in zip(names, sizes, strict=True)
+                ]
+                with load(
+                    port=port, server_name=NAME, ca_file=str(crt), jobs=jobs, period=PERIOD,
+                    seconds=gone_at + RESTART, gone_at=gone_at, first=MORE_THAN_SENT,
+                ) as figures:  # fmt: skip
+                    began = time.monotonic()
+                    connected = cpu_seconds(ingest.process.pid)
+                    time.sleep(SETTLE)
+                    before, asked = cpu_seconds(ingest.process.pid), dict(api.asked)
+                    time.sleep(gone_at - 0.5 + began - time.monotonic())
+                    taken = cpu_seconds(ingest.process.pid) - before
+                    seconds = time.monotonic() - began - SETTLE
+                    writes = {k: (v - asked.get(k, 0)) / seconds for k, v in api.asked.items()}
+                    memory = resident_bytes(ingest.process.pid)
+                    time.sleep(gone_at + LET_BE + began - time.monotonic())
+                    ingest.kill()
+                    killed, asked = time.monotonic(), dict(api.asked)
+                    ingest.start()
+                    busy = []
+                    while time.monotonic() < began + gone_at + RESTART - 1:
+                        busy.append((time.monotonic() - killed, cpu_seconds(ingest.process.pid)))
+                        time.sleep(0.2)
+                    found = figures()
+            finally:
+                ingest.process.stop()
+    back = [seconds - LET_BE for seconds in found["back"]]
+    last = max(back) if len(back) == len(sizes) else math.inf
+    return {
+        "jobs": len(sizes),
+        "us_per_report": 1e6 * taken / seconds / (found["reports"] / found["wall"]),
+        "load_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
+        "cores": taken / seconds,
+        "reports_per_second": found["reports"] / found["wall"],
+        "answer_p50_ms": 1e3 * quantile(found["answers"], 0.5),
+        "answer_p99_ms": 1e3 * quantile(found["answers"], 0.99),
+        "memory_mib": memory / 2**20,
+        "writes_per_second": writes.get("apply", 0.0),
+        "reviews_per_second": writes.get("review", 0.0),
+        "connect_ms_per_job": 1e3 * connected / len(sizes),
+        "missing": len(sizes) - len(back),
+        "back_p50_seconds": quantile(back, 0.5) if back else math.inf,
+        "back_last_seconds": last,
+        "back_cpu_seconds": next((cpu for at, cpu in busy if at >= last), busy[-1][1]),
+        "reviews_after_restart": api.asked.get("review", 0) - asked.get("review", 0),
+    }
+
+
+def table(found: Result) -> str:
+    """What docs/benchmarks.md quotes."""
+    rows = [
+        (
+            f"processor time of a report of {found['jobs']:.0f} jobs, with all that is done beside"
+            " (of the load generator)",
+            f"{found['us_per_report']:.0f} µs ({found['load_us_per_report']:.0f} µs)",
+        ),
+        (
+            "reports per second, processors busy; answered within, p50 / p99",
+            f"{found['reports_per_second']:.0f}, {found['cores']:.2f};"
+            f" {found['answer_p50_ms']:.1f} / {found['answer_p99_ms']:.0f} ms",
+        ),
+        ("memory", f"{found['memory_mib']:.0f} MiB"),
+        ("writes of status per second", f"{found['writes_per_second']:.1f}"),
+        (
+            "processor time until a job that comes is answered",
+            f"{found['connect_ms_per_job']:.1f} ms",
+        ),
+        (
+            "killed and started: half, and all are answered again",
+            f"{found['back_p50_seconds']:.1f} s, {found['back_last_seconds']:.1f} s",
+        ),
+        ("… processor time until then", f"{found['back_cpu_seconds']:.1f} s"),
+    ]
+    lines = ["| one ingest | |", "|---|---:|", *(f"| {what} | {figure} |" for what, figure in rows)]
+    return "\n".join(lines)
+
+
+def goals(found: Result) -> list[tuple[str, bool]]:
+    """What is promised with what was measured, and whether it holds."""
+    return [
+        (
+            f"processor time of a report ≤ {MOST_US:.0f} µs: {found['us_per_report']:.0f}",
+            found["us_per_report"] <= MOST_US,
+        ),
+        (
+            f"memory ≤ {MOST_MIB:.0f} MiB: {found['memory_mib']:.0f}",
+            found["memory_mib"] <= MOST_MIB,
+        ),
+        (
+            f"all are answered again ≤ {MOST_BACK:.0f} s after a restart:"
+            f" {found['back_last_seconds']:.1f}",
+            found["back_last_seconds"] <= MOST_BACK,
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--stages", type=int, help="of all jobs (default: 2, 8 and 64, mixed)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
+    options = parser.parse_args()
+    sizes = [options.stages] * options.jobs if options.stages else mixed(options.jobs)
+    found = run(sizes)
+    print(table(found) + "\n")
+    kept = goals(found)
+    for text, holds in kept:
+        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if options.check and not all(holds for _, holds in kept) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
