@@ -62,7 +62,7 @@ class PlayedApi:
             for name, spec in specs.items()
         }  # fmt: skip
         self._lease: Object | None = None
-        self._watching: set[asyncio.Queue[Object]] = set()
+        self._watching: set[asyncio.Queue[Object | None]] = set()
 
     async def serve(self, tls: ssl.SSLContext) -> tuple[web.AppRunner, int]:
         """The server, to be cleaned up, and its port."""
@@ -79,6 +79,7 @@ class PlayedApi:
             ("POST", f"/api/v1{one}/events", self._event),
         ):
             app.router.add_route(method, way, self._counted(answer))
+        app.on_shutdown.append(self._end_watches)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
@@ -104,15 +105,22 @@ class PlayedApi:
         return web.json_response({"metadata": metadata, "items": items[start:end]})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        response, queue = web.StreamResponse(), asyncio.Queue[Object]()
+        response, queue = web.StreamResponse(), asyncio.Queue[Object | None]()
         await response.prepare(request)
         self._watching.add(queue)
         try:
-            while True:
-                event = {"type": "MODIFIED", "object": await queue.get()}
+            while (changed := await queue.get()) is not None:
+                event = {"type": "MODIFIED", "object": changed}
                 await response.write(json.dumps(event).encode() + b"\n")
+        except ConnectionError:
+            pass  # The ingest was killed.
         finally:
             self._watching.discard(queue)
+        return response
+
+    async def _end_watches(self, _: web.Application) -> None:
+        for queue in self._watching:
+            queue.put_nowait(None)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._jobs[request.match_info["name"]])

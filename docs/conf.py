@@ -43,7 +43,14 @@ CONTENTS = {
         "schedules",
         "benchmarks",
     ),
-    "How it works": ("ARCHITECTURE", "glossary", "control-loop", "split-backward", "engine"),
+    "How it works": (
+        "ARCHITECTURE",
+        "glossary",
+        "control-loop",
+        "split-backward",
+        "engine",
+        "scaling",
+    ),
     "Change it": (
         "/CONTRIBUTING",
         "how-to/add-a-policy",

@@ -122,6 +122,10 @@ class Schedule:
 
     def warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""
+        return self._warmup
+
+    @cached_property
+    def _warmup(self) -> tuple[int, ...]:
         counts = []
         for ops in self.stages:
             forwards = 0

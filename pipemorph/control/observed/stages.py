@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec, StageTime
@@ -20,14 +21,26 @@ def expected_times(spec: JobSpec) -> tuple[StageTimes, ...] | None:
     if times is None:
         return None
     return tuple(
-        StageTimes(
-            forward=t.forward / 1e3,
-            backward_input=t.backward_input / 1e3,
-            backward_weight=t.backward_weight / 1e3,
-            fused_backward=None if t.fused_backward is None else t.fused_backward / 1e3,
-            in_flight_limit=limit,
-        )
+        _in_seconds(t.forward, t.backward_input, t.backward_weight, t.fused_backward, limit)
         for t, limit in zip(times, in_flight_limits(spec), strict=True)
+    )
+
+
+@lru_cache(4096)
+def _in_seconds(
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    fused_backward: float | None,
+    limit: int | None,
+) -> StageTimes:
+    """Kept: most stages of a job are alike, and a host restores a thousand jobs at once."""
+    return StageTimes(
+        forward=forward / 1e3,
+        backward_input=backward_input / 1e3,
+        backward_weight=backward_weight / 1e3,
+        fused_backward=None if fused_backward is None else fused_backward / 1e3,
+        in_flight_limit=limit,
     )
 
 

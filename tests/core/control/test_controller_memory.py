@@ -18,6 +18,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.forecast import Forecast, Option, Situation
 from pipemorph.control.decide.replan import Replan, propose
+from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.memory_limits import room as room_of
@@ -555,3 +556,31 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
     for ops, room, device in zip(plan.schedule.stages, rooms, plan.device_limits, strict=True):
         assert room.device is None or device_peak(ops, device) <= room.device
         assert host_peak(ops, device) <= room.host
+
+
+def test_a_plan_that_fits_is_walked_again_only_for_other_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walks = 0
+
+    def walk(plan: Plan, rooms: tuple[Room, ...]) -> Any:
+        nonlocal walks
+        walks += 1
+        return excess(plan, rooms)
+
+    monkeypatch.setattr("pipemorph.control.decide.triggers.excess", walk)
+    job = tight(memory=ROOMY)
+    judgement, plan = Judgement.first(job), initial_plan(job)
+    progress = Progress(last=9, finished=10, measured=True, applied=True)
+
+    def of(device: int) -> Situation:
+        return replace(judgement.situation, rooms=(Room(device),) * STAGES)
+
+    large, small = of(MICROBATCHES), of(1)
+    for _ in range(3):
+        assert judgement.cause(large, plan, progress, hold=1) is None
+    assert walks == 1
+    for _ in range(2):
+        assert judgement.cause(small, plan, progress, hold=1) == "memory"
+    assert judgement.cause(large, replace(plan), progress, hold=1) is None
+    assert walks == 4, "other limits, and another plan"
