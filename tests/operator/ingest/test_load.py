@@ -272,19 +272,22 @@ def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -
         store.changed(("default", "large"), large)
         read.set()
         await asyncio.wait_for(waiting["none"], 5)
-        assert not waiting["large"].done() and store.expected("default", "large") is None
+        await listed
+        late = asyncio.create_task(store.arrival("default", "large"))
+        await asyncio.sleep(0)
+        assert not (waiting["large"].done() or late.done())
+        assert store.expected("default", "large") is None
         first.go.set()
-        await asyncio.wait_for(waiting["large"], 5)
+        await asyncio.wait_for(asyncio.gather(waiting["large"], late), 5)
         assert store.expected("default", "large") is not None
         await asyncio.wait_for(store.arrival("default", "another"), 5)
-        await listed
 
     asyncio.run(run())
 
 
 def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "LOOK_SECONDS", 0.0)
-    count, collected = 1000, 0
+    count, more, collected = 1000, 0, 0
 
     def collect(collecting: Any = gc.collect) -> int:
         nonlocal collected
@@ -297,9 +300,18 @@ def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(0)
         assert not task.done()
 
-    async def run() -> None:
+    def jobs() -> int:
         nonlocal count
-        task = asyncio.create_task(heap.freeze(lambda: count))
+        count += more
+        return count
+
+    async def run() -> None:
+        nonlocal count, more
+        task = asyncio.create_task(heap.freeze(jobs))
+        more = 200
+        await turns(task)
+        assert collected == 0, "jobs are still being read"
+        count, more = 1000, 0
         await turns(task)
         assert collected == 1 and gc.get_freeze_count() > 10_000
         count = 1050
