@@ -47,13 +47,12 @@ class ConnectionLimits:
     """Limits of open connections. Raises ValueError for a limit below 1.
 
     An agent uses two. ``per_source`` is generous, since all agents may share one address behind a
-    NAT or a proxy. ``silent`` limits connections without a complete request head: so many agents
-    of a thousand jobs may wait for their handshakes when all come back at once.
+    NAT or a proxy. ``silent`` limits connections without a complete request head.
     """
 
     in_all: int = 4096
     per_source: int = 2048
-    silent: int = 1024
+    silent: int = 256
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
