@@ -108,8 +108,13 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 @given(problem=problems(half_duplex=True))
 @settings(max_examples=examples(100), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
+    """Where both directions of a link have one queue: than its order, run as a plan is. By its own
+    simulation a stage holds a forward back, whose message would delay a gradient."""
     paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    assert plan(problem, Policy.PIPEMORPH).makespan <= max(map(max, paper.end)) * (1 + 1e-9)
+    makespan = max(map(max, paper.end))
+    if any(link.half_duplex for link in problem.links):
+        makespan = simulate(decode(paper.codes, problem.microbatches), problem).makespan
+    assert plan(problem, Policy.PIPEMORPH).makespan <= makespan * (1 + 1e-9)
 
 
 @given(problem=problems(max_stages=3, max_microbatches=3, queues=False))
