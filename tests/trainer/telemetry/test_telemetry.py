@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, median_low
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
 from launch import run_ranks
 
 from pipemorph.api.spec import Fault
-from pipemorph.wire import LinkSample
+from pipemorph.planning import OpKind
+from pipemorph.wire import IterationSample, LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
+from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.telemetry.rounds import Rounds
+from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.topology.mesh import join_process_group
+from pipemorph_trainer.topology.world import World
 
 pytestmark = pytest.mark.multiprocess
 
@@ -217,3 +229,35 @@ def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
         assert gap >= 0.95e-3 * HEAD_OF_LINE_MS
     else:
         assert gap < 0.8e-3 * HEAD_OF_LINE_MS
+
+
+def begun_apart(context: TrainerContext) -> list[int]:
+    """Rank 1 begins iteration 1 long after rank 0."""
+    join_process_group(context, torch.device("cpu"))
+    groups = Groups()
+    world = SimpleNamespace(group=lambda names: dist.GroupMember.WORLD, columns=None)
+    wait = CollectiveWait(Waiting(f"rank {context.rank}"), 30.0)
+    told: list[IterationSample] = []
+    rounds = Rounds(world=cast(World, world), wait=wait, report=told.append)
+    goes_on = groups.new(backend="gloo")
+    rounds.begin(0, at=time.monotonic())
+    rounds.offer(0, 0, [TimedOp(OpKind.F, 0, 1.0, 2.0)], 0.5)
+    rounds.end(0, time.monotonic(), None)
+    if context.rank == 1:
+        dist.barrier(goes_on)
+        rounds.begin(1, at=time.monotonic())
+        rounds.finish_all()
+        return [sample.index for sample in told]
+    rounds.begin(1, at=time.monotonic())
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        rounds.advance()
+        assert not told, "reported before all ranks had begun the next one"
+    dist.barrier(goes_on)
+    rounds.finish_all()
+    return [sample.index for sample in told]
+
+
+def test_an_iteration_is_reported_when_all_ranks_have_begun_the_next_one() -> None:
+    """A rank that dies before that runs it again."""
+    assert run_ranks(2, begun_apart) == [[0], [0]]

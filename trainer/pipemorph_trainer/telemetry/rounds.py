@@ -79,8 +79,10 @@ class _Round:
         self.began, self.ended = began, 0.0
         self.loss = 0.0
         self.barrier: bool | None = None
-        self.column: Reduction | None = None
+        self.mine: Summary | None = None
         """None before :meth:`Rounds.offer`."""
+        self.column: Reduction | None = None
+        """None before the next iteration begins."""
         self.columns: Reduction | None = None
         """Of all columns; only on their first stages, and if there are several."""
 
@@ -95,7 +97,8 @@ class _Round:
 class Rounds:
     """One round per iteration: :meth:`begin`, :meth:`offer`, :meth:`end`.
 
-    ``report`` is called with every iteration in turn, when its reduction is done. Collective.
+    ``report`` is called with every iteration in turn, when all ranks have begun the next one: what
+    is reported is never run again after a failure. Collective.
     """
 
     def __init__(
@@ -107,8 +110,11 @@ class Rounds:
         self._open: dict[int, _Round] = {}
 
     def begin(self, iteration: int, *, at: float) -> None:
-        """Begin an iteration, or begin it again. ``at``: time of the call of step(), monotonic."""
+        """Begin an iteration, or begin it again. ``at``: time of the call of step(), monotonic.
+
+        Does not wait for the other ranks of the last iteration."""
         self._open.setdefault(iteration, _Round(at))
+        self._reduce(iteration - 1)
 
     def drop(self, iteration: int) -> None:
         """Drop a refused iteration, which had no effect."""
@@ -116,13 +122,18 @@ class Rounds:
 
     def offer(self, iteration: int, version: int, ops: Sequence[TimedOp], loss: float) -> None:
         """Offer when the ops of this rank ran, under plan ``version``. Does not wait for the other
-        ranks of this iteration, but for those of the last one, which are usually done."""
+        ranks of this iteration, but until they have begun it, which they usually have."""
         self._share(iteration - 1)
         busy = sum([end - start for _, _, start, end in ops])
-        mine = Summary(version, ops[0].start, ops[-1].end, busy, 1)
         found = self._open[iteration]
         found.loss = loss
-        found.column = Reduction(mine, self._world.group(("pp",)))
+        found.mine = Summary(version, ops[0].start, ops[-1].end, busy, 1)
+
+    def _reduce(self, iteration: int) -> None:
+        """Begin to reduce an iteration over the column."""
+        found = self._open.get(iteration)
+        if found is not None and found.mine is not None and found.column is None:
+            found.column = Reduction(found.mine, self._world.group(("pp",)))
 
     def _share(self, iteration: int) -> None:
         """Wait for a column's summary, and begin to reduce it over the columns. In order of
@@ -164,6 +175,7 @@ class Rounds:
         """Wait until all ranks of the column have finished, and on the first stage all columns; and
         report what is left."""
         for iteration in sorted(self._open):
+            self._reduce(iteration)
             self._share(iteration)
             self._finish(iteration)
 
