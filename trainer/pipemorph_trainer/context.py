@@ -16,6 +16,9 @@ PIPEMORPH_CA_FILE      PEM file with the authority of the ingest's certificate
 PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it none
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
 PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
+PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without it none
+                       are kept
+PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
 ====================== ==========================================================
 
 ``spec.parallelism.order`` says which coordinate a rank has: see :meth:`TrainerContext.coordinate`.
@@ -65,6 +68,8 @@ class TrainerContext:
     metrics_port: int = 0
     local_world_size: int = 1
     """Ranks on this machine, or in this pod."""
+    kept_dir: Path | None = None
+    generation: int = 0
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
@@ -89,6 +94,7 @@ class TrainerContext:
         secret_file = environ.get("PIPEMORPH_SECRET_FILE")
         token_file = environ.get("PIPEMORPH_TOKEN_FILE")
         trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
+        kept_dir = environ.get("PIPEMORPH_KEPT_DIR")
         rank, world_size = number("RANK"), number("WORLD_SIZE")
         attempt = number("PIPEMORPH_ATTEMPT", number("TORCHELASTIC_RESTART_COUNT", 0))
         ingest_url = text("PIPEMORPH_INGEST_URL")
@@ -127,6 +133,8 @@ class TrainerContext:
             trace_dir=Path(trace_dir) if trace_dir else None,
             trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
+            kept_dir=Path(kept_dir) if kept_dir else None,
+            generation=number("PIPEMORPH_GENERATION", 0),
         )
         if context.trace_bytes < LEAST_TRACE_BYTES:
             raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,10 @@ from pipemorph_trainer.preparation import (
     prepare,
 )
 from pipemorph_trainer.start import join, level, warnings
+from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.kept.keeper import Keeper, Resumed
+from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.scaler import GradScaler
@@ -190,7 +194,12 @@ class Parts:
             reporter=self.reporter, traces=self.traces, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
-        self.checkpoints = self._open_checkpoints(state)
+        self._generation = context.generation
+        self.extra = Extra(state or {}, self.coordinate, self.device)
+        self.checkpoints = self._open_checkpoints()
+        self.keeper: Keeper | None = None
+        if context.kept_dir is not None:
+            self.keeper = self._open_keeper(context.kept_dir)
 
     def _reducer(self) -> Reducer | None:
         """What averages the gradients over replicas, if there are any."""
@@ -228,23 +237,33 @@ class Parts:
             engine=prepared.engine,
         )  # fmt: skip
 
-    def _open_checkpoints(self, state: Mapping[str, Any] | None) -> Checkpoints | None:
+    def _open_keeper(self, folder: Path) -> Keeper:
+        keepers = {stage: own.keeper for stage, own in self.stages.items()}
+        values = Values(
+            {s: each for s, each in keepers.items() if isinstance(each, nn.Module)},
+            {s: each for s, each in keepers.items() if isinstance(each, EmulatedRunner)},
+            self.optimizer,
+            self.extra,
+        )
+        keeper = Keeper(folder, values, self.world, self.placements, self.wait_for)
+        self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
+        return keeper
+
+    def _open_checkpoints(self) -> Checkpoints | None:
         keepers = {s: own.keeper for s, own in self.stages.items() if own.keeper is not None}
         if self.settings.checkpoint is None or not keepers:
             return None
         # Its import takes longer than that of torch.
         from pipemorph_trainer.state.checkpoint import Checkpoints
-        from pipemorph_trainer.state.extra import Extra
 
         aliases = self.tied.aliases if self.tied is not None else {}
-        extra = Extra(state or {}, self.coordinate, self.device)
         return Checkpoints(
             self.settings.checkpoint,
             self.world,
             keepers,
             self.optimizer,
             aliases=aliases,
-            extra=extra,
+            extra=self.extra,
         )
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
@@ -252,12 +271,22 @@ class Parts:
         self.plans.reserve(self.plans.in_force)
         self.reporter.publish(message=f"{self.coordinate}: {end}: the direct route broke: {why}")
 
-    def resume(self) -> int:
-        """Load the newest checkpoint, if requested. Returns the iteration to continue with."""
+    def resume(self) -> Resumed:
+        """Go on with the state that an earlier generation has kept, or else with the newest
+        checkpoint, if requested."""
+        why = ""
+        if self.keeper is not None and self._generation > 0:
+            found = self.keeper.resume()
+            if isinstance(found, Resumed):
+                return found
+            why = found
+        elif self.keeper is not None:
+            self.keeper.clear()
         asked = self.settings.checkpoint
-        if self.checkpoints is None or asked is None or not asked.resume:
-            return 0
-        return self.checkpoints.resume()
+        iteration = 0
+        if self.checkpoints is not None and asked is not None and asked.resume:
+            iteration = self.checkpoints.resume()
+        return Resumed(iteration, "checkpoint" if iteration else "beginning", why)
 
     def leave_traces(self, iterations: int) -> None:
         """Write the rest of the traces. ``iterations``: number of finished ones. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +37,13 @@ from pipemorph_trainer.settings import (
 )
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
+from pipemorph_trainer.state.kept.keeper import Resumed, leave_word
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
     from pipemorph_trainer.state.scaler import GradScaler
+
+log = logging.getLogger("pipemorph.trainer")
 
 T = TypeVar("T")
 SWITCH_SECONDS = 1e-3
@@ -172,13 +176,18 @@ class Pipeline:
         optimizer stepped without that."""
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
-        self.start_iteration = self._parts.resume()
+        resumed = self._parts.resume()
+        self.start_iteration = resumed.iteration
         self.iteration = self._over = self._saved = self.start_iteration
+        if resumed.rung in ("kept", "replica") and self.start_iteration > 0:
+            # If a checkpoint of this iteration is due, it may not have been finished.
+            self._saved -= 1
+        self._mark()
+        if resumed.rung not in ("kept", "replica"):
+            self._keep()
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
-        resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
-        tell = self.start_iteration > 0 and self.coordinate.rank == 0
-        self._parts.reporter.publish(message=resumed if tell else None)
+        self._parts.reporter.publish(message=self._told(resumed))
 
     # --- public methods -----------------------------------------------------------------
 
@@ -237,11 +246,13 @@ class Pipeline:
             )
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._failing():
+            self._keep()
             self._end_iteration(monotonic())
             self._save_if_due()
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
             self._synchronized = self._parts.iterations.synchronizes
+            self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
     @overload
@@ -283,6 +294,7 @@ class Pipeline:
                 self._parts.iterations.evaluate, given, return_outputs,
                 needs_target=not return_outputs,
             )  # fmt: skip
+            self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -473,6 +485,7 @@ class Pipeline:
         if self._closed or self._forked():
             return
         with self._failing():
+            self._keep()
             self._end_iteration(self._last_activity)
             self._settle()
             self._save_if_due()
@@ -577,14 +590,48 @@ class Pipeline:
         stages = parts.stages.values()
         return False if all(own.emulated or own.module is not None for own in stages) else None
 
+    def _mark(self) -> None:
+        """Say that the batch of the next iteration has not been drawn yet."""
+        if self._parts.keeper is not None:
+            self._parts.keeper.mark()
+        elif self._due(self.iteration, after=self._saved):
+            self._parts.extra.mark()
+        else:
+            self._parts.extra.unmark()
+
+    def _keep(self) -> None:
+        """Copy the state before the next iteration. Before anybody is told that the last one is
+        over, so that no iteration that has been reported is repeated."""
+        if self._parts.keeper is not None:
+            self._parts.keeper.begin(
+                self.iteration,
+                synchronized=self._synchronized,
+                pending=self._parts.steps.pending,
+            )
+
+    def _told(self, resumed: Resumed) -> str | None:
+        """Tell where the state comes from. Returns the message of rank 0."""
+        context = self.context
+        if self.coordinate.rank != 0 or (resumed.iteration == 0 and context.generation == 0):
+            return None
+        if context.kept_dir is not None and context.generation > 0:
+            log.info("%s", resumed)
+            leave_word(context.kept_dir, context.generation, resumed)
+        return str(resumed)
+
     def _save_if_due(self) -> None:
         """Save a checkpoint if one is due. Right before the next step, so after the optimizer's
         step."""
-        parts, asked = self._parts, self._parts.settings.checkpoint
-        if parts.checkpoints is None or asked is None or not self._synchronized:
+        parts = self._parts
+        if parts.checkpoints is None or not self._synchronized:
             return
-        if self.iteration // asked.every > self._saved // asked.every:
+        if self._due(self.iteration, after=self._saved):
             self._save(parts.checkpoints)
+
+    def _due(self, iteration: int, *, after: int) -> bool:
+        """Whether a checkpoint is due before an iteration, with that of ``after`` saved."""
+        asked = self._parts.settings.checkpoint
+        return asked is not None and iteration // asked.every > after // asked.every
 
     def _save(self, checkpoints: Checkpoints) -> Path:
         parts = self._parts

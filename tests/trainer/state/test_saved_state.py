@@ -71,10 +71,17 @@ def train(
     return pipe.start_iteration, losses
 
 
-@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["now", "async"])
-def test_random_state_and_objects_of_the_user_go_on(options: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "until"),
+    [({}, 4), ({}, 5), ({"asynchronous": True}, 5)],
+    ids=["end", "now", "async"],
+)
+def test_random_state_and_objects_of_the_user_go_on(
+    options: Any, until: int, tmp_path: Path
+) -> None:
+    """Saved at the end, or before a step whose batch was drawn already."""
     whole = run_ranks(2, train, str(tmp_path / "whole"), 7, options)
-    run_ranks(2, train, str(tmp_path / "cut"), 4, {**options, "keep": 1})
+    run_ranks(2, train, str(tmp_path / "cut"), until, {**options, "keep": 1})
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["iteration-00000004"]
     for (_, losses), (began, resumed) in zip(
         whole, run_ranks(2, train, str(tmp_path / "cut"), 7, options), strict=True

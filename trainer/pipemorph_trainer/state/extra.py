@@ -2,20 +2,27 @@
 
 Each rank saves its own. In a mesh of another shape, a rank that no rank was before gets the user's
 objects of the nearest one, and keeps its own random state.
+
+What is saved before an iteration has to be as it was before the iteration's batch was drawn, which
+is before :meth:`Pipeline.step`. So random state, and objects that batches are drawn from, are taken
+at the end of the iteration before (:meth:`Extra.mark`). Others, such as learning-rate schedulers,
+change after it, and are taken when they are saved.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch import Tensor, nn
 
 from pipemorph.api.mesh import COLUMN, DATA, DIMENSIONS, Coordinate
 from pipemorph.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 _RANDOM = "pipemorph.random"
 _STATE = "pipemorph.state"
@@ -37,17 +44,50 @@ class Extra:
                     "state_dict and load_state_dict"
                 )
         self._state, self._coordinate, self._device = state, coordinate, device
+        self._sources = {name for name, value in state.items() if _is_source(value)}
+        """Names of objects that batches are drawn from."""
+        self._marked: dict[str, bytes] = {}
+        self._marked_random: dict[str, Tensor] | None = None
+
+    def mark(self) -> None:
+        """Take what drawing the next batch changes, before it is drawn."""
+        self._marked_random = self._random()
+        self._marked = {name: _packed(self._state[name].state_dict()) for name in self._sources}
+
+    def unmark(self) -> None:
+        """Forget what :meth:`mark` has taken: another iteration runs."""
+        self._marked, self._marked_random = {}, None
+
+    def _random(self) -> dict[str, Tensor]:
+        random = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            random["device"] = torch.cuda.get_rng_state(self._device)
+        return random
+
+    def pack_objects(self) -> dict[str, bytes]:
+        """The state of the user's objects, by their names."""
+        return {
+            name: self._marked.get(name) or _packed(value.state_dict())
+            for name, value in self._state.items()
+        }
+
+    def unpack_objects(self, packed: Mapping[str, bytes]) -> None:
+        """Give the state to the user's objects. Names that were not packed keep what they have."""
+        for name, value in self._state.items():
+            if name in packed:
+                value.load_state_dict(_unpacked(packed[name]))
 
     def pack(self) -> dict[str, Tensor]:
         """The state as bytes, by key in a checkpoint."""
         mine = self._coordinate
-        random = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            random["device"] = torch.cuda.get_rng_state(self._device)
+        random = self._marked_random or self._random()
         packed = {_key(_RANDOM, mine): _packed((dict(mine.mesh.sizes), random))}
-        for name, value in self._state.items():
-            packed[_key(f"{_STATE}.{name}", mine)] = _packed(value.state_dict())
-        return packed
+        for name, content in self.pack_objects().items():
+            packed[_key(f"{_STATE}.{name}", mine)] = content
+        return {
+            key: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for key, content in packed.items()
+        }
 
     def chosen(
         self, saved: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -57,6 +97,9 @@ class Extra:
         wanted = {_RANDOM: _key(_RANDOM, self._coordinate)}
         for name in self._state:
             wanted[name] = self._nearest(f"{_STATE}.{name}", saved)
+        # Its import takes longer than that of torch.
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         found = {}
         for key in wanted.values():
             entry = saved.get(key)
@@ -84,11 +127,11 @@ class Extra:
         for name, value in self._state.items():
             key = self._nearest(f"{_STATE}.{name}", packed)
             if key in packed:
-                value.load_state_dict(_unpacked(packed[key]))
+                value.load_state_dict(_unpacked(packed[key].numpy().tobytes()))
         key = _key(_RANDOM, mine)
         if key not in packed:
             return
-        shape, random = _unpacked(packed[key])
+        shape, random = _unpacked(packed[key].numpy().tobytes())
         if shape != mine.mesh.sizes:
             return
         torch.set_rng_state(random["cpu"])
@@ -100,12 +143,19 @@ def _key(kind: str, place: Coordinate) -> str:
     return ".".join([kind, *(f"{name}{place.along(name)}" for name in DIMENSIONS)])
 
 
-def _packed(value: Any) -> Tensor:
+def _is_source(value: Any) -> bool:
+    """Whether batches are drawn from an object: a loader, a sampler or an iterator."""
+    if isinstance(value, (nn.Module, Mapping)):
+        return False
+    return hasattr(value, "__iter__") or hasattr(value, "__next__")
+
+
+def _packed(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return buffer.getvalue()
 
 
-def _unpacked(value: Tensor) -> Any:
+def _unpacked(content: bytes) -> Any:
     # As torch's checkpoints do with what is no tensor: a state may have objects of any type.
-    return torch.load(io.BytesIO(value.numpy().tobytes()), map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)

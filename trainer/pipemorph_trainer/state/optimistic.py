@@ -61,12 +61,12 @@ class Undo:
             self._copies = [torch.empty_like(each) for each in self._tensors]
         if self._tensors:
             torch._foreach_copy_(self._copies, self._tensors)
-        self._before = self._after = _hyperparameters(optimizer)
+        self._before = self._after = hyperparameters(optimizer)
 
     def stepped(self) -> None:
         """Say that the step was taken: a later change of a group, such as by a learning-rate
         scheduler, is another's."""
-        self._after = _hyperparameters(self._optimizer)
+        self._after = hyperparameters(self._optimizer)
 
     @torch.no_grad()
     def undo(self) -> Callable[[], None]:
@@ -79,17 +79,17 @@ class Undo:
         state.update(tree_unflatten(self._leaves, self._form))
         later = [
             {name: value for name, value in now.items() if not _same(value, after.get(name))}
-            for now, after in zip(_hyperparameters(self._optimizer), self._after, strict=True)
+            for now, after in zip(hyperparameters(self._optimizer), self._after, strict=True)
         ]
-        _assign(self._optimizer, self._before)
-        return lambda: _assign(self._optimizer, later)
+        assign_hyperparameters(self._optimizer, self._before)
+        return lambda: assign_hyperparameters(self._optimizer, later)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -106,7 +106,7 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-def _assign(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
+def assign_hyperparameters(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
     for group, mine in zip(optimizer.param_groups, values, strict=True):
         for name, value in mine.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
@@ -158,6 +158,10 @@ class OptimisticSteps:
         self._snapshots: list[Snapshot] = []
         self.norm: Tensor | None = None
         """The newest norm that is known."""
+        self.on_stood: Callable[[], None] = lambda: None
+        """Called when a step that did not wait turns out to stand."""
+        self.on_taken_again: Callable[[], None] = lambda: None
+        """Called after a step was taken again."""
 
     @property
     def pending(self) -> bool:
@@ -220,6 +224,7 @@ class OptimisticSteps:
         # Not so if it is NaN.
         self._within = bool(factor == 1.0) and not overflows
         if step.early and self._within:
+            self.on_stood()
             return
         later = None
         if step.early:
@@ -236,6 +241,8 @@ class OptimisticSteps:
         self._take(step, overflows=overflows)
         if later is not None:
             later()
+        if step.early:
+            self.on_taken_again()
 
     def begin(self) -> None:
         """Begin an iteration, or begin it again."""

@@ -31,7 +31,7 @@ class Snapshot:
         )
         self._grads = [(parameter, parameter.grad) for parameter in stage.parameters()]
         tensors = [*stage.parameters(), *stage.buffers()]
-        self._random = _random_state({t.device for t in tensors if t.is_cuda})
+        self._random = random_state({t.device for t in tensors if t.is_cuda})
 
     def rewind(self) -> None:
         """Restore everything, but without gradients."""
@@ -46,7 +46,7 @@ class Snapshot:
                 module._buffers[name] = buffer
         for parameter, _ in self._grads:
             parameter.grad = None
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     def restore(self) -> None:
         """Restore everything, including gradients."""
@@ -89,7 +89,7 @@ class Rerun:
         """Context for the first time. Gives what :meth:`second` needs."""
         before = [_mark(module, name) for module, name in self._buffers]
         known = self._buffers if self._changing is None else self._changing
-        begun = Begun(_random_state(self._devices), _copies(known))
+        begun = Begun(random_state(self._devices), _copies(known))
         yield begun
         changed = [
             place
@@ -108,8 +108,8 @@ class Rerun:
     @contextmanager
     def second(self, begun: Begun) -> Iterator[None]:
         """Context for the second time."""
-        state, buffers = _random_state(self._devices), _copies(self._changing or ())
-        _set_random_state(begun.random)
+        state, buffers = random_state(self._devices), _copies(self._changing or ())
+        set_random_state(begun.random)
         # Other tensors in their place, since the graph may keep what a forward has written to.
         values = {each[:2]: each[3] for each in (*buffers, *begun.buffers)}
         for (module, name), value in values.items():
@@ -117,7 +117,7 @@ class Rerun:
         try:
             yield
         finally:
-            _set_random_state(state)
+            set_random_state(state)
             for module, name, buffer, _ in buffers:
                 module._buffers[name] = buffer
 
@@ -145,7 +145,7 @@ def _mark(module: nn.Module, name: str) -> tuple[int, int] | None:
     return None if buffer is None else (id(buffer), version(buffer))
 
 
-def _random_state(devices: set[torch.device]) -> dict[str, Any]:
+def random_state(devices: set[torch.device]) -> dict[str, Any]:
     """Random state, on these devices only: a query creates a context on a device."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if devices:
@@ -156,7 +156,7 @@ def _random_state(devices: set[torch.device]) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     for device, found in state.get("cuda", {}).items():

@@ -1,0 +1,379 @@
+"""Ranks that come after a failure go on from what the ranks before them kept, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gate import same_bits
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from pipemorph.api.spec import Checkpoint
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.topology.mesh import join_process_group
+from pipemorph_trainer.topology.placement import local
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+WIDTH, N, UNTIL = 8, 4, 10
+
+
+class Stage(nn.Module):
+    """A stage with what changes beside parameters: a BatchNorm's statistics, and masks of dropout
+    that depend on the random state of torch, Python and NumPy."""
+
+    def __init__(self, index: int, drawn: float) -> None:
+        super().__init__()
+        self.drawn = drawn
+        torch.manual_seed(100 + index)
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at("forward")
+        hidden = nn.functional.dropout(torch.tanh(self.norm(self.up(x))), self.drawn)
+        noise = self.drawn * (random.random() + np.random.rand())
+        out: Tensor = x + self.down(hidden) * (1 + noise)
+        if out.requires_grad:
+            out.register_hook(lambda _: at("backward"))
+        return out
+
+
+class Loader:
+    """Batches that depend on all batches before."""
+
+    def __init__(self) -> None:
+        self.seed = 1
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.seed = self.seed * 5 % 1009
+            yield torch.randn(2 * N, WIDTH, generator=torch.Generator().manual_seed(self.seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+
+
+MOMENTS = (
+    "drawn", "forward", "backward", "stepped", "clipped", "in the optimizer", "optimized", "copying"
+)  # fmt: skip
+killed: list[Any] = [None, 0]
+"""At which moment of which iteration this rank is killed; the iteration."""
+
+
+def at(moment: str) -> None:
+    if killed[0] == (moment, killed[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Halves(torch.optim.AdamW):
+    """Steps in two parts, between which a rank may be killed."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        whole = self.param_groups
+        for group in whole:
+            self.param_groups = [group]
+            super().step()
+            at("in the optimizer")
+        self.param_groups = whole
+
+
+@dataclass(frozen=True)
+class Case:
+    """``mesh``: its sizes by dimension. ``early``: steps do not wait for their gradient norm.
+    ``accumulate``: steps of an accumulation. ``drawn``: random numbers are drawn."""
+
+    mesh: dict[str, int] = field(default_factory=lambda: {"pp": 2, "dp_replicate": 2})
+    per_rank: int = 1
+    early: bool = False
+    accumulate: int = 1
+    bounds: tuple[float, ...] = (1.0,) * UNTIL
+    drawn: bool = True
+
+    @property
+    def ranks(self) -> int:
+        found = 1
+        for size in self.mesh.values():
+            found *= size
+        return found
+
+
+def train(
+    context: TrainerContext,
+    case: Case,
+    kill: dict[int, tuple[str, int]],
+    checkpoints: str | None = None,
+) -> dict[str, Any]:
+    """Train; ``kill``: the moment and iteration at which a rank is killed."""
+    killed[0] = kill.get(context.rank)
+    join_process_group(context, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
+
+    def build(part: Any) -> nn.Module:
+        module = Stage(part.stage, 0.2 if case.drawn else 0.0)
+        if "dp_shard" in case.mesh:
+            names = tuple(n for n in ("dp_replicate", "dp_shard") if n in case.mesh)
+            fully_shard(module, mesh=mesh[names])
+        return module
+
+    write = Copy.write
+
+    def in_halves(self: Copy, values: Any) -> None:
+        write(self, dict(list(values.items())[: len(values) // 2]))
+        at("copying")
+        write(self, values)
+
+    Copy.write = in_halves  # type: ignore[method-assign]
+
+    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(module.parameters())
+        groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+        made["optimizer"] = Halves(groups, lr=0.05)
+        made["scheduler"] = torch.optim.lr_scheduler.StepLR(made["optimizer"], 1, gamma=0.8)
+        return made["optimizer"]
+
+    class Scheduler:
+        """The scheduler, which the builder has not made yet."""
+
+        def state_dict(self) -> Any:
+            return made["scheduler"].state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            made["scheduler"].load_state_dict(state)
+
+    made: dict[str, Any] = {}
+    loader, losses = Loader(), []
+    torch.manual_seed(context.rank)
+    random.seed(context.rank)
+    np.random.seed(context.rank)
+    checkpoint = None
+    if checkpoints is not None:
+        checkpoint = Checkpoint(directory=checkpoints, every=2, keep=9)
+    with Pipeline(
+        build, context=context, mesh=mesh, stages_per_rank=case.per_rank, microbatches=N,
+        loss_fn=nn.functional.mse_loss, optimizer=optimizer_of, checkpoint=checkpoint,
+        state={"scheduler": Scheduler(), "data": loader}, deadline_seconds=60,
+    ) as pipe:  # fmt: skip
+        batches = iter(loader)
+        for iteration in range(pipe.start_iteration, UNTIL):
+            x = next(batches) + case.drawn * torch.rand(2 * N, WIDTH)
+            killed[1] = iteration
+            at("drawn")
+            last = (iteration + 1) % case.accumulate == 0
+            if last:
+                losses.append(float(pipe.step(x, target=x.flip(1))))
+            else:
+                with pipe.no_sync():
+                    losses.append(float(pipe.step(x, target=x.flip(1))))
+            at("stepped")
+            if not last:
+                continue
+            if case.early:
+                pipe.clip_and_step(made["optimizer"], case.bounds[iteration])
+            else:
+                pipe.clip_grad_norm_(case.bounds[iteration])
+                at("clipped")
+                made["optimizer"].step()
+                made["optimizer"].zero_grad()
+            at("optimized")
+            made["scheduler"].step()
+            killed[1] += 1
+        killed[1] = -1
+    state = {
+        f"{stage}.{name}": local(value).clone()
+        for stage, module in pipe.modules.items()
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    return {"start": pipe.start_iteration, "losses": losses, "state": state}
+
+
+def same(mine: dict[str, Any], whole: dict[str, Any]) -> None:
+    """A rank's losses and state are those of an undisturbed run."""
+    assert mine["losses"] == whole["losses"][mine["start"] :]
+    assert list(mine["state"]) == list(whole["state"])
+    for name, value in mine["state"].items():
+        same_bits(value, whole["state"][name], name)
+
+
+Kill = tuple[int, str, int]
+"""Rank, moment and iteration."""
+
+
+def survive(
+    case: Case,
+    kills: list[Kill],
+    folder: Path,
+    checkpoints: str | None = None,
+    lose: Callable[[int, Path], None] = lambda generation, folder: None,
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Run generations, in each of which a rank is killed, and a last one. ``lose`` is called after
+    each with the folder. Returns what the ranks of the last one return, and what every generation
+    after the first has gone on with."""
+    folder.mkdir()
+    for generation, (rank, moment, iteration) in enumerate(kills):
+        context = {"kept_dir": folder, "generation": generation}
+        ended = Ranks(
+            case.ranks, train, case, {rank: (moment, iteration)}, checkpoints, context=context
+        ).wait()
+        assert ended[rank].exitcode == -signal.SIGKILL, (kills[generation], ended[rank])
+        lose(generation, folder)
+    context = {"kept_dir": folder, "generation": len(kills)}
+    found = run_ranks(case.ranks, train, case, {}, checkpoints, context=context)
+    words = [
+        json.loads((folder / f"resumed.generation-{generation + 1}").read_text())
+        for generation in range(len(kills))
+    ]
+    return found, words
+
+
+def lose(*ranks: int) -> Callable[[int, Path], None]:
+    """Removes what these ranks have kept, as the end of their machine does."""
+
+    def files(_: int, folder: Path) -> None:
+        for rank in ranks:
+            for path in folder.glob(f"rank-{rank}.*"):
+                path.unlink()
+
+    return files
+
+
+def compare(found: list[Any], whole: list[Any], started: int) -> None:
+    for mine, undisturbed in zip(found, whole, strict=True):
+        assert mine["start"] == started
+        same(mine, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(("backward", "in the optimizer", "copying"), id="some"),
+        pytest.param(MOMENTS, marks=pytest.mark.soak, id="all"),
+    ],
+)
+def test_a_rank_is_killed_at_any_moment(moments: Sequence[str], tmp_path: Path) -> None:
+    """One moment in each generation, on another rank. All go on with the newest iteration that all
+    have begun, and no rank has ended."""
+    case = Case()
+    whole = run_ranks(case.ranks, train, case, {})
+    kills = [(number % 4, moment, number) for number, moment in enumerate(moments)]
+    found, words = survive(case, kills, tmp_path / "kept")
+    for (rank, moment, iteration), word in zip(kills, words, strict=True):
+        assert word["rung"] == "kept"
+        # Killed before it had begun the iteration, or in it.
+        begun = iteration - (moment in ("drawn", "copying"))
+        assert word["iteration"] == max(0, begun), (rank, moment, word)
+    compare(found, whole, words[-1]["iteration"])
+
+
+NEVER, ALWAYS = 1e9, 1e-2
+
+
+@pytest.mark.parametrize(
+    ("case", "kills"),
+    [
+        pytest.param(
+            Case(early=True, bounds=(NEVER, NEVER, ALWAYS, ALWAYS, NEVER, NEVER) + (ALWAYS,) * 4),
+            [(0, "optimized", 1), (3, "forward", 2), (1, "backward", 3), (2, "forward", 6)],
+            id="early",
+        ),
+        pytest.param(
+            Case(accumulate=3), [(3, "stepped", 4), (0, "backward", 5), (2, "drawn", 6)],
+            id="accumulation",
+        ),
+        pytest.param(
+            Case({"pp": 2}, per_rank=2), [(1, "backward", 2), (0, "optimized", 4)],
+            id="several stages",
+        ),
+        pytest.param(
+            Case({"pp": 2, "dp_shard": 2}), [(1, "backward", 2), (2, "in the optimizer", 4)],
+            id="sharded",
+        ),
+    ],
+)  # fmt: skip
+def test_kinds_of_jobs(case: Case, kills: list[Kill], tmp_path: Path) -> None:
+    whole = run_ranks(case.ranks, train, case, {})
+    found, words = survive(case, kills, tmp_path / "kept")
+    assert [word["rung"] for word in words] == ["kept"] * len(kills)
+    for (_, _, iteration), word in zip(kills, words, strict=True):
+        assert word["iteration"] in (iteration - 1, iteration), words
+    compare(found, whole, words[-1]["iteration"])
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_a_rank_without_memory_takes_that_of_its_replica(
+    mesh: dict[str, int], tmp_path: Path
+) -> None:
+    case = Case(mesh if "pp" in mesh else {"pp": 1, **mesh}, drawn=False)
+    whole = run_ranks(case.ranks, train, case, {})
+    found, (word,) = survive(case, [(1, "backward", 3)], tmp_path / "kept", lose=lose(0, 3))
+    assert (word["rung"], word["iteration"]) == ("replica", 3)
+    assert "of rank 0, 3 nothing was left" in word["why"]
+    compare(found, whole, 3)
+
+
+def test_a_lost_shard_without_a_replica_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    # The random state of Python and NumPy is not in checkpoints.
+    case, folder = Case({"pp": 2, "dp_shard": 2}, drawn=False), str(tmp_path / "checkpoints")
+    whole = run_ranks(case.ranks, train, case, {})
+    found, words = survive(
+        case, [(1, "backward", 5), (0, "drawn", 5)], tmp_path / "kept", folder,
+        lose=lambda generation, kept: lose(2)(generation, kept) if generation == 0 else None,
+    )  # fmt: skip
+    assert [(word["rung"], word["iteration"]) for word in words] == [("checkpoint", 4), ("kept", 4)]
+    assert words[0]["why"] == "nobody has the state of rank 2 before iteration 5"
+    compare(found, whole, 4)
+
+
+def emulate(context: TrainerContext, kill: dict[int, tuple[str, int]]) -> tuple[int, list[float]]:
+    killed[0], losses = kill.get(context.rank), []
+    stage = EmulatedStage(1e-3, 1e-3, 1e-3, message_bytes=64)
+    with Pipeline(stage, context=context, microbatches=N, stages=2) as pipe:
+        for iteration in range(pipe.start_iteration, UNTIL):
+            killed[1] = iteration
+            losses.append(float(pipe.step()))
+            at("stepped")
+    return pipe.start_iteration, losses
+
+
+def test_emulated_stages_are_kept_too(tmp_path: Path) -> None:
+    whole = run_ranks(4, emulate, {})
+    Ranks(4, emulate, {2: ("stepped", 3)}, context={"kept_dir": tmp_path}).wait()
+    again = {"kept_dir": tmp_path, "generation": 1}
+    for (start, mine), (_, undisturbed) in zip(
+        run_ranks(4, emulate, {}, context=again), whole, strict=True
+    ):
+        assert start == 3 and mine == undisturbed[3:]
+
+
+def refused(context: TrainerContext) -> str:
+    module = nn.Linear(WIDTH, WIDTH)
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N
+    ) as pipe:  # fmt: skip
+        x = torch.ones(N, WIDTH)
+        pipe.step(x, target=x)
+    assert context.kept_dir is not None
+    assert not list(context.kept_dir.glob("rank-*.[ab]"))
+    return ""
+
+
+def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    (result,) = Ranks(1, refused, context={"kept_dir": tmp_path}).wait()
+    assert result.exitcode == 0, result.error
+    assert "keeps no state in memory: Pipeline was given no optimizer" in result.output

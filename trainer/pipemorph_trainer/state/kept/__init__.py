@@ -1,0 +1,1 @@
+"""A rank's state in shared memory, which outlives its process."""

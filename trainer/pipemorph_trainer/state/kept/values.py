@@ -1,0 +1,270 @@
+"""What a rank's state is made of: tensors by name, and the rest as one object.
+
+A value has the same name on every rank that holds the same part of the model, so that the state of
+one can be given to another.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph_trainer.executor.split.snapshot import random_state, set_random_state
+from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.state.kept.copies import Copy, Entry, Form
+from pipemorph_trainer.state.optimistic import assign_hyperparameters, hyperparameters
+from pipemorph_trainer.state.weights import comparable
+from pipemorph_trainer.topology.placement import is_dtensor, local
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.state.extra import Extra
+
+_STEPPED = ("parameter.", "loose.", "optimizer.")
+"""What the names of values begin with that an optimizer's step changes."""
+
+
+class Values:
+    """The state of one rank.
+
+    ``modules``: of its stages; ``emulated``: the runners of emulated ones. ``optimizer``: of all of
+    them. ``extra``: of the user.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        emulated: Mapping[int, EmulatedRunner],
+        optimizer: torch.optim.Optimizer | None,
+        extra: Extra,
+    ) -> None:
+        self._modules, self._emulated = modules, emulated
+        self.optimizer, self._extra = optimizer, extra
+        tensors = [t for m in modules.values() for t in (*m.parameters(), *m.buffers())]
+        self._devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._accumulates = False
+        """Whether there were gradients at the beginning of an iteration."""
+        self._entries: dict[str, Entry] = {}
+        self._random: dict[str, Any] = {}
+        self._rest: dict[str, Any] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether the ranks of other replicas hold the same: not those of emulated stages."""
+        return not self._emulated
+
+    def refusal(self) -> str:
+        """Why this state cannot be kept; empty if it can."""
+        if not self._modules and not self._emulated:
+            return "its stage belongs to another trainer"
+        trained = any(p.requires_grad for m in self._modules.values() for p in m.parameters())
+        if trained and self.optimizer is None:
+            return "Pipeline was given no optimizer"
+        for name, value in self._held():
+            if not comparable(local(value)):
+                return f"{name} is no plain tensor (sparse, quantized or a tensor subclass)"
+        return ""
+
+    def mark(self) -> None:
+        """Take the random state, and the state of what batches are drawn from: the next iteration's
+        batch has not been drawn yet."""
+        self.mark_random()
+        self._extra.mark()
+
+    def mark_random(self) -> None:
+        """Take the random state."""
+        self._random = random_state(self._devices)
+
+    def take(self) -> tuple[Form, dict[str, Tensor], bytes]:
+        """The state before an iteration: its form, its tensors (not copied), and the rest."""
+        form: list[Entry] = []
+        values: dict[str, Tensor] = {}
+        for name, value in self._held():
+            self._add(name, value, form, values)
+        gradients = self._gradients(form, values)
+        self._rest = {
+            "random": self._random,
+            "modules": self._extra_states(),
+            "emulated": {stage: each.state() for stage, each in self._emulated.items()},
+            "gradients": gradients,
+            "optimizer": type(self.optimizer).__name__,
+            **self._stepped(),
+        }
+        return tuple(form), values, pickle.dumps(self._rest)
+
+    def take_step(self) -> tuple[dict[str, Tensor], bytes]:
+        """What a step of the optimizer has changed since :meth:`take`, and the rest anew."""
+        changed = {n: local(v) for n, v in self._held() if n.startswith(_STEPPED)}
+        self._rest |= self._stepped()
+        return changed, pickle.dumps(self._rest)
+
+    def _stepped(self) -> dict[str, Any]:
+        """What is no tensor and changes with the optimizer's step, or at a time near it."""
+        optimizer = self.optimizer
+        other: dict[int, dict[str, Any]] = {}
+        for index, _, key, value in self._of_optimizer():
+            if not isinstance(value, Tensor):
+                other.setdefault(index, {})[key] = value
+        return {
+            "groups": hyperparameters(optimizer) if optimizer is not None else [],
+            "other": other,
+            "objects": self._extra.pack_objects(),
+        }
+
+    def _add(
+        self, name: str, value: Tensor, form: list[Entry], values: dict[str, Tensor]
+    ) -> None:
+        part = local(value)
+        entry = self._entries.get(name)
+        if entry is None or (entry.shape, entry.torch_dtype) != (part.shape, part.dtype):
+            entry = self._entries[name] = _entry(name, value)
+        form.append(entry)
+        values[name] = part
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        known = set()
+        for stage, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                known.add(id(parameter))
+                yield f"parameter.{stage}.{name}", parameter
+            for name, buffer in module.named_buffers():
+                yield f"buffer.{stage}.{name}", buffer
+        for index, each in enumerate(self._of_groups()):
+            if id(each) not in known:
+                yield f"loose.{index}", each
+        for index, of, key, value in self._of_optimizer():
+            if isinstance(value, Tensor):
+                if is_dtensor(value) and value.shape != of.shape:
+                    raise ValueError(
+                        f"the optimizer's {key} is distributed otherwise than its parameter"
+                    )
+                yield f"optimizer.{index}.{key}", value
+
+    def _of_groups(self) -> list[Tensor]:
+        if self.optimizer is None:
+            return []
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _of_optimizer(self) -> Iterator[tuple[int, Tensor, str, Any]]:
+        """The optimizer's state: number of the parameter, the parameter, key and value."""
+        for index, parameter in enumerate(self._of_groups()):
+            assert self.optimizer is not None
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield index, parameter, key, value
+
+    def _gradients(self, form: list[Entry], values: dict[str, Tensor]) -> dict[str, str]:
+        """Add gradients under accumulation. Returns which parameters have one: ``zero`` or
+        ``value``."""
+        found: dict[str, str] = {}
+        parameters: list[tuple[str, Tensor]] = [
+            (f"gradient.{stage}.{name}", parameter)
+            for stage, module in self._modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        ]
+        for name, parameter in parameters:
+            if parameter.grad is not None:
+                some = bool(local(parameter.grad).count_nonzero())
+                found[name] = "value" if some else "zero"
+        self._accumulates = self._accumulates or "value" in found.values()
+        if not self._accumulates:
+            return found
+        # With room for all from now on, so that the form stays.
+        for name, parameter in parameters:
+            grad = parameter.grad
+            self._add(name, parameter if grad is None else grad, form, values)
+            if grad is None or found[name] == "zero":
+                del values[name]
+        return found
+
+    def _extra_states(self) -> dict[tuple[int, str], Any]:
+        """What modules save beside their tensors."""
+        return {
+            (stage, name): module.get_extra_state()
+            for stage, whole in self._modules.items()
+            for name, module in whole.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def misfit(self, form: Form, content: bytes) -> str:
+        """Why a copy does not fit this rank; empty if it does."""
+        mine = {n: _entry(n, v) for n, v in self._held() if not n.startswith("optimizer.")}
+        other = {e.name: e for e in form if not e.name.startswith(("optimizer.", "gradient."))}
+        if set(mine) != set(other):
+            (name, *_) = sorted(set(mine) ^ set(other))
+            return f"{name} is only in {'the model' if name in mine else 'the kept state'}"
+        for name, entry in mine.items():
+            kept = other[name]
+            if (entry.dtype, entry.shape) != (kept.dtype, kept.shape):
+                return (
+                    f"{name} is {entry.dtype}{list(entry.shape)}, and was"
+                    f" {kept.dtype}{list(kept.shape)}"
+                )
+        rest = pickle.loads(content)
+        kind, groups = type(self.optimizer).__name__, rest["groups"]
+        if rest["optimizer"] != kind:
+            return f"the optimizer is {kind}, and was {rest['optimizer']}"
+        now = len(self.optimizer.param_groups) if self.optimizer is not None else 0
+        if len(groups) != now:
+            return f"the optimizer has {now} groups of parameters, and had {len(groups)}"
+        return ""
+
+    @torch.no_grad()
+    def apply(self, copy: Copy, *, own: bool) -> None:
+        """Give the state of a copy, that fits, to the rank. ``own``: it is this rank's; another's
+        random state is not taken."""
+        rest = pickle.loads(copy.object)
+        for name, value in list(self._held()):
+            if not name.startswith("optimizer."):
+                local(value).copy_(copy.tensors[name])
+        for (stage, name), found in rest["modules"].items():
+            self._modules[stage].get_submodule(name).set_extra_state(found)
+        for stage, runner in self._emulated.items():
+            runner.restore(rest["emulated"][stage])
+        self._apply_optimizer(copy, rest)
+        for stage, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                key = f"gradient.{stage}.{name}"
+                kind = rest["gradients"].get(key)
+                parameter.grad = None if kind is None else torch.zeros_like(parameter)
+                if kind == "value":
+                    local(parameter.grad).copy_(copy.tensors[key])  # type: ignore[arg-type]
+        self._extra.unpack_objects(rest["objects"])
+        if own:
+            set_random_state(rest["random"])
+
+    def _apply_optimizer(self, copy: Copy, rest: Mapping[str, Any]) -> None:
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        parameters = self._of_groups()
+        optimizer.state.clear()
+        for entry in copy.form:
+            if entry.name.startswith("optimizer."):
+                number, key = entry.name.removeprefix("optimizer.").split(".", 1)
+                parameter = parameters[int(number)]
+                optimizer.state[parameter][key] = _made(entry, copy.tensors[entry.name], parameter)
+        for index, values in rest["other"].items():
+            optimizer.state[parameters[index]].update(values)
+        assign_hyperparameters(optimizer, rest["groups"])
+
+
+def _entry(name: str, value: Tensor) -> Entry:
+    part = local(value)
+    dtype = str(part.dtype).removeprefix("torch.")
+    on_device = part.device.type != "cpu"
+    return Entry(name, dtype, tuple(part.shape), is_dtensor(value), on_device)
+
+
+def _made(entry: Entry, value: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of an optimizer's state, like ``parameter`` if it was one of its shape."""
+    on_device = parameter.device.type != "cpu"
+    if entry.shape == tuple(local(parameter).shape) and entry.on_device == on_device:
+        like = parameter if entry.parted else local(parameter)
+        made = torch.zeros_like(like, dtype=entry.torch_dtype)
+        local(made).copy_(value)
+        return made
+    return value.to(parameter.device if entry.on_device else "cpu", copy=True)
