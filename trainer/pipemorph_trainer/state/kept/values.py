@@ -114,9 +114,7 @@ class Values:
             "objects": self._extra.pack_objects(),
         }
 
-    def _add(
-        self, name: str, value: Tensor, form: list[Entry], values: dict[str, Tensor]
-    ) -> None:
+    def _add(self, name: str, value: Tensor, form: list[Entry], values: dict[str, Tensor]) -> None:
         part = local(value)
         entry = self._entries.get(name)
         if entry is None or (entry.shape, entry.torch_dtype) != (part.shape, part.dtype):
