@@ -245,7 +245,10 @@ class Parts:
             self.optimizer,
             self.extra,
         )
-        keeper = Keeper(folder, values, self.world, self.placements, self.wait_for)
+        keeper = Keeper(
+            folder, values, self.world, self.placements, self.wait_for,
+            generation=self._generation,
+        )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -247,8 +248,8 @@ def lose(*ranks: int) -> Callable[[int, Path], None]:
 
     def files(_: int, folder: Path) -> None:
         for rank in ranks:
-            for path in folder.glob(f"rank-{rank}.*"):
-                path.unlink()
+            (path,) = folder.glob(f"rank-{rank}.generation-*")
+            shutil.rmtree(path)
 
     return files
 
@@ -369,7 +370,7 @@ def refused(context: TrainerContext) -> str:
         x = torch.ones(N, WIDTH)
         pipe.step(x, target=x)
     assert context.kept_dir is not None
-    assert not list(context.kept_dir.glob("rank-*.[ab]"))
+    assert not list(context.kept_dir.glob("rank-*/[ab]"))
     return ""
 
 

@@ -89,7 +89,7 @@ class Copy:
         size = _aligned(_aligned(4096 + len(encoded)) + object_room)
         size += sum(_aligned(entry.nbytes) for entry in form)
         path.unlink(missing_ok=True)
-        left = room(path.parent)
+        left = room(path)
         if size > left // 2:
             raise OSError(
                 errno.ENOSPC,
@@ -197,10 +197,10 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def room(folder: Path) -> int:
-    """Bytes that can still be written to a folder in memory: within its file system, the machine
-    and the control group, which would kill a process that takes more."""
-    found = os.statvfs(folder)
+def room(path: Path) -> int:
+    """Bytes that a file in memory can have: within its file system, the machine and the control
+    group, which would kill a process that takes more."""
+    found = os.statvfs(path.parent)
     left = [found.f_bavail * found.f_frsize]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ checkpoint, or nowhere."""
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
+_OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
 
 _numbers = itertools.count(1)
 """Of the pipelines of this process."""
@@ -79,7 +81,10 @@ class _Told(NamedTuple):
 
 
 class Keeper:
-    """The copies of this rank's state, in ``folder``. Main thread only."""
+    """The copies of this rank's state, in ``folder``. Main thread only.
+
+    They are in a subfolder ``rank-<RANK>.generation-<G>``, which every generation takes over.
+    """
 
     def __init__(
         self,
@@ -88,16 +93,17 @@ class Keeper:
         world: World,
         placements: Iterable[Placement],
         wait: CollectiveWait,
+        *,
+        generation: int,
     ) -> None:
         self._number = next(_numbers)
         self._values, self._world, self._wait = values, world, wait
-        self._folder, rank = folder, world.coordinate.rank
-        self._paths = [folder / f"rank-{rank}.{name}" for name in "ab"]
+        self._paths: list[Path] = []
         self._slots = _slots(world, placements, shared=values.shared)
         self._copies: list[Copy | None] = [None, None]
         self._newest = 0
         """Index of the copy that was written last."""
-        self._why = values.refusal() or self._lock(folder / f"rank-{rank}.lock")
+        self._why = values.refusal() or self._open(folder, generation)
         """Why this rank keeps nothing; empty if it does."""
         self._inside = False
         """Whether an iteration runs, in which a step may be taken again."""
@@ -107,17 +113,35 @@ class Keeper:
             # It may draw random numbers, such as for stochastic rounding.
             values.optimizer.register_step_post_hook(self._after_step)
 
-    def _lock(self, path: Path) -> str:
-        """Have the rank's files for this process alone, until it ends. Returns why it has not."""
+    def _open(self, folder: Path, generation: int) -> str:
+        """Take over this rank's subfolder, or make one. Returns why that is not possible."""
+        rank = self._world.coordinate.rank
+        mine = folder / f"rank-{rank}.generation-{generation}"
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            found = {
+                int(match[2]): path
+                for path in folder.iterdir()
+                if (match := _OWN.fullmatch(path.name)) and int(match[1]) == rank
+            }
+            path = found[max(found)] if found else mine
+            path.mkdir(mode=0o700, exist_ok=True)
+            why = self._lock(path / "lock")
+            if not why and path != mine:
+                path.rename(mine)
         except OSError as error:
-            return f"{path}: {error.strerror}"
+            return f"{folder}: {error.strerror}"
+        self._paths = [mine / "a", mine / "b"]
+        return why
+
+    def _lock(self, path: Path) -> str:
+        """Have a subfolder for this process alone, until it ends. Returns why it has not."""
+        # Stays open: a process that closes a file loses its locks on it.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 # Of the process, so that children which outlive it do not have it.
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 if time.monotonic() > deadline:
                     return f"a process of an earlier generation still has {path}"
@@ -268,7 +292,7 @@ class Keeper:
             self._copies[index] = copy
             offers.append(Offer(*mark["offer"]))
             size = max(size, path.stat().st_size)
-        return _Told(mesh, tuple(offers), size, room(self._folder), "")
+        return _Told(mesh, tuple(offers), size, room(self._paths[0]), "")
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
         found = choose([each.offers for each in told], self._slots)
