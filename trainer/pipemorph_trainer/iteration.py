@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import monotonic, time
 from typing import Any
 
@@ -155,6 +155,8 @@ class Iterations:
         self._deadline = deadline
         self._warm = first.emulated
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
+        self._left: list[IterationSample] = []
+        """What an earlier generation of ranks may not have reported."""
         self.synchronizes = True
         """Whether gradients are summed and averaged after an iteration."""
         self._evaluated = False
@@ -494,7 +496,27 @@ class Iterations:
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
         self._postponed = None
 
+    def adopt(self, samples: Iterable[IterationSample]) -> None:
+        """Report iterations that an earlier generation of ranks may not have reported, after the
+        first of this one: what is reported first tells what it went on with."""
+        self._left = list(samples)
+
+    def unreported(self) -> list[IterationSample]:
+        """The iterations that may not be reported if rank 0 ends now."""
+        return [*self._left, *self.rounds.unreported(monotonic())]
+
+    def finish_reports(self) -> None:
+        """Report all iterations. Waits for their ranks."""
+        self.rounds.finish_all()
+        self._report_left()
+
+    def _report_left(self) -> None:
+        left, self._left = self._left, []
+        for sample in left:
+            self._reporter.publish(finished=sample)
+
     def _report(self, sample: IterationSample) -> None:
         """On rank 0, publish an iteration after the times of all ranks have arrived."""
         if self._coordinate.rank == 0:
             self._reporter.publish(finished=sample)
+            self._report_left()

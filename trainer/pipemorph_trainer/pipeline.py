@@ -178,6 +178,7 @@ class Pipeline:
         self._switch_interval = sys.getswitchinterval()
         resumed = self._parts.resume()
         self.start_iteration = resumed.iteration
+        self._parts.iterations.adopt(resumed.unreported)
         self.iteration = self._over = self._saved = self.start_iteration
         if resumed.rung in ("kept", "replica") and self.start_iteration > 0:
             # If a checkpoint of this iteration is due, it may not have been finished.
@@ -490,7 +491,7 @@ class Pipeline:
             self._settle()
             self._save_if_due()
             self._finish_writing()
-            self._parts.iterations.rounds.finish_all()
+            self._parts.iterations.finish_reports()
         self._closed = True
         wanted = self.context.job.spec.trainer.iterations if self.context.job is not None else 0
         early = ""
@@ -603,8 +604,10 @@ class Pipeline:
         """Copy the state before the next iteration. Before anybody is told that the last one is
         over, so that no iteration that has been reported is repeated."""
         if self._parts.keeper is not None:
+            tells = self.coordinate.rank == 0
             self._parts.keeper.begin(
                 self.iteration,
+                self._parts.iterations.unreported() if tells else (),
                 synchronized=self._synchronized,
                 pending=self._parts.steps.pending,
             )

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pipemorph.api.spec import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
@@ -93,6 +94,19 @@ class Halves(torch.optim.AdamW):
             super().step()
             at("in the optimizer")
         self.param_groups = whole
+
+
+class Reports(NoControl):
+    """Writes the finished iterations that rank 0 publishes to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        finished = telemetry.finished_iteration
+        if finished is not None:
+            with self._path.open("a") as out:
+                out.write(f"{finished.index} {finished.loss}\n")
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,7 @@ def train(
         build, context=context, mesh=mesh, stages_per_rank=case.per_rank, microbatches=N,
         loss_fn=nn.functional.mse_loss, optimizer=optimizer_of, checkpoint=checkpoint,
         state={"scheduler": Scheduler(), "data": loader}, deadline_seconds=60,
+        control=Reports(context.kept_dir / "reports") if context.kept_dir is not None else None,
     ) as pipe:  # fmt: skip
         batches = iter(loader)
         for iteration in range(pipe.start_iteration, UNTIL):
@@ -280,6 +295,10 @@ def test_a_rank_is_killed_at_any_moment(moments: Sequence[str], tmp_path: Path) 
         begun = iteration - (moment in ("drawn", "copying"))
         assert word["iteration"] == max(0, begun), (rank, moment, word)
     compare(found, whole, words[-1]["iteration"])
+    lines = [line.split() for line in (tmp_path / "kept/reports").read_text().splitlines()]
+    assert {int(index) for index, _ in lines} == set(range(UNTIL))
+    for index, loss in lines:
+        assert float(torch.tensor(float(loss))) == whole[0]["losses"][int(index)]
 
 
 NEVER, ALWAYS = 1e9, 1e-2

@@ -171,6 +171,15 @@ class Rounds:
                 return
             self._finish(iteration)
 
+    def unreported(self, at: float) -> list[IterationSample]:
+        """The iterations that have not been reported, as this rank knows them, without the others;
+        those that have not ended, as if they did at the time ``at``."""
+        return [
+            _sample(iteration, found, found.mine, found.ended or at)
+            for iteration, found in self._open.items()
+            if found.mine is not None
+        ]
+
     def finish_all(self) -> None:
         """Wait until all ranks of the column have finished, and on the first stage all columns; and
         report what is left."""
@@ -184,17 +193,19 @@ class Rounds:
         if found.last is None:
             return
         summary = found.last.wait(self._wait_for, _what(iteration))
-        seconds = max(0.0, found.ended - found.began)
-        self._report(
-            IterationSample(
-                index=iteration,
-                seconds=seconds,
-                loss=found.loss,
-                plan_version=summary.version,
-                bubble_fraction=summary.bubble_fraction(seconds),
-                barrier=found.barrier,
-            )
-        )
+        self._report(_sample(iteration, found, summary, found.ended))
+
+
+def _sample(iteration: int, found: _Round, summary: Summary, ended: float) -> IterationSample:
+    seconds = max(0.0, ended - found.began)
+    return IterationSample(
+        index=iteration,
+        seconds=seconds,
+        loss=found.loss,
+        plan_version=summary.version,
+        bubble_fraction=summary.bubble_fraction(seconds),
+        barrier=found.barrier,
+    )
 
 
 def _what(iteration: int) -> str:

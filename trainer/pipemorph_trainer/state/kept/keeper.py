@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from pipemorph.api.mesh import DATA, DIMENSIONS
+from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.gradients import levelled_over
@@ -59,6 +60,8 @@ class Resumed(NamedTuple):
     iteration: int
     rung: Rung
     why: str = ""
+    unreported: Sequence[IterationSample] = ()
+    """Earlier iterations that may not have been reported."""
 
     def __str__(self) -> str:
         told = {
@@ -162,16 +165,23 @@ class Keeper:
         if not self._inside and not self._why:
             self._values.mark_random()
 
-    def begin(self, iteration: int, *, synchronized: bool, pending: bool) -> None:
-        """Copy the state before an iteration. ``synchronized``, ``pending``: see
-        :class:`~.choice.Offer`."""
+    def begin(
+        self,
+        iteration: int,
+        unreported: Sequence[IterationSample],
+        *,
+        synchronized: bool,
+        pending: bool,
+    ) -> None:
+        """Copy the state before an iteration. ``unreported``: iterations that have not been
+        reported. ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
         if self._why:
             return
         self._inside = True
         index = 1 - self._newest
         offer = Offer(iteration, "pending" if pending else "final", synchronized)
         try:
-            form, values, content = self._values.take()
+            form, values, content = self._values.take(unreported)
             copy = self._copies[index]
             if copy is None or not copy.fits(form, len(content)):
                 self._copies[index] = None
@@ -262,7 +272,7 @@ class Keeper:
             if why:
                 self._remove()
                 return f"the kept state of rank {each} does not fit its stage: {why}"
-        self._values.apply(copy, own=source == rank)
+        unreported = self._values.apply(copy, own=source == rank)
         if source != rank:
             # It has the random state of the other rank.
             self._values.mark()
@@ -276,6 +286,7 @@ class Keeper:
             found.iteration,
             "kept" if found.exact else "replica",
             self._inexact(found) or found.why_not_newer,
+            unreported,
         )
 
     def _told(self) -> _Told:
@@ -342,7 +353,7 @@ def leave_word(folder: Path, generation: int, resumed: Resumed) -> None:
     path = folder / f"resumed.generation-{generation}"
     unfinished = path.with_suffix(".unfinished")
     try:
-        unfinished.write_text(json.dumps(resumed._asdict()))
+        unfinished.write_text(json.dumps(resumed._replace(unreported=())._asdict()))
         unfinished.rename(path)
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror)

@@ -7,12 +7,13 @@ one can be given to another.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.split.snapshot import random_state, set_random_state
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.kept.copies import Copy, Entry, Form
@@ -78,8 +79,11 @@ class Values:
         """Take the random state."""
         self._random = random_state(self._devices)
 
-    def take(self) -> tuple[Form, dict[str, Tensor], bytes]:
-        """The state before an iteration: its form, its tensors (not copied), and the rest."""
+    def take(
+        self, unreported: Sequence[IterationSample] = ()
+    ) -> tuple[Form, dict[str, Tensor], bytes]:
+        """The state before an iteration: its form, its tensors (not copied), and the rest.
+        ``unreported``: iterations before it."""
         form: list[Entry] = []
         values: dict[str, Tensor] = {}
         for name, value in self._held():
@@ -90,6 +94,7 @@ class Values:
             "modules": self._extra_states(),
             "emulated": {stage: each.state() for stage, each in self._emulated.items()},
             "gradients": gradients,
+            "unreported": unreported,
             "optimizer": type(self.optimizer).__name__,
             **self._stepped(),
         }
@@ -211,9 +216,9 @@ class Values:
         return ""
 
     @torch.no_grad()
-    def apply(self, copy: Copy, *, own: bool) -> None:
+    def apply(self, copy: Copy, *, own: bool) -> Sequence[IterationSample]:
         """Give the state of a copy, that fits, to the rank. ``own``: it is this rank's; another's
-        random state is not taken."""
+        random state is not taken. Returns iterations that may not have been reported."""
         rest = pickle.loads(copy.object)
         for name, value in list(self._held()):
             if not name.startswith("optimizer."):
@@ -233,6 +238,8 @@ class Values:
         self._extra.unpack_objects(rest["objects"])
         if own:
             set_random_state(rest["random"])
+        unreported: Sequence[IterationSample] = rest["unreported"]
+        return unreported
 
     def _apply_optimizer(self, copy: Copy, rest: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
