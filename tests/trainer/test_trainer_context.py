@@ -50,10 +50,13 @@ def test_what_is_named_is_read(files: Path) -> None:
             "PIPEMORPH_JOB_FILE": str(files / "job.json"),
             "PIPEMORPH_SECRET_FILE": str(files / "secret"),
             "PIPEMORPH_ARGS": '{"layers": 2}',
+            "PIPEMORPH_KEPT_DIR": str(files),
+            "PIPEMORPH_GENERATION": "3",
         }
     )
     assert context.job is not None and context.job.spec.parallelism.stages == 2
     assert (context.secret, context.args) == (b"\x00secret", {"layers": 2})
+    assert (context.kept_dir, context.generation) == (files, 3)
 
 
 @pytest.mark.parametrize(
