@@ -28,6 +28,9 @@ Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 
 
+MODULE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+
+
 class StageTime(SpecModel):
     """Expected op times of one stage, milliseconds per microbatch."""
 
@@ -255,7 +258,7 @@ class Trainer(SpecModel):
 
     module: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+        pattern=MODULE,
         max_length=253,
         description="Python module, run as `python -m MODULE` on every rank.",
     )
@@ -266,6 +269,13 @@ class Trainer(SpecModel):
         description="Program and its arguments, run on every rank instead of a module: "
         "`[python, train.py, --lr, 3e-4]`. No shell reads it. On one machine `python` is the one "
         "that runs `pipemorph`.",
+    )
+    preload: list[Annotated[str, Field(pattern=MODULE, max_length=253)]] = Field(
+        default_factory=lambda: ["pipemorph_trainer.launcher.preload"],
+        max_length=64,
+        description="Python modules that the launcher of the ranks imports once, before it forks "
+        "them: a rank of `module`, or of a command `python ...`, then starts in milliseconds. They "
+        "must start no thread and use no device. Empty: every rank is a program of its own.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments, passed as JSON in PIPEMORPH_ARGS."

@@ -17,10 +17,12 @@ from pipemorph.api.spec import Checkpoint, PipeMorphJob
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
+    common_environment,
     grace_seconds,
     rank_environment,
     template_env,
 )
+from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.private import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
@@ -66,8 +68,20 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         service = stack.enter_context(ControlService(job, journal))
         reaper = Reaper()
         stack.callback(reaper.close)
+        env = common_environment(job, os.environ)
+        forks = stack.enter_context(Forks(job.spec.trainer.preload, env, progress.note))
         host = _Host(
-            job, folder, journal, progress, service, reaper, events, interrupts, refresh, grace
+            job,
+            folder,
+            journal,
+            progress,
+            service,
+            reaper,
+            forks,
+            events,
+            interrupts,
+            refresh,
+            grace,
         )
         host.announce()
         ending = host.attempt(run)
@@ -96,6 +110,7 @@ class _Host:
     progress: Progress
     service: ControlService
     reaper: Reaper
+    forks: Forks
     events: Events
     interrupts: Interrupts
     refresh: Callable[[], None]
@@ -124,8 +139,12 @@ class _Host:
             )
             return record.end(Ending(End.FAILED, reason), time.time())
         self.reaper.send("delete", str(private.root))
+        server = self.forks.server(self._is_over)
         try:
-            with _reserved_port() as port, RankSet(self.reaper, self._rank_exited) as ranks:
+            with (
+                _reserved_port() as port,
+                RankSet(self.reaper, self._rank_exited, server) as ranks,
+            ):
                 try:
                     self._start_ranks(ranks, number, private, port)
                 except OSError as error:
@@ -195,6 +214,12 @@ class _Host:
 
     def _rank_exited(self, rank: int, status: int) -> None:
         self.events.put(RankExited(rank, status))
+
+    def _is_over(self) -> bool:
+        """Whether the run ends before its ranks have started."""
+        deadline = self._deadline()
+        late = deadline is not None and time.monotonic() >= deadline
+        return late or self.interrupts.received is not None
 
     def _deadline(self) -> float | None:
         seconds = self.job.spec.active_deadline_seconds

@@ -133,7 +133,13 @@ class LocalRun:
         spec: dict[str, Any] = {
             "parallelism": {"stages": self.stages},
             "schedule": {"microbatches": 8},
-            "trainer": {"module": "fake_rank", "iterations": 5, "args": args},
+            "trainer": {
+                "module": "fake_rank",
+                # Enough for ranks to be forked; they need no torch.
+                "preload": ["fractions"],
+                "iterations": 5,
+                "args": args,
+            },
         }
         return {
             "apiVersion": "pipemorph.io/v1alpha1",

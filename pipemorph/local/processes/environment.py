@@ -41,17 +41,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """The complete environment of a rank, with the variables that the trainer's context reads."""
     world_size = str(job.spec.parallelism.world_size)
-    env = {name: value for name, value in host.items() if not is_reserved(name)}
-    env |= {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(job.spec.trainer.threads),
-    }
-    # Makes Python print all threads' stacks on a crash in C++.
-    env.setdefault("PYTHONFAULTHANDLER", "1")
-    # This machine's host name may resolve to an address that is down or behind a firewall.
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env = _with_template(env, template_env(job).values)
-    return env | {
+    return common_environment(job, host) | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(where.master_port),
         "RANK": str(rank),
@@ -67,6 +57,20 @@ def rank_environment(
         "PIPEMORPH_TOKEN_FILE": str(where.token_file),
         "PIPEMORPH_TRACE_DIR": str(where.trace_dir),
     }
+
+
+def common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, str]:
+    """What the environments of all ranks share in all attempts."""
+    env = {name: value for name, value in host.items() if not is_reserved(name)}
+    env |= {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(job.spec.trainer.threads),
+    }
+    # Makes Python print all threads' stacks on a crash in C++.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    # This machine's host name may resolve to an address that is down or behind a firewall.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return _with_template(env, template_env(job).values)
 
 
 @dataclass(frozen=True)

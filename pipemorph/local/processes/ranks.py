@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.local.processes.forks import SPAWN, ForkedProcess, ForkServer, python_arguments
 from pipemorph.local.processes.rank_log import RankLog
 
-SPAWN = Path(__file__).with_name("spawn.py")
 REAPER = Path(__file__).with_name("reaper.py")
 REAPER_SECONDS = 5.0
 REAP_SECONDS = 10.0
@@ -34,7 +34,7 @@ class RankProcess:
     """A rank's process. ``status``: None while it runs, then its exit code or minus its signal."""
 
     position: Coordinate
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log: RankLog
     status: int | None = None
 
@@ -94,9 +94,15 @@ class RankSet:
     in which rank 0's agent may still be sending the last report, can then be killed safely.
     """
 
-    def __init__(self, reaper: Reaper, on_exit: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        reaper: Reaper,
+        on_exit: Callable[[int, int], None],
+        forks: ForkServer | None = None,
+    ) -> None:
         self._reaper = reaper
         self._on_exit = on_exit
+        self._forks = forks
         self._watchers: list[threading.Thread] = []
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
@@ -111,20 +117,16 @@ class RankSet:
     def start(
         self, position: Coordinate, command: list[str], env: Mapping[str, str], log: RankLog
     ) -> None:
-        """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has exited.
+        """Start one rank: forked if there is a server and the command is one of this Python, else
+        executed. ``on_exit(rank, status)`` is called from a thread when it has exited.
+
+        Raises OSError if it cannot be started.
 
         Call from the main thread: the kernel kills the rank when the thread that started it exits.
         """
         output = log.open()
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SPAWN), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                start_new_session=True,
-            )
+            process = self._process(command, env, output)
         finally:
             os.close(output)
         self._reaper.send("watch", process.pid)
@@ -137,6 +139,21 @@ class RankSet:
         )
         watcher.start()
         self._watchers.append(watcher)
+
+    def _process(
+        self, command: list[str], env: Mapping[str, str], output: int
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        arguments = python_arguments(command, env) if self._forks is not None else None
+        if self._forks is not None and arguments is not None:
+            return self._forks.fork(arguments, env, output)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(SPAWN), str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+        )
 
     @property
     def running(self) -> list[RankProcess]:
@@ -172,6 +189,7 @@ class RankSet:
             rank.status = rank.process.wait(REAP_SECONDS)
             rank.log.finish()
             self._reaper.send("forget", rank.process.pid)
+            _collect_orphans(rank.process.pid)
         for watcher in self._watchers:
             watcher.join(REAP_SECONDS)
 
@@ -181,6 +199,13 @@ class RankSet:
             if ended is not None:
                 exited = ended.si_code == os.CLD_EXITED
                 self._on_exit(rank, ended.si_status if exited else -ended.si_status)
+
+
+def _collect_orphans(group: int) -> None:
+    """Collect the exit statuses of a rank's processes that became children of this host."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
 
 
 def _until_gone(ranks: list[RankProcess], seconds: float) -> None:
