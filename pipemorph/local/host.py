@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph.api.spec import Checkpoint, PipeMorphJob
+from pipemorph.local.ladder import Ladder, Rung
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
@@ -24,6 +25,7 @@ from pipemorph.local.processes.environment import (
 )
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
 from pipemorph.local.processes.private import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
@@ -31,7 +33,7 @@ from pipemorph.local.processes.supervise import End, Ending, Events, RankExited,
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.outputs import OutFolder
-from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
@@ -71,26 +73,22 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         env = common_environment(job, os.environ)
         forks = stack.enter_context(Forks(job.spec.trainer.preload, env, progress.note))
         host = _Host(
-            job,
-            folder,
-            journal,
-            progress,
-            service,
-            reaper,
-            forks,
-            events,
-            interrupts,
-            refresh,
-            grace,
+            job=job,
+            run=run,
+            folder=folder,
+            journal=journal,
+            progress=progress,
+            service=service,
+            reaper=reaper,
+            forks=forks,
+            events=events,
+            interrupts=interrupts,
+            show=refresh,
+            grace=grace,
+            ladder=Ladder(job.spec.failure_policy.max_restarts),
         )
         host.announce()
-        ending = host.attempt(run)
-        while host.may_restart(ending, run):
-            if interrupts.received is not None:
-                ending = replace(ending, end=End.INTERRUPTED)
-                break
-            host.announce_restart(ending, run)
-            ending = host.attempt(run)
+        ending = stack.enter_context(host).to_the_end()
         run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
     progress.close()
 
@@ -102,9 +100,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
 
 @dataclass
 class _Host:
-    """State shared by the attempts of a run."""
+    """A run, from its first attempt to its end. A context manager, which removes what is kept."""
 
     job: PipeMorphJob
+    run: RunRecord
     folder: OutFolder
     journal: Journal
     progress: Progress
@@ -113,9 +112,32 @@ class _Host:
     forks: Forks
     events: Events
     interrupts: Interrupts
-    refresh: Callable[[], None]
+    show: Callable[[], None]
     grace: float
+    ladder: Ladder
     started: float = field(default_factory=time.monotonic)
+    kept: KeptFolder | None = None
+    """What ranks leave for the next generation; None: they leave nothing."""
+    recovering: Recovery | None = None
+    """The last recovery, until the ranks have finished an iteration."""
+
+    def __enter__(self) -> _Host:
+        if self.ladder.recovers:
+            try:
+                self.kept = KeptFolder.make()
+            except OSError as error:
+                self.progress.note(
+                    f"{SHARED_MEMORY} cannot be used ({error.strerror}): ranks that start again go "
+                    "on from the newest checkpoint, not from what the others have in memory"
+                )
+            else:
+                self.reaper.send("delete", str(self.kept.root))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.kept is not None:
+            self.kept.remove()
+            self.reaper.send("keep", str(self.kept.root))
 
     def announce(self) -> None:
         self.progress.note(headline(self.job))
@@ -125,19 +147,71 @@ class _Host:
                 f"variables not set, as their values need a cluster: {', '.join(unavailable)}"
             )
 
-    def attempt(self, run: RunRecord) -> Ending:
-        """Start all ranks as the next attempt and wait for its end."""
-        number = len(run.attempts)
-        if number > 0:
-            self.service.begin_attempt(number)
-        record = run.begin_attempt(time.time())
+    def to_the_end(self) -> Ending:
+        """Start the ranks, again after every failure that allows it. Returns how the job ended."""
+        rung, generation = Rung.ATTEMPT, 0
+        while True:
+            if rung is Rung.ATTEMPT:
+                generation, number = 0, len(self.run.attempts)
+                if number > 0:
+                    self.service.begin_attempt(number)
+                record = self.run.begin_attempt(time.time())
+            ending = self._generation(record.number, generation)
+            rung, why = self.ladder.after(ending, self.journal.done())
+            if self.interrupts.received is not None and rung is not Rung.NONE:
+                ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
+            if rung is not Rung.GENERATION:
+                record.end(ending, time.time())
+            if rung is Rung.NONE:
+                if why:
+                    ending = record.end(
+                        replace(ending, details=(*ending.details, why)), time.time()
+                    )
+                return ending
+            generation += 1
+            self._go_on(ending, rung, generation, why)
+
+    def _go_on(self, ending: Ending, rung: Rung, generation: int, why: str) -> None:
+        """Prepare the next start of the ranks, and tell of it."""
+        self.progress.note(describe(ending))
+        checkpoint = self.job.spec.checkpoint
+        where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
+        attempt = len(self.run.attempts)
+        if rung is Rung.ATTEMPT:
+            self.progress.note(f"{why}, from {where}")
+            generation = 0
+        else:
+            attempt -= 1
+            self.progress.note(f"the ranks start again: {why}")
+        if self.kept is not None:
+            if rung is Rung.ATTEMPT:
+                self.kept.clear()
+            else:
+                self.kept.tidy()
+        self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
+        self.run.recoveries.append(self.recovering)
+        self.journal.forget_view()
+
+    def _refresh(self) -> None:
+        """Show what is new, and that the ranks have recovered."""
+        first = self.journal.first()
+        if self.recovering is not None and first is not None:
+            recovery, self.recovering = self.recovering, None
+            recovery.went_on_with, at = first
+            recovery.seconds = max(0.0, at - recovery.ending.at)
+            recovery.state = self.journal.view.message
+            self.progress.note(recovery.line())
+        self.show()
+
+    def _generation(self, attempt: int, generation: int) -> Ending:
+        """Start all ranks and wait for their end."""
         try:
             private = PrivateFolder.make(self.job, self.service.token)
         except OSError as error:
             reason = (
                 f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"
             )
-            return record.end(Ending(End.FAILED, reason), time.time())
+            return Ending(End.FAILED, reason)
         self.reaper.send("delete", str(private.root))
         server = self.forks.server(self._is_over)
         try:
@@ -145,26 +219,36 @@ class _Host:
                 _reserved_port() as port,
                 RankSet(self.reaper, self._rank_exited, server) as ranks,
             ):
+                where = AttemptEnvironment(
+                    attempt=attempt,
+                    generation=generation,
+                    master_port=int(port.getsockname()[1]),
+                    ingest_url=self.service.url,
+                    job_file=private.job,
+                    secret_file=private.secret,
+                    token_file=private.token,
+                    trace_dir=self.folder.trace.resolve(),
+                    kept_dir=self.kept.root if self.kept else None,
+                )
                 try:
-                    self._start_ranks(ranks, number, private, port)
+                    self._start_ranks(ranks, where)
                 except OSError as error:
                     started = f"only {len(ranks.ranks)} ranks could be started: {error}"
-                    return record.end(Ending(End.FAILED, started), time.time())
+                    return Ending(End.FAILED, started)
                 ending = supervise(
                     ranks,
                     self.events,
-                    refresh=self.refresh,
+                    refresh=self._refresh,
                     note=self.progress.note,
                     grace=self.grace,
                     straggle=self.job.spec.transport.deadline_seconds,
                     deadline=self._deadline(),
+                    recovers=self.ladder.recovers,
                 )
         finally:
             private.remove()
             self.reaper.send("keep", str(private.root))
-        if ending.end is End.COMPLETED:
-            ending = self._all_done() or ending
-        return record.end(ending, time.time())
+        return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
 
     def _all_done(self) -> Ending | None:
         """A failure if all ranks finished before the last iteration; else None."""
@@ -181,31 +265,8 @@ class _Host:
             "run that many steps in the script, or lower the number",
         )
 
-    def may_restart(self, ending: Ending, run: RunRecord) -> bool:
-        """Whether ``spec.failurePolicy`` grants another attempt."""
-        left = self.job.spec.failure_policy.max_restarts - (len(run.attempts) - 1)
-        return ending.end is End.FAILED and ending.retry and left > 0
-
-    def announce_restart(self, ending: Ending, run: RunRecord) -> None:
-        checkpoint = self.job.spec.checkpoint
-        where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
-        most = self.job.spec.failure_policy.max_restarts
-        self.progress.note(describe(ending))
-        self.progress.note(f"restart {len(run.attempts)} of at most {most}, from {where}")
-
-    def _start_ranks(
-        self, ranks: RankSet, number: int, private: PrivateFolder, port: socket.socket
-    ) -> None:
+    def _start_ranks(self, ranks: RankSet, where: AttemptEnvironment) -> None:
         parallelism = self.job.spec.parallelism
-        where = AttemptEnvironment(
-            attempt=number,
-            master_port=int(port.getsockname()[1]),
-            ingest_url=self.service.url,
-            job_file=private.job,
-            secret_file=private.secret,
-            token_file=private.token,
-            trace_dir=self.folder.trace.resolve(),
-        )
         command = self.job.spec.trainer.argv(sys.executable)
         for rank in range(parallelism.world_size):
             position = parallelism.mesh.coordinate(rank)

@@ -25,15 +25,18 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 @dataclass(frozen=True)
 class AttemptEnvironment:
-    """The addresses and files that the ranks of one attempt share."""
+    """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
+    leave their state for the next one; None: nobody would read it."""
 
     attempt: int
+    generation: int
     master_port: int
     ingest_url: str
     job_file: Path
     secret_file: Path
     token_file: Path
     trace_dir: Path
+    kept_dir: Path | None
 
 
 def rank_environment(
@@ -41,22 +44,28 @@ def rank_environment(
 ) -> dict[str, str]:
     """The complete environment of a rank, with the variables that the trainer's context reads."""
     world_size = str(job.spec.parallelism.world_size)
-    return common_environment(job, host) | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(where.master_port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "PIPEMORPH_JOB_FILE": str(where.job_file),
-        "PIPEMORPH_ARGS": json.dumps(job.spec.trainer.args),
-        "PIPEMORPH_NAMESPACE": job.metadata.namespace,
-        "PIPEMORPH_ATTEMPT": str(where.attempt),
-        "PIPEMORPH_SECRET_FILE": str(where.secret_file),
-        "PIPEMORPH_INGEST_URL": where.ingest_url,
-        "PIPEMORPH_TOKEN_FILE": str(where.token_file),
-        "PIPEMORPH_TRACE_DIR": str(where.trace_dir),
-    }
+    kept = {} if where.kept_dir is None else {"PIPEMORPH_KEPT_DIR": str(where.kept_dir)}
+    return (
+        common_environment(job, host)
+        | kept
+        | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(where.master_port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "PIPEMORPH_JOB_FILE": str(where.job_file),
+            "PIPEMORPH_ARGS": json.dumps(job.spec.trainer.args),
+            "PIPEMORPH_NAMESPACE": job.metadata.namespace,
+            "PIPEMORPH_ATTEMPT": str(where.attempt),
+            "PIPEMORPH_GENERATION": str(where.generation),
+            "PIPEMORPH_SECRET_FILE": str(where.secret_file),
+            "PIPEMORPH_INGEST_URL": where.ingest_url,
+            "PIPEMORPH_TOKEN_FILE": str(where.token_file),
+            "PIPEMORPH_TRACE_DIR": str(where.trace_dir),
+        }
+    )
 
 
 def common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, str]:

@@ -36,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main(host: int, channel: socket.socket, modules: list[str]) -> list[str]:
@@ -104,6 +104,8 @@ def _become_rank(
     os.close(output)
     os.environ.clear()
     os.environ.update(asked["env"])
+    if "RANK" in os.environ:  # To be found by `ps` and `top`.
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{os.environ['RANK']}".encode())
     if "numpy.random" in sys.modules:  # Python's own generator does so itself.
         sys.modules["numpy.random"].seed()
     gc.enable()

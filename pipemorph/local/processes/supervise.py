@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
@@ -19,6 +20,8 @@ NOTICE_SECONDS = 1.0
 CAUSE_SECONDS = 10.0
 """Time for a rank whose peers lost their connection to it to exit too: its log has the cause, and
 it is often not the first to exit."""
+RECOVERY_CAUSE_SECONDS = 3.0
+"""The same where the job goes on afterwards, and the others are not given time to notice."""
 AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES = 20
@@ -27,6 +30,9 @@ _WAITING = re.compile(
     r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
 )
 """The message of a rank that is stopped while it waits; group 1 is without the line's prefix."""
+
+_PREFIX = re.compile(r"^\[rank\d+\]: ")
+_LOST = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 
 
 class End(StrEnum):
@@ -63,6 +69,12 @@ class Ending:
     """Whether a restart may succeed."""
     status: int | None = None
     """Of the rank that failed, if one did: its exit code, or minus its signal."""
+    position: Coordinate | None = None
+    """The rank that failed, if one did."""
+    error: str | None = None
+    """The exception in which it ended, as one line; None if it ended otherwise, or lost a peer."""
+    at: float = 0.0
+    """When it was noticed: wall clock, seconds."""
 
 
 def supervise(
@@ -74,27 +86,30 @@ def supervise(
     grace: float,
     straggle: float,
     deadline: float | None = None,
+    recovers: bool = False,
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
     ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may run
     after the first has finished. ``deadline``: ``time.monotonic()`` of the job's deadline.
-    ``refresh`` is called several times a second. No rank is running on return.
+    ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
+    that is not needed. ``refresh`` is called several times a second. No rank is running on return.
     """
     ending = _until_the_end(ranks, events, refresh, deadline, straggle)
+    at = time.time()
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
-        killed, hurried = _stop(ending, ranks, events, refresh, grace)
+        killed, hurried = _stop(ending, ranks, events, refresh, grace=grace, recovers=recovers)
         if ending.end is End.FAILED and ranks.ended:
             ending = _cause(ranks, killed) or ending
         why = "as requested" if hurried else f"since they did not stop within {grace:g} s"
         ending = _with_peers(ending, ranks, killed, why)
     ranks.settle(AGENT_SECONDS)
-    refresh()
     ranks.kill()
+    refresh()
     _forget_exits(events)
-    return ending
+    return replace(ending, at=at)
 
 
 def _until_the_end(
@@ -132,7 +147,12 @@ def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
     """The failure that caused the others: of the ranks that failed by themselves, the first that
     had not lost a peer, or else the first."""
     asked = (128 + signal.SIGTERM, -signal.SIGTERM)
-    bad = [r for r in ranks.ended if r.status not in (0, *asked) and r not in killed]
+    # One that was asked to stop may have failed before: Python takes its time to end.
+    bad = [
+        r
+        for r in ranks.ended
+        if r not in killed and r.status != 0 and (r.status not in asked or _exception(r))
+    ]
     if not bad:
         return None
     return _failure(next((rank for rank in bad if _lost_wait(rank) is None), bad[0]))
@@ -150,7 +170,13 @@ def _lost_wait(rank: RankProcess) -> str | None:
     """The wait in which a rank failed; None if it failed for another reason."""
     if rank.status is None or rank.status < 0:
         return None
-    return _logged_wait(rank)
+    return _logged_wait(rank) or _logged_loss(rank)
+
+
+def _logged_loss(rank: RankProcess) -> str | None:
+    """The exception of a collective of torch in which a peer was lost."""
+    error = _logged_exception(rank)
+    return error if error is not None and _LOST.search(error) else None
 
 
 def _failure(rank: RankProcess) -> Ending:
@@ -169,19 +195,44 @@ def _failure(rank: RankProcess) -> Ending:
         # Exit code 2 means invalid input, which a restart does not change.
         retry=rank.status != 2,
         status=rank.status,
+        position=rank.position,
+        error=_exception(rank),
     )
 
 
+def _exception(rank: RankProcess) -> str | None:
+    """The last exception that Python printed for a rank that failed by itself."""
+    killed = rank.status is not None and rank.status < 0 and rank.status != -signal.SIGTERM
+    if rank.status in (None, 0) or killed or _lost_wait(rank) is not None:
+        return None
+    return _logged_exception(rank)
+
+
+def _logged_exception(rank: RankProcess) -> str | None:
+    # With a process group torch writes "[rank0]: " before each line.
+    lines = [_PREFIX.sub("", line) for line in rank.log.lines()]
+    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    after = lines[begins[-1] + 1 :] if begins else []
+    return next((line.strip() for line in after if line.strip() and not line[0].isspace()), None)
+
+
 def _stop(
-    ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
+    ending: Ending,
+    ranks: RankSet,
+    events: Events,
+    refresh: Callable[[], None],
+    *,
+    grace: float,
+    recovers: bool,
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
     the user interrupted the wait."""
     if ending.end is End.FAILED:
-        if _wait(ranks, events, refresh, NOTICE_SECONDS):
+        if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
+        seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS
         if _cause_is_to_come(ranks) and _wait(
-            ranks, events, refresh, CAUSE_SECONDS, enough=lambda: not _cause_is_to_come(ranks)
+            ranks, events, refresh, seconds, enough=lambda: not _cause_is_to_come(ranks)
         ):
             return ranks.running, True
     ranks.terminate()

@@ -53,6 +53,7 @@ class Journal:
     _iterations: dict[int, IterationSample] = field(default_factory=dict)
     _done: int = 0
     _unseen: list[IterationSample] = field(default_factory=list)
+    _first: tuple[int, float] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
@@ -70,7 +71,11 @@ class Journal:
             events=controller.events,
         )
         with self._lock:
-            for sample in report.iterations:
+            for number, sample in enumerate(report.iterations, start=1):
+                if self._first is None:
+                    # A report may bring several iterations, which followed each other.
+                    later = sum(each.seconds for each in report.iterations[number:])
+                    self._first = sample.index, now - later
                 self._iterations[sample.index] = sample
                 self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
@@ -82,6 +87,13 @@ class Journal:
         """Forget the current state: the ranks start again."""
         with self._lock:
             self.view = View()
+            self._first = None
+
+    def first(self) -> tuple[int, float] | None:
+        """The first iteration that the ranks have finished since they started, and when: wall
+        clock, seconds, as far as it is known from the report. None before it."""
+        with self._lock:
+            return self._first
 
     def unseen(self) -> list[IterationSample]:
         """Iterations that finished since the last call."""

@@ -43,6 +43,56 @@ class AttemptRecord:
 
 
 @dataclass
+class Recovery:
+    """One start of the ranks after a failure. Times are wall clock, seconds since the epoch."""
+
+    ending: Ending
+    """Of the ranks before."""
+    attempt: int
+    generation: int
+    """What began, numbered from 0; a generation within its attempt."""
+    rung: str
+    done: int
+    """Iterations that were finished before."""
+    went_on_with: int | None = None
+    """The first iteration that was finished afterwards; None: there was none."""
+    seconds: float | None = None
+    """From the failure to the end of that iteration."""
+    state: str | None = None
+    """What the ranks said about the state that they began with."""
+
+    @property
+    def repeated(self) -> int | None:
+        """Iterations that had been finished and were run again."""
+        return None if self.went_on_with is None else max(0, self.done - self.went_on_with)
+
+    def line(self) -> str:
+        """``went on with iteration 17 after 2.31 s; no iteration was repeated``"""
+        what = "no iteration was"
+        if count := self.repeated:
+            what = "1 iteration was" if count == 1 else f"{count} iterations were"
+        went = f"went on with iteration {self.went_on_with} after {self.seconds:.2f} s"
+        return f"{went}; {what} repeated"
+
+    def record(self) -> dict[str, Any]:
+        lost = self.ending.position
+        return {
+            "rank": lost.rank if lost else None,
+            "coordinate": str(lost) if lost else None,
+            "cause": self.ending.reason,
+            "rung": self.rung,
+            "attempt": self.attempt,
+            "generation": self.generation,
+            "lost_at": self.ending.at,
+            "iterations_done": self.done,
+            "went_on_with": self.went_on_with,
+            "repeated": self.repeated,
+            "seconds": self.seconds,
+            "state": self.state,
+        }
+
+
+@dataclass
 class RunRecord:
     """Record of a run: its attempts, and its results after the end."""
 
@@ -54,6 +104,15 @@ class RunRecord:
     adaptations: list[AdaptationRecord] = field(default_factory=list)
     last: View = field(default_factory=View)
     """The state of the run when it ended."""
+    recoveries: list[Recovery] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float | None:
+        """Time of the finished iterations, each counted once, over the time of the run so far."""
+        ended_at = self.attempts[-1].ended_at if self.attempts else None
+        if ended_at is None or not self.iterations:
+            return None
+        return min(1.0, sum(i.seconds for i in self.iterations) / (ended_at - self.started_at))
 
     def begin_attempt(self, now: float) -> AttemptRecord:
         self.attempts.append(AttemptRecord(len(self.attempts), now))
@@ -89,6 +148,10 @@ class RunRecord:
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
         parts.append(f"{len(self.adaptations)} adaptations")
+        if self.recoveries:
+            count, goodput = len(self.recoveries), self.goodput
+            parts.append(f"{count} {'recovery' if count == 1 else 'recoveries'}")
+            parts += [] if goodput is None else [f"goodput {goodput:.0%}"]
         emulated = " (EMULATED)" if self.emulated else ""
         return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
 
@@ -113,6 +176,8 @@ class RunRecord:
             "stragglers": [each.record() for each in self.last.stragglers.slowest],
             "split": splits,
             "faults": faults,
+            "recoveries": [recovery.record() for recovery in self.recoveries],
+            "goodput": self.goodput,
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
             "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),

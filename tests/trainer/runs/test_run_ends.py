@@ -79,8 +79,8 @@ def _read_until(host: subprocess.Popen[str], iteration: int) -> str:
 def _is_rank(pid: int, host: int, rank: int) -> bool:
     """Whether a process is that rank of that host (and not something the rank started)."""
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return False
-    return f"RANK={rank}".encode() in environ and parent == host
+    return name == f"rank-{rank}" and parent == host

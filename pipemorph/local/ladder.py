@@ -1,0 +1,70 @@
+"""What follows the failure of a rank: another generation, another attempt, or the job's end. Pure.
+
+A generation goes on where the job is: with the state that the ranks have kept, or the newest
+checkpoint, and with the plan in force. An attempt begins with the plan of the spec and with nothing
+kept: what failed may have come of either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipemorph.local.processes.supervise import End, Ending
+
+
+class Rung(StrEnum):
+    """The next step. Its value is its name in ``report.json``."""
+
+    GENERATION = "generation"
+    ATTEMPT = "attempt"
+    NONE = "none"
+
+
+@dataclass
+class Ladder:
+    """Counts failures. ``most``: ``spec.failurePolicy.maxRestarts``; with 0 a failure ends the job.
+
+    A failure after one more iteration than ever before is not counted: their number is bounded by
+    that of the iterations.
+    """
+
+    most: int
+    counted: int = 0
+    _best: int = 0
+    """Most iterations that were finished at any failure."""
+    _idle: int = 0
+    """Failures since then."""
+    _error: str | None = None
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a failure may be followed by another start."""
+        return self.most > 0
+
+    def after(self, ending: Ending, done: int) -> tuple[Rung, str]:
+        """What follows a failure when ``done`` iterations are finished, and why."""
+        if ending.end is not End.FAILED or not ending.retry or not self.recovers:
+            return Rung.NONE, ""
+        progress = done > self._best
+        same = not progress and ending.error is not None and ending.error == self._error
+        self._best, self._error = max(self._best, done), ending.error
+        if same:
+            return (
+                Rung.NONE,
+                f"not started again: iteration {done} failed twice, with the same error",
+            )
+        if progress:
+            self._idle = 0
+            return Rung.GENERATION, f"generation of ranks after {done} iterations"
+        self._idle += 1
+        self.counted += 1
+        if self.counted > self.most:
+            return Rung.NONE, (
+                f"not started again: {self.counted} times no iteration was finished before a "
+                f"failure, and spec.failurePolicy.maxRestarts is {self.most}"
+            )
+        count = f"restart {self.counted} of at most {self.most}"
+        if done == 0 or self._idle > 1:
+            return Rung.ATTEMPT, count
+        return Rung.GENERATION, f"{count}, as a generation of ranks after {done} iterations"

@@ -1,0 +1,151 @@
+"""``pipemorph run`` goes on after a rank has died, without beginning again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run import Done, manifest, run
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+
+context = TrainerContext.from_env()
+args, generation = context.args, int(os.environ["PIPEMORPH_GENERATION"])
+here = Path(__file__).parent
+if context.rank == 0:
+    kept = os.environ.get("PIPEMORPH_KEPT_DIR")
+    seen = {
+        "secret": Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes().hex(),
+        "kept": kept, "mode": kept and oct(Path(kept).stat().st_mode & 0o777),
+        "attempt": os.environ["PIPEMORPH_ATTEMPT"],
+    }
+    (here / f"seen-{context.attempt}-{generation}.json").write_text(json.dumps(seen))
+
+def disturb(iteration):
+    if iteration == args.get("at") and context.rank == 1:
+        if args["how"] == "raise":
+            raise ValueError("sample 7 has no labels")
+        if generation == 0 and args["how"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(context.coordinate().stage)
+common = {"context": context}
+if context.job.spec.emulation is None:
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
+    common |= {"optimizer": optimizer, "loss_fn": nn.functional.mse_loss}
+else:
+    stage = EmulatedStage.of(context.job.spec, stage=context.coordinate().stage)
+with Pipeline(stage, **common) as pipe:
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        disturb(pipe.iteration)
+        if context.job.spec.emulation is None:
+            draw = torch.Generator().manual_seed(pipe.iteration)
+            batch = torch.randn(4, 8, generator=draw)
+            optimizer.zero_grad()
+            pipe.step(batch, target=batch.flip(1))
+            optimizer.step()
+        else:
+            pipe.step()
+"""
+
+
+def job(folder: Path, args: dict[str, Any], iterations: int = 8, **spec: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    command = ["python", str(folder / "train.py")]
+    made = manifest(
+        **{
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 4},
+            "trainer": {"command": command, "iterations": iterations, "args": args},
+            "checkpoint": {"directory": str(folder / "checkpoints"), "every": 1},
+            "failurePolicy": {"maxRestarts": 2},
+            "emulation": None,
+        }
+        | spec
+    )
+    return made
+
+
+def losses(done: Done) -> dict[int, float]:
+    return {each["index"]: each["loss"] for each in done.report["iterations"]}
+
+
+def seen(folder: Path, attempt: int, generation: int) -> dict[str, Any]:
+    text = (folder / f"seen-{attempt}-{generation}.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
+    undisturbed = run(tmp_path / "a", job(tmp_path / "a", {}, failurePolicy={"maxRestarts": 0}))
+    assert undisturbed.status == 0, undisturbed
+    done = run(tmp_path / "b", job(tmp_path / "b", {"at": 5, "how": "kill"}))
+    assert done.status == 0, done
+    assert losses(done) == losses(undisturbed) and len(losses(done)) == 8
+    report = done.report
+    assert [attempt["end"] for attempt in report["attempts"]] == ["completed"]
+    (recovery,) = report["recoveries"]
+    assert recovery["rank"] == 1 and recovery["coordinate"] == "rank 1 (stage 1)"
+    assert recovery["cause"] == "rank 1 (stage 1) was killed by SIGKILL"
+    assert (recovery["rung"], recovery["attempt"], recovery["generation"]) == ("generation", 0, 1)
+    # An iteration is reported when the next one begins: that of the fifth may not have been.
+    assert recovery["iterations_done"] in (4, 5)
+    assert recovery["repeated"] == recovery["iterations_done"] - recovery["went_on_with"] <= 1
+    assert 0 < recovery["seconds"] < 60
+    assert f"went on with iteration {recovery['went_on_with']} after" in done.output
+    assert 0 < report["goodput"] < 1 and f"goodput {report['goodput']:.0%}" in done.output
+
+    first, second = seen(tmp_path / "b", 0, 0), seen(tmp_path / "b", 0, 1)
+    assert first["secret"] != second["secret"]
+    assert first["kept"] == second["kept"] and first["mode"] == "0o700"
+    assert first["kept"].startswith("/dev/shm/") and not Path(first["kept"]).exists()
+    assert seen(tmp_path / "a", 0, 0)["kept"] is None, "nobody would read it"
+
+
+def test_an_error_that_comes_again_is_the_users(tmp_path: Path) -> None:
+    args = {"at": 5, "how": "raise"}
+    done = run(tmp_path / "a", job(tmp_path / "a", args, failurePolicy={"maxRestarts": 1000}))
+    assert done.status == 1
+    assert re.search(r"not started again: iteration \d failed twice, with the same er", done.output)
+    assert "ValueError: sample 7 has no labels" in done.output
+    assert "rank 1 (stage 1) exited with code 1" in done.report["reason"]
+    assert len(done.report["attempts"]) == 1 and len(done.report["recoveries"]) <= 2
+
+
+def test_the_plan_in_force_outlives_the_ranks(tmp_path: Path) -> None:
+    """A link is slow from iteration 6 on: the next ranks need not find out again."""
+    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+    made = job(
+        tmp_path / "a",
+        {"at": 24, "how": "kill"},
+        iterations=36,
+        parallelism={"stages": 4},
+        schedule={"microbatches": 12, "policy": "pipemorph"},
+        emulation={"stageTimes": [times], "messageBytes": 16384, "standsForBytes": 1 << 24},
+        faults=[{"link": 2, "fromIteration": 6, "toIteration": 1000, "delayMs": 60.0}],
+        adaptation={"crowdedHosts": True},
+    )
+    done = run(tmp_path / "a", made)
+    assert done.status == 0, done
+    report = done.report
+    (recovery,) = report["recoveries"]
+    adapted = [each["plan_version"] for each in report["adaptations"]]
+    assert adapted, done
+    versions = {each["index"]: each["plan_version"] for each in report["iterations"]}
+    went_on = recovery["went_on_with"]
+    in_force = versions[went_on - 1]
+    assert in_force in adapted, done
+    # The first iterations have the plan of the spec, until all have prepared the one in force.
+    assert in_force in [versions[went_on + number] for number in range(4)], done
