@@ -418,6 +418,15 @@ class Checkpoint(SpecModel):
 
 class FailurePolicy(SpecModel):
     max_restarts: int = Field(default=0, ge=0, le=1000)
+    hang_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=86400,
+        description="Longest time without a finished iteration, once there was one. Then all "
+        "ranks print their stacks, and it is a failure. Must be longer than an evaluation, and "
+        "than a checkpoint that is waited for. Only under `pipemorph run`. Default: only messages "
+        "have a deadline, `transport.deadlineSeconds`.",
+    )
 
 
 class JobSpec(SpecModel):

@@ -71,7 +71,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         reaper = Reaper()
         stack.callback(reaper.close)
         env = common_environment(job, os.environ)
-        forks = stack.enter_context(Forks(job.spec.trainer.preload, env, progress.note))
+        trainer = job.spec.trainer
+        forks = stack.enter_context(
+            Forks(trainer.preload, trainer.argv(sys.executable), env, progress.note)
+        )
         host = _Host(
             job=job,
             run=run,
@@ -118,6 +121,12 @@ class _Host:
     started: float = field(default_factory=time.monotonic)
     kept: KeptFolder | None = None
     """What ranks leave for the next generation; None: they leave nothing."""
+    began: float = 0.0
+    """When the ranks were started, monotonic."""
+    start_seconds: float | None = None
+    """The longest time from a start to the end of the first iteration; None before the first."""
+    starting: bool = True
+    """Whether the ranks have not finished an iteration since they started."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
 
@@ -195,6 +204,9 @@ class _Host:
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
         first = self.journal.first()
+        if first is not None and self.starting:
+            self.starting = False
+            self.start_seconds = max(self.start_seconds or 0.0, time.monotonic() - self.began)
         if self.recovering is not None and first is not None:
             recovery, self.recovering = self.recovering, None
             recovery.went_on_with, at = first
@@ -202,6 +214,21 @@ class _Host:
             recovery.state = self.journal.view.message
             self.progress.note(recovery.line())
         self.show()
+
+    def _hung(self) -> str | None:
+        """Why the ranks are taken for hanging, if no iteration has been finished for long."""
+        limit = self.job.spec.failure_policy.hang_seconds
+        if limit is None or self.journal.done() >= self.job.spec.trainer.iterations:
+            return None
+        quiet = self.journal.quiet()
+        if quiet is None:
+            if self.start_seconds is None:
+                return None
+            quiet = time.monotonic() - self.began - 2 * self.start_seconds
+        if quiet < limit:
+            return None
+        field = f"spec.failurePolicy.hangSeconds is {limit}"
+        return f"no iteration was finished for {quiet:.0f} s ({field})"
 
     def _generation(self, attempt: int, generation: int) -> Ending:
         """Start all ranks and wait for their end."""
@@ -230,6 +257,7 @@ class _Host:
                     trace_dir=self.folder.trace.resolve(),
                     kept_dir=self.kept.root if self.kept else None,
                 )
+                self.began, self.starting = time.monotonic(), True
                 try:
                     self._start_ranks(ranks, where)
                 except OSError as error:
@@ -244,6 +272,7 @@ class _Host:
                     straggle=self.job.spec.transport.deadline_seconds,
                     deadline=self._deadline(),
                     recovers=self.ladder.recovers,
+                    hung=self._hung,
                 )
         finally:
             private.remove()

@@ -10,7 +10,8 @@ has to be a child subreaper. The host then waits for it and gets its exit status
 child, even if this process is gone, and the kernel kills the rank when the host dies.
 
 In the rank this process's own functions have returned: the program runs at the bottom of the stack,
-and ends as under a Python of its own, with its exit code, ``atexit`` and shutdown.
+and ends as under a Python of its own, with its exit code, ``atexit`` and shutdown. Only SIGQUIT
+differs: it prints the stacks of all threads.
 """
 
 # `python FILE` puts the folder of this file at the front, where a rank's imports would look.
@@ -21,6 +22,7 @@ if sys.path and sys.path[0] == __file__.rpartition("/")[0]:
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
@@ -108,6 +110,7 @@ def _become_rank(
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{os.environ['RANK']}".encode())
     if "numpy.random" in sys.modules:  # Python's own generator does so itself.
         sys.modules["numpy.random"].seed()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     gc.enable()
     # Else the shutdown would take what is frozen for leaked, and extensions would report it.
     atexit.register(gc.unfreeze)

@@ -49,17 +49,23 @@ class ForkedProcess:
 
 
 class Forks:
-    """Keeps a :class:`ForkServer`, and starts another one if it has ended. A context manager.
+    """Keeps a :class:`ForkServer` for ranks that run ``command``, and starts another one if it has
+    ended. A context manager. There is none if there are no ``modules`` to import, or if the command
+    cannot run in a fork.
 
     ``note`` is told why ranks are not forked. Call everything from the main thread.
     """
 
     def __init__(
-        self, modules: Sequence[str], env: Mapping[str, str], note: Callable[[str], None]
+        self,
+        modules: Sequence[str],
+        command: Sequence[str],
+        env: Mapping[str, str],
+        note: Callable[[str], None],
     ) -> None:
         self._modules, self._env, self._note = modules, env, note
         self._server: ForkServer | None = None
-        self._refused = not modules or sys.platform != "linux"
+        self._refused = not modules or python_arguments(command, env) is None
 
     def __enter__(self) -> Forks:
         self._start()

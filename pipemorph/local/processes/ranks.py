@@ -39,6 +39,18 @@ class RankProcess:
     status: int | None = None
 
     @property
+    def forked(self) -> bool:
+        return isinstance(self.process, ForkedProcess)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still, as after SIGSTOP."""
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return self.running and stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    @property
     def running(self) -> bool:
         return self.status is None
 

@@ -22,6 +22,8 @@ CAUSE_SECONDS = 10.0
 it is often not the first to exit."""
 RECOVERY_CAUSE_SECONDS = 3.0
 """The same where the job goes on afterwards, and the others are not given time to notice."""
+STACK_SECONDS = 0.5
+"""Time for ranks that hang to print their stacks."""
 AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES = 20
@@ -73,6 +75,8 @@ class Ending:
     """The rank that failed, if one did."""
     error: str | None = None
     """The exception in which it ended, as one line; None if it ended otherwise, or lost a peer."""
+    hang: bool = False
+    """Whether the ranks ended because none finished an iteration."""
     at: float = 0.0
     """When it was noticed: wall clock, seconds."""
 
@@ -87,21 +91,23 @@ def supervise(
     straggle: float,
     deadline: float | None = None,
     recovers: bool = False,
+    hung: Callable[[], str | None] = lambda: None,
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
     ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may run
     after the first has finished. ``deadline``: ``time.monotonic()`` of the job's deadline.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
-    that is not needed. ``refresh`` is called several times a second. No rank is running on return.
+    that is not needed. ``hung``: why the ranks are taken for hanging. ``refresh`` is called several
+    times a second. No rank is running on return.
     """
-    ending = _until_the_end(ranks, events, refresh, deadline, straggle)
+    ending = _until_the_end(ranks, events, refresh, deadline=deadline, straggle=straggle, hung=hung)
     at = time.time()
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
         killed, hurried = _stop(ending, ranks, events, refresh, grace=grace, recovers=recovers)
-        if ending.end is End.FAILED and ranks.ended:
+        if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed) or ending
         why = "as requested" if hurried else f"since they did not stop within {grace:g} s"
         ending = _with_peers(ending, ranks, killed, why)
@@ -116,8 +122,10 @@ def _until_the_end(
     ranks: RankSet,
     events: Events,
     refresh: Callable[[], None],
+    *,
     deadline: float | None,
     straggle: float,
+    hung: Callable[[], str | None] = lambda: None,
 ) -> Ending:
     first_done: float | None = None
     while ranks.running:
@@ -133,6 +141,8 @@ def _until_the_end(
                 late = ", ".join(str(rank.position) for rank in ranks.running)
                 why = f"{late}: still running {straggle:g} s after others finished"
                 return Ending(End.FAILED, why)
+            if (silence := hung()) is not None:
+                return _hang(ranks, silence)
             continue
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
@@ -141,6 +151,23 @@ def _until_the_end(
             return _failure(rank)
         first_done = first_done or time.monotonic()
     return Ending(End.COMPLETED)
+
+
+def _hang(ranks: RankSet, why: str) -> Ending:
+    """The ending for ranks of which none finishes an iteration."""
+    stopped = [rank for rank in ranks.running if rank.stopped]
+    details = [f"{rank.position} is stopped, as by SIGSTOP" for rank in stopped[:MOST_PEERS]]
+    forked = [rank for rank in ranks.running if rank.forked]
+    if forked:
+        details.append("the stacks of the ranks are in their logs")
+    return Ending(
+        End.FAILED,
+        why,
+        tuple(details),
+        retry=True,
+        position=stopped[0].position if len(stopped) == 1 else None,
+        hang=True,
+    )
 
 
 def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
@@ -227,7 +254,14 @@ def _stop(
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
     the user interrupted the wait."""
-    if ending.end is End.FAILED:
+    if ending.hang:
+        for rank in ranks.running:
+            if rank.forked:  # Others would be killed by it.
+                rank.signal(signal.SIGQUIT)
+            rank.signal(signal.SIGCONT)
+        if _wait(ranks, events, refresh, STACK_SECONDS):
+            return ranks.running, True
+    elif ending.end is End.FAILED:
         if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
         seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS

@@ -6,6 +6,7 @@ Written by the ingest's thread, read by the thread that shows progress.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
@@ -54,6 +55,7 @@ class Journal:
     _done: int = 0
     _unseen: list[IterationSample] = field(default_factory=list)
     _first: tuple[int, float] | None = None
+    _progress_at: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
@@ -79,6 +81,7 @@ class Journal:
                 self._iterations[sample.index] = sample
                 self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
+                self._progress_at = time.monotonic()
             while len(self._iterations) > MOST_ITERATIONS:
                 del self._iterations[next(iter(self._iterations))]
             self.view = view
@@ -87,7 +90,12 @@ class Journal:
         """Forget the current state: the ranks start again."""
         with self._lock:
             self.view = View()
-            self._first = None
+            self._first = self._progress_at = None
+
+    def quiet(self) -> float | None:
+        """Seconds since the ranks have last finished an iteration; None before the first."""
+        with self._lock:
+            return None if self._progress_at is None else time.monotonic() - self._progress_at
 
     def first(self) -> tuple[int, float] | None:
         """The first iteration that the ranks have finished since they started, and when: wall

@@ -17,6 +17,7 @@ from local_support import until
 from pipemorph.local.processes.forks import ForkedProcess, Forks, ForkServer, python_arguments
 
 SECONDS = 30.0
+PROGRAM = [sys.executable, "-m", "seen"]
 Run = Callable[..., tuple[int, str]]
 
 SEEN = """
@@ -172,7 +173,7 @@ def test_modules_that_cannot_be_imported_before(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     notes: list[str] = []
-    with Forks([module], env, notes.append) as forks:
+    with Forks([module], PROGRAM, env, notes.append) as forks:
         assert forks.server(lambda: False) is None
         assert forks.server(lambda: False) is None
     (note,) = notes
@@ -181,7 +182,10 @@ def test_modules_that_cannot_be_imported_before(
 
 def test_a_server_that_was_killed_is_replaced(env: dict[str, str], tmp_path: Path) -> None:
     notes: list[str] = []
-    with Forks(["fractions"], env, notes.append) as forks, (tmp_path / "out").open("wb") as output:
+    with (
+        Forks(["fractions"], PROGRAM, env, notes.append) as forks,
+        (tmp_path / "out").open("wb") as output,
+    ):
         first = forks.server(lambda: False)
         assert first is not None
         first._process.kill()
@@ -194,9 +198,20 @@ def test_a_server_that_was_killed_is_replaced(env: dict[str, str], tmp_path: Pat
     assert len(notes) == 1 and "starting another one" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("modules", "command"), [([], PROGRAM), (["fractions"], ["env", *PROGRAM])]
+)
+def test_no_process_waits_for_what_cannot_be_forked(
+    modules: list[str], command: list[str], env: dict[str, str]
+) -> None:
+    with Forks(modules, command, env, pytest.fail) as forks:
+        assert forks.server(lambda: False) is None
+        assert forks._server is None
+
+
 def test_a_wait_for_the_imports_can_be_stopped(env: dict[str, str], folder: Path) -> None:
     (folder / "waits.py").write_text("import time; time.sleep(300)")
-    with Forks(["waits"], env, pytest.fail) as forks:
+    with Forks(["waits"], PROGRAM, env, pytest.fail) as forks:
         assert forks.server(lambda: True) is None
 
 

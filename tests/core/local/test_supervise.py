@@ -61,12 +61,12 @@ def test_what_ranks_did_by_the_deadline_comes_first(
     ranks: RankSet, exits: list[tuple[int, int]], end: End
 ) -> None:
     events = told(*(RankExited(*each) for each in exits))
-    ended = _until_the_end(ranks, events, lambda: None, time.monotonic() - 1, 0.0)
+    ended = _until_the_end(ranks, events, lambda: None, deadline=time.monotonic() - 1, straggle=0.0)
     assert ended.end is end, ended
 
 
 def test_one_that_goes_on_too_long_after_the_first_is_named(ranks: RankSet) -> None:
-    ended = _until_the_end(ranks, told(RankExited(0, 0)), lambda: None, None, 0.0)
+    ended = _until_the_end(ranks, told(RankExited(0, 0)), lambda: None, deadline=None, straggle=0.0)
     assert ended.reason == "rank 1 (stage 1): still running 0 s after others finished"
 
 

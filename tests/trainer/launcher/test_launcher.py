@@ -22,15 +22,19 @@ JOB = {
     "spec": {
         "parallelism": {"stages": 4, "replicas": 1, "ranksPerPod": 2},
         "schedule": {"microbatches": 4},
-        "trainer": {"module": "a.b", "iterations": 3},
+        "trainer": {"module": "a.b", "preload": ["fractions"], "iterations": 3},
         "transport": {"deadlineSeconds": 30},
     },
 }
 
 
-def launcher(folder: Path, script: str, **env: str) -> subprocess.Popen[str]:
+def launcher(
+    folder: Path, script: str, *, forked: bool = False, **env: str
+) -> subprocess.Popen[str]:
     """The launcher of the second pod, whose ranks 2 and 3 run ``script``."""
     (folder / "job.json").write_text(json.dumps(JOB))
+    (folder / "train.py").write_text(script)
+    program = [str(folder / "train.py")] if forked else ["-c", script]
     command = [sys.executable, "-m", "pipemorph_trainer.launcher", "--grace=5", "--"]
     variables = {
         "PIPEMORPH_POD_INDEX": "1",
@@ -39,9 +43,10 @@ def launcher(folder: Path, script: str, **env: str) -> subprocess.Popen[str]:
         "MASTER_PORT": "29500",
         "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
         "PIPEMORPH_METRICS_PORT": "9464",
+        "PYTHONUNBUFFERED": "1",
     }
     return subprocess.Popen(
-        [*command, sys.executable, "-u", "-c", script],
+        [*command, sys.executable, "-u", *program],
         env={**os.environ, **variables, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,14 +54,16 @@ def launcher(folder: Path, script: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def test_every_rank_gets_its_own_place_and_its_lines_a_prefix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_every_rank_gets_its_own_place_and_its_lines_a_prefix(forked: bool, tmp_path: Path) -> None:
     script = """
-import os
+import os, sys
+assert ("fractions" in sys.modules) is (sys.argv[0] != "-c")
 for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PIPEMORPH_METRICS_PORT"):
     print(name, os.environ[name])
 """
-    out, err = launcher(tmp_path, script).communicate(timeout=DEADLINE)
-    assert err == ""
+    out, err = launcher(tmp_path, script, forked=forked).communicate(timeout=DEADLINE)
+    assert err == "", out
     assert sorted(out.splitlines()) == sorted(
         f"[rank {2 + local}] {name} {value}"
         for local in range(2)
@@ -69,7 +76,10 @@ for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PIPEMORPH_METRICS_PORT")
     )
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_exit_code_is_that_of_the_rank_that_failed_by_itself(
+    forked: bool, tmp_path: Path
+) -> None:
     script = """
 import os, sys, time
 if os.environ["RANK"] == "3":
@@ -77,7 +87,7 @@ if os.environ["RANK"] == "3":
     sys.exit(41)
 time.sleep(300)
 """
-    pod = launcher(tmp_path, script)
+    pod = launcher(tmp_path, script, forked=forked)
     out, err = pod.communicate(timeout=DEADLINE)
     assert pod.returncode == 41
     assert err.startswith("rank 3 (stage 3) exited with code 41\n"), err

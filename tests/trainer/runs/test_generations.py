@@ -35,8 +35,8 @@ def disturb(iteration):
     if iteration == args.get("at") and context.rank == 1:
         if args["how"] == "raise":
             raise ValueError("sample 7 has no labels")
-        if generation == 0 and args["how"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if generation == 0:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[args["how"]])
 
 torch.manual_seed(context.coordinate().stage)
 common = {"context": context}
@@ -112,6 +112,19 @@ def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
     assert first["kept"] == second["kept"] and first["mode"] == "0o700"
     assert first["kept"].startswith("/dev/shm/") and not Path(first["kept"]).exists()
     assert seen(tmp_path / "a", 0, 0)["kept"] is None, "nobody would read it"
+
+
+def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:
+    limits = {"maxRestarts": 1, "hangSeconds": 3}
+    done = run(tmp_path / "a", job(tmp_path / "a", {"at": 5, "how": "stop"}, failurePolicy=limits))
+    assert done.status == 0, done
+    recovery = done.report["recoveries"][0]
+    assert re.match(r"no iteration was finished for \d+ s \(spec.failureP", recovery["cause"]), done
+    assert recovery["rank"] == 1 and recovery["rung"] == "generation"
+    assert "rank 1 (stage 1) is stopped, as by SIGSTOP" in done.output
+    assert "killed, since" not in done.output, "it ends by itself once it is asked to"
+    for rank in range(2):
+        assert "most recent call first" in (done.out / "logs" / f"rank-{rank}.log").read_text()
 
 
 def test_an_error_that_comes_again_is_the_users(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
+from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.rank_log import PrefixedLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
@@ -71,8 +72,14 @@ def run(pod: Pod, command: Sequence[str], grace: float) -> Ending:
     def note(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    # A single rank needs nobody to have imported before it.
+    modules = pod.job.spec.trainer.preload if pod.size > 1 else []
     try:
-        with Interrupts(events), RankSet(reaper, exited) as ranks:
+        with (
+            Interrupts(events) as interrupts,
+            Forks(modules, program, os.environ, note) as forks,
+            RankSet(reaper, exited, forks.server(lambda: interrupts.received is not None)) as ranks,
+        ):
             for local_rank in range(pod.size):
                 rank = pod.first + local_rank
                 ranks.start(
