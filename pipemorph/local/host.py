@@ -192,11 +192,8 @@ class _Host:
         else:
             attempt -= 1
             self.progress.note(f"the ranks start again: {why}")
-        if self.kept is not None:
-            if rung is Rung.ATTEMPT:
-                self.kept.clear()
-            else:
-                self.kept.tidy()
+        if self.kept is not None and rung is Rung.ATTEMPT:
+            self.kept.clear()
         self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
@@ -211,7 +208,8 @@ class _Host:
             recovery, self.recovering = self.recovering, None
             recovery.went_on_with, at = first
             recovery.seconds = max(0.0, at - recovery.ending.at)
-            recovery.state = self.journal.view.message
+            if self.kept is not None:
+                recovery.resumed = self.kept.resumed(recovery.generation)
             self.progress.note(recovery.line())
         self.show()
 

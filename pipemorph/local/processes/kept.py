@@ -1,17 +1,33 @@
-"""The folder in memory in which ranks leave their state for the next generation."""
+"""The folder in memory in which ranks keep their state for the next generation."""
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_WHOLE = re.compile(r"rank-\d+\.generation-\d+")
-"""Names that ranks give to what they have written completely."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a generation began with, as rank 0 says. ``rung``: ``kept``, ``replica``, ``checkpoint``
+    or ``beginning``. ``why``: why not with something newer; empty if there was nothing."""
+
+    iteration: int
+    rung: str
+    why: str
+
+    def __str__(self) -> str:
+        where = {
+            "kept": "the ranks' own copies",
+            "replica": "copies of other replicas",
+            "checkpoint": "a checkpoint",
+            "beginning": "the beginning",
+        }.get(self.rung, self.rung)
+        return f"from {where} ({self.why})" if self.why else f"from {where}"
 
 
 @dataclass(frozen=True)
@@ -25,21 +41,18 @@ class KeptFolder:
         """Raises OSError if there is no file system in memory that can be written."""
         return KeptFolder(Path(tempfile.mkdtemp(prefix="pipemorph-kept-", dir=SHARED_MEMORY)))
 
-    def tidy(self) -> None:
-        """Remove what ranks that were killed have begun to write. Call it when none is running."""
-        self._remove(lambda name: _WHOLE.fullmatch(name) is None)
+    def resumed(self, generation: int) -> Resumed | None:
+        """What the ranks of a generation have left word of; None if of nothing."""
+        try:
+            found = json.loads((self.root / f"resumed.generation-{generation}").read_text())
+            return Resumed(int(found["iteration"]), str(found["rung"]), str(found["why"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def clear(self) -> None:
-        self._remove(lambda name: True)
+        """Remove what is kept. Call it when no rank is running."""
+        for path in self.root.iterdir():
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
-
-    def _remove(self, which: Callable[[str], bool]) -> None:
-        for path in self.root.iterdir():
-            if not which(path.name):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
@@ -58,8 +59,8 @@ class Recovery:
     """The first iteration that was finished afterwards; None: there was none."""
     seconds: float | None = None
     """From the failure to the end of that iteration."""
-    state: str | None = None
-    """What the ranks said about the state that they began with."""
+    resumed: Resumed | None = None
+    """What the ranks began with; None: they did not say."""
 
     @property
     def repeated(self) -> int | None:
@@ -72,6 +73,7 @@ class Recovery:
         if count := self.repeated:
             what = "1 iteration was" if count == 1 else f"{count} iterations were"
         went = f"went on with iteration {self.went_on_with} after {self.seconds:.2f} s"
+        went += f", {self.resumed}" if self.resumed else ""
         return f"{went}; {what} repeated"
 
     def record(self) -> dict[str, Any]:
@@ -88,7 +90,8 @@ class Recovery:
             "went_on_with": self.went_on_with,
             "repeated": self.repeated,
             "seconds": self.seconds,
-            "state": self.state,
+            "state": self.resumed.rung if self.resumed else None,
+            "state_reason": (self.resumed.why or None) if self.resumed else None,
         }
 
 

@@ -132,11 +132,14 @@ def test_what_ranks_keep_is_private_and_goes(
     monkeypatch.setattr(kept, "SHARED_MEMORY", tmp_path)
     folder = KeptFolder.make()
     assert folder.root.parent == tmp_path and folder.root.stat().st_mode & 0o777 == 0o700
-    for name in ("rank-0.generation-3", ".rank-1.generation-3", "rank-1.generation-3.partial"):
-        (folder.root / name).write_bytes(b"state")
-    (folder.root / "unfinished").mkdir()
-    folder.tidy()
-    assert [path.name for path in folder.root.iterdir()] == ["rank-0.generation-3"]
+    assert folder.resumed(1) is None
+    word = folder.root / "resumed.generation-1"
+    for text in ("", "[]", '{"iteration": 7}', '{"iteration": null, "rung": "kept", "why": ""}'):
+        word.write_text(text)
+        assert folder.resumed(1) is None
+    word.write_text('{"iteration": 7, "rung": "replica", "why": "rank 3 has none"}')
+    assert str(folder.resumed(1)) == "from copies of other replicas (rank 3 has none)"
+    assert folder.resumed(2) is None
     folder.clear()
     assert not [*folder.root.iterdir()]
     folder.remove()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import Done, manifest, run
+from test_run import TIMES, Done, command, manifest, run
+from test_run_ends import rank_of, read_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -35,8 +39,8 @@ def disturb(iteration):
     if iteration == args.get("at") and context.rank == 1:
         if args["how"] == "raise":
             raise ValueError("sample 7 has no labels")
-        if generation == 0:
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[args["how"]])
+        if generation == 0 and args["how"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 torch.manual_seed(context.coordinate().stage)
 common = {"context": context}
@@ -63,12 +67,15 @@ with Pipeline(stage, **common) as pipe:
 def job(folder: Path, args: dict[str, Any], iterations: int = 8, **spec: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    command = ["python", str(folder / "train.py")]
     made = manifest(
         **{
             "parallelism": {"stages": 2},
             "schedule": {"microbatches": 4},
-            "trainer": {"command": command, "iterations": iterations, "args": args},
+            "trainer": {
+                "command": ["python", str(folder / "train.py")],
+                "iterations": iterations,
+                "args": args,
+            },
             "checkpoint": {"directory": str(folder / "checkpoints"), "every": 1},
             "failurePolicy": {"maxRestarts": 2},
             "emulation": None,
@@ -115,10 +122,22 @@ def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:
-    limits = {"maxRestarts": 1, "hangSeconds": 3}
-    done = run(tmp_path / "a", job(tmp_path / "a", {"at": 5, "how": "stop"}, failurePolicy=limits))
+    made = job(
+        tmp_path / "a",
+        {},
+        iterations=60,
+        emulation={"stageTimes": [TIMES], "messageBytes": 16384},
+        failurePolicy={"maxRestarts": 1, "hangSeconds": 5},
+    )
+    host = subprocess.Popen(
+        command(tmp_path / "a", made), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    said = read_until(host, 5)
+    os.kill(rank_of(host.pid, 1), signal.SIGSTOP)
+    rest, _ = host.communicate(timeout=200)
+    done = Done(host.returncode, said + rest, tmp_path / "a" / "out")
     assert done.status == 0, done
-    recovery = done.report["recoveries"][0]
+    (recovery,) = done.report["recoveries"]
     assert re.match(r"no iteration was finished for \d+ s \(spec.failureP", recovery["cause"]), done
     assert recovery["rank"] == 1 and recovery["rung"] == "generation"
     assert "rank 1 (stage 1) is stopped, as by SIGSTOP" in done.output
@@ -139,14 +158,13 @@ def test_an_error_that_comes_again_is_the_users(tmp_path: Path) -> None:
 
 def test_the_plan_in_force_outlives_the_ranks(tmp_path: Path) -> None:
     """A link is slow from iteration 6 on: the next ranks need not find out again."""
-    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
     made = job(
         tmp_path / "a",
         {"at": 24, "how": "kill"},
         iterations=36,
         parallelism={"stages": 4},
         schedule={"microbatches": 12, "policy": "pipemorph"},
-        emulation={"stageTimes": [times], "messageBytes": 16384, "standsForBytes": 1 << 24},
+        emulation={"stageTimes": [TIMES], "messageBytes": 16384, "standsForBytes": 1 << 24},
         faults=[{"link": 2, "fromIteration": 6, "toIteration": 1000, "delayMs": 60.0}],
         adaptation={"crowdedHosts": True},
     )

@@ -24,13 +24,8 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    said = _read_until(host, 2)
-    victim = next(
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _is_rank(int(entry.name), host.pid, 2)
-    )
-    os.kill(victim, signal.SIGKILL)
+    said = read_until(host, 2)
+    os.kill(rank_of(host.pid, 2), signal.SIGKILL)
     rest, _ = host.communicate(timeout=120)
     output = said + rest
     assert host.returncode == 1, output
@@ -55,7 +50,7 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    _read_until(host, 1)
+    read_until(host, 1)
     host.send_signal(signal.SIGINT)
     output, _ = host.communicate(timeout=120)
     assert host.returncode == 130, output
@@ -64,7 +59,7 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
     assert report["completed"] is False and len(report["iterations"]) >= 1
 
 
-def _read_until(host: subprocess.Popen[str], iteration: int) -> str:
+def read_until(host: subprocess.Popen[str], iteration: int) -> str:
     """What a run says until ``iteration`` or a later one is over: not each has a line."""
     assert host.stdout is not None
     said = ""
@@ -74,6 +69,15 @@ def _read_until(host: subprocess.Popen[str], iteration: int) -> str:
         if told is not None and int(told[1]) >= iteration:
             return said
     raise AssertionError(f"the run ended before iteration {iteration}:\n{said}")
+
+
+def rank_of(host: int, rank: int) -> int:
+    """The process id of a rank of that host."""
+    return next(
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _is_rank(int(entry.name), host, rank)
+    )
 
 
 def _is_rank(pid: int, host: int, rank: int) -> bool:
