@@ -260,8 +260,8 @@ def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(node_
     node_jobs.wait("pods", _at_iteration(1), START)
     _, second = (pod["metadata"]["name"] for pod in node_jobs.pods("pods"))
     within = ["exec", f"--namespace={node_jobs.namespace}", second, "--", "sh", "-c"]
-    # Rank 6 is in the second pod. Its agent and data loaders would inherit RANK.
-    kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx RANK=6"
+    # Rank 6 is in the second pod. Its data loaders would inherit the name.
+    kill = "for p in /proc/[0-9]*; do grep -qsx rank-6 $p/comm"
     kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done; true"
     assert node_jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
     ended = node_jobs.wait("pods", _attempt(1), 90.0)

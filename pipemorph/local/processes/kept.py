@@ -52,7 +52,10 @@ class KeptFolder:
     def clear(self) -> None:
         """Remove what is kept. Call it when no rank is running."""
         for path in self.root.iterdir():
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

@@ -140,6 +140,8 @@ def test_what_ranks_keep_is_private_and_goes(
     word.write_text('{"iteration": 7, "rung": "replica", "why": "rank 3 has none"}')
     assert str(folder.resumed(1)) == "from copies of other replicas (rank 3 has none)"
     assert folder.resumed(2) is None
+    (folder.root / "copies").mkdir()
+    (folder.root / "copies" / "rank-0.a").write_bytes(b"state")
     folder.clear()
     assert not [*folder.root.iterdir()]
     folder.remove()
