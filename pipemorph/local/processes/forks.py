@@ -155,7 +155,11 @@ class ForkServer:
         body = json.dumps({"arguments": [*arguments], "env": dict(env)}).encode()
         sent = socket.send_fds(self._socket, [len(body).to_bytes(4, "big")], [output])
         self._socket.sendall((len(body).to_bytes(4, "big") + body)[sent:])
-        answer = self._answer(FORK_SECONDS)
+        try:
+            answer = self._answer(FORK_SECONDS)
+        except TimeoutError:
+            self._process.kill()  # Its answer must not be taken for that to a later request.
+            raise
         if "error" in answer:
             raise OSError(answer["error"])
         return ForkedProcess(int(answer["pid"]))
