@@ -164,10 +164,9 @@ def main() -> None:
     print(f"finished iterations repeated: median {median(repeated):g}, worst {max(repeated)}")
     print(f"from: {', '.join(sorted({str(each['state']) for each in recoveries}))}")
     print(f"rungs: {', '.join(sorted({each['rung'] for each in recoveries}))}")
-    print(
-        f"losses of {len(found)} of {iterations} iterations equal to the bit: "
-        f"{'yes' if same else 'NO'}; the others were finished, and not reported any more"
-    )
+    print(f"losses of {len(found)} iterations equal to the bit: {'yes' if same else 'NO'}")
+    if unreported := iterations - len(found):
+        print(f"finished by ranks that ended before they could report: {unreported} iterations")
     print(f"goodput {report['goodput']:.1%}; undisturbed {undisturbed['goodput']:.1%}")
     print(f"reports: {folder}")
     raise SystemExit(0 if same else 1)

@@ -200,7 +200,10 @@ class _Host:
 
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
-        first = self.journal.first()
+        resumed = None
+        if self.recovering is not None and self.kept is not None:
+            resumed = self.kept.resumed(self.recovering.generation)
+        first = self.journal.first(resumed.iteration if resumed is not None else 0)
         if first is not None and self.starting:
             self.starting = False
             self.start_seconds = max(self.start_seconds or 0.0, time.monotonic() - self.began)
@@ -208,8 +211,7 @@ class _Host:
             recovery, self.recovering = self.recovering, None
             recovery.went_on_with, at = first
             recovery.seconds = max(0.0, at - recovery.ending.at)
-            if self.kept is not None:
-                recovery.resumed = self.kept.resumed(recovery.generation)
+            recovery.resumed = resumed
             self.progress.note(recovery.line())
         self.show()
 

@@ -25,6 +25,8 @@ from pipemorph.wire import (
 
 MOST_ITERATIONS = 1_000_000
 """Most iterations to keep, the newest: about 300 MB."""
+FIRST_ITERATIONS = 64
+"""So many are looked through for the first one that new ranks have finished themselves."""
 NEWEST_RECORDS = 8
 """Newest records passed to the display; between two updates there are always fewer new ones."""
 
@@ -54,7 +56,8 @@ class Journal:
     _iterations: dict[int, IterationSample] = field(default_factory=dict)
     _done: int = 0
     _unseen: list[IterationSample] = field(default_factory=list)
-    _first: tuple[int, float] | None = None
+    _arrived: list[tuple[int, float]] = field(default_factory=list)
+    """The first iterations that were reported since the ranks started, and when."""
     _progress_at: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -74,10 +77,10 @@ class Journal:
         )
         with self._lock:
             for number, sample in enumerate(report.iterations, start=1):
-                if self._first is None:
+                if len(self._arrived) < FIRST_ITERATIONS:
                     # A report may bring several iterations, which followed each other.
                     later = sum(each.seconds for each in report.iterations[number:])
-                    self._first = sample.index, now - later
+                    self._arrived.append((sample.index, now - later))
                 self._iterations[sample.index] = sample
                 self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
@@ -90,18 +93,19 @@ class Journal:
         """Forget the current state: the ranks start again."""
         with self._lock:
             self.view = View()
-            self._first = self._progress_at = None
+            self._arrived, self._progress_at = [], None
 
     def quiet(self) -> float | None:
         """Seconds since the ranks have last finished an iteration; None before the first."""
         with self._lock:
             return None if self._progress_at is None else time.monotonic() - self._progress_at
 
-    def first(self) -> tuple[int, float] | None:
-        """The first iteration that the ranks have finished since they started, and when: wall
-        clock, seconds, as far as it is known from the report. None before it."""
+    def first(self, least: int = 0) -> tuple[int, float] | None:
+        """The first iteration from ``least`` on that was reported since the ranks started, and when
+        it was over: wall clock, seconds, as far as it is known from the report. None before it.
+        Earlier ones may be reported that other ranks had finished."""
         with self._lock:
-            return self._first
+            return next((each for each in self._arrived if each[0] >= least), None)
 
     def unseen(self) -> list[IterationSample]:
         """Iterations that finished since the last call."""

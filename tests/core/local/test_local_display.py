@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipemorph.api.spec import Fault, PipeMorphJob
+from pipemorph.control.controller import JobController
 from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
@@ -29,6 +30,7 @@ from pipemorph.wire import (
     AdaptationRecord,
     FallenLink,
     IterationSample,
+    LinkHealthReport,
     RailHealth,
     RailsView,
     RailTrouble,
@@ -107,6 +109,32 @@ def test_a_plain_line_has_it_all() -> None:
     assert shown == (
         "iteration 11 of 40  loss 2.2500  1.500 s/it  bubble 12%  slow link 0 +30 ms  plan v3\n"
     )
+
+
+def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> None:
+    """They report both. Of several iterations in a report only the last has just finished."""
+    made = job()
+    journal, controller = Journal(), JobController(made.spec)
+    for number, (indices, now) in enumerate([((6,), 100.0), ((7, 8), 109.0)], start=1):
+        report = LinkHealthReport(
+            namespace="default",
+            job="j",
+            attempt=0,
+            sequence=number,
+            sent_at=now,
+            state="training",
+            iteration=indices[-1],
+            protocol=2,
+            observed_plan_version=0,
+            applied_plan_version=0,
+            iterations=[sample(index) for index in indices],
+        )
+        journal.take(report, controller, now)
+    assert journal.first() == (6, 100.0)
+    assert journal.first(7) == (7, 109.0 - sample(8).seconds)
+    assert journal.first(9) is None
+    journal.forget_view()
+    assert journal.first() is None and journal.done() == 9
 
 
 def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
