@@ -67,13 +67,14 @@ def main(host: int, channel: socket.socket, modules: list[str]) -> list[str]:
             os.close(output)
             continue
         if between == 0:
+            parent = os.getpid()
             try:
                 if os.fork() > 0:
                     os._exit(0)
             except OSError as error:
                 _answer(channel, error=error.strerror)
                 os._exit(1)
-            return _become_rank(host, channel, asked, output)
+            return _become_rank(host, parent, channel, asked, output)
         os.close(output)
         os.waitpid(between, 0)
     os._exit(0)  # Nothing of its imports has to be taken down.
@@ -93,10 +94,10 @@ def _check_one_thread() -> None:
 
 
 def _become_rank(
-    host: int, channel: socket.socket, asked: dict[str, Any], output: int
+    host: int, parent: int, channel: socket.socket, asked: dict[str, Any], output: int
 ) -> list[str]:
     """Take on a rank's place among the processes, and its environment."""
-    _await_end_of(os.getppid(), host)
+    _await_end_of(parent)
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != host:
@@ -119,13 +120,13 @@ def _become_rank(
     return list(asked["arguments"])
 
 
-def _await_end_of(parent: int, host: int) -> None:
-    """Return when this process is a child of its host."""
-    if parent != host:
-        with suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(parent)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
+def _await_end_of(parent: int) -> None:
+    """Return when this process has been handed on from its parent to the host, or to another if the
+    host is gone."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(parent)
+        select.select([descriptor], [], [])
+        os.close(descriptor)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], int] | None:
