@@ -61,6 +61,8 @@ class Values:
         """Why this state cannot be kept; empty if it can."""
         if not self._modules and not self._emulated:
             return "its stage belongs to another trainer"
+        if self._devices:
+            return "its stage is on a device, and a copy in every iteration would hold it up"
         trained = any(p.requires_grad for m in self._modules.values() for p in m.parameters())
         if trained and self.optimizer is None:
             return "Pipeline was given no optimizer"
