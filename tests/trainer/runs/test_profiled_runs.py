@@ -15,8 +15,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
-    """Steps with a profiler each; how many ranges ``PP:…`` and ends of the iteration's reductions
-    (the loss, and two of what is reported) each of them saw."""
+    """Steps with a profiler each; how many ranges ``PP:…`` and ends of reductions (the loss, and
+    two of what is reported of the iteration before) each of them saw."""
     module = make_stage(context.rank, job.stages, job.dtype)
     counts = []
     with Pipeline(
@@ -43,4 +43,5 @@ def test_a_profiler_may_stop_after_any_iteration(route: str) -> None:
     back: sends of the direct route let the process crash, reductions let records get lost."""
     job = Job(2, 8, route=route, iterations=4)
     for counts in run_ranks(2, profiled, job):
-        assert counts == [(3 * job.microbatches, 3)] * job.iterations
+        ranges = 3 * job.microbatches
+        assert counts == [(ranges, 1)] + [(ranges, 3)] * (job.iterations - 1)
