@@ -389,6 +389,8 @@ async def measure(args: argparse.Namespace) -> int:
     holds = rows[0]["percent"] <= MOST_HEALTHY and rows[1]["percent"] <= MOST_ONSET
     verdict = "holds" if holds else "DOES NOT HOLD"
     print(f"at most {MOST_HEALTHY:.0f} and {MOST_ONSET:.0f} %: {verdict}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(dict(zip(("healthy", *FAULTS), rows, strict=True))) + "\n")
     return 1 if args.check and not holds else 0
 
 
@@ -438,6 +440,7 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--noise", type=float, default=0.03, help="of wire and op times")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     return asyncio.run(measure(parser.parse_args()))
 
