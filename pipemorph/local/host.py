@@ -191,7 +191,7 @@ class _Host:
             generation = 0
         else:
             attempt -= 1
-            self.progress.note(f"the ranks start again: {why}")
+            self.progress.note(f"the ranks start again as generation {generation}: {why}")
         if self.kept is not None and rung is Rung.ATTEMPT:
             self.kept.clear()
         self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())

@@ -56,7 +56,7 @@ class Ladder:
             )
         if progress:
             self._idle = 0
-            return Rung.GENERATION, f"generation of ranks after {done} iterations"
+            return Rung.GENERATION, f"after {done} iterations"
         self._idle += 1
         self.counted += 1
         if self.counted > self.most:
@@ -67,4 +67,4 @@ class Ladder:
         count = f"restart {self.counted} of at most {self.most}"
         if done == 0 or self._idle > 1:
             return Rung.ATTEMPT, count
-        return Rung.GENERATION, f"{count}, as a generation of ranks after {done} iterations"
+        return Rung.GENERATION, f"{count}, after {done} iterations"

@@ -38,7 +38,7 @@ def test_without_progress_each_step_costs_more_until_there_is_none() -> None:
         Rung.GENERATION,
         Rung.NONE,
     ]
-    assert rungs[1][1].startswith("restart 1 of at most 3, as a generation")
+    assert rungs[1][1] == "restart 1 of at most 3, after 5 iterations"
     assert rungs[2][1] == "restart 2 of at most 3"
     assert "4 times no iteration was finished" in rungs[5][1]
 
