@@ -107,9 +107,9 @@ def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
     assert recovery["rank"] == 1 and recovery["coordinate"] == "rank 1 (stage 1)"
     assert recovery["cause"] == "rank 1 (stage 1) was killed by SIGKILL"
     assert (recovery["rung"], recovery["attempt"], recovery["generation"]) == ("generation", 0, 1)
-    # An iteration is reported when the next one begins: that of the fifth may not have been.
-    assert recovery["iterations_done"] in (4, 5)
-    assert recovery["repeated"] == recovery["iterations_done"] - recovery["went_on_with"] <= 1
+    # An iteration is reported when the next one begins, and some time later the host hears of it.
+    assert 0 < recovery["iterations_done"] <= 5
+    assert recovery["repeated"] == 0
     assert 0 < recovery["seconds"] < 60
     assert f"went on with iteration {recovery['went_on_with']} after" in done.output
     assert 0 < report["goodput"] < 1 and f"goodput {report['goodput']:.0%}" in done.output
