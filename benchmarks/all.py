@@ -1,8 +1,7 @@
 """Every figure that docs/benchmarks.md quotes, one after another: ``python benchmarks/all.py``.
 
-About an hour on two cores. Leaves ``NAME.json`` and ``NAME.md`` in the folder given with
---out. Goes on when one of them fails. Exits 1 if any did, or if a goal does not hold, and says
-which at the end.
+Leaves ``NAME.json`` and ``NAME.md`` in the folder given with --out. Goes on when one of them fails.
+Exits 1 if any did, or if a goal does not hold, and says which at the end.
 """
 
 from __future__ import annotations

@@ -50,20 +50,6 @@ from pipemorph_trainer.agent.rank_plan import cut
 
 
 @pytest.fixture
-def ingest() -> Iterator[Ingest]:
-    server = Ingest()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.write_text("token\n")
-    return path
-
-
-@pytest.fixture
 def agent(ingest: Ingest, token_file: Path) -> Iterator[AgentHandle]:
     handle = start_agent(context(ingest, token_file), MeshShape(2))
     yield handle

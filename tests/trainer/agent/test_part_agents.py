@@ -67,20 +67,6 @@ class Job:
 
 
 @pytest.fixture
-def ingest() -> Iterator[Ingest]:
-    server = Ingest()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.write_text("token\n")
-    return path
-
-
-@pytest.fixture
 def job(ingest: Ingest, token_file: Path) -> Iterator[Job]:
     with contextlib.ExitStack() as stack:
         yield Job(ingest, token_file, stack)
