@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
 from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, StageTimes, plan
-from pipemorph.wire import Directive, PlanMessage
+from pipemorph.wire import Directive, DirectiveEnvelope, PlanMessage
 from pipemorph_trainer.agent import frames, start_agent
 from pipemorph_trainer.context import TrainerContext
 
@@ -95,7 +96,9 @@ class Scripted:
     """A job that has one directive once it is told to."""
 
     attempt = 0
-    replan = None
+    replan, wants_plan = None, False
+    spec = SimpleNamespace(adaptation=SimpleNamespace(enabled=False))
+    """As far as it is asked for: no versions for the agent."""
 
     def __init__(self) -> None:
         self.issued: Directive | None = None
@@ -104,8 +107,9 @@ class Scripted:
     def plan_version(self) -> int:
         return 0 if self.issued is None else self.issued.plan_version
 
-    def report(self, *_: Any) -> None:
+    def report(self, *_: Any) -> DirectiveEnvelope:
         """Heard, and ignored."""
+        return DirectiveEnvelope(memory="host")
 
     def tick(self, now: float) -> None:
         """Nothing is timed."""
