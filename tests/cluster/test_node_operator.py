@@ -251,6 +251,48 @@ def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
     node_jobs.delete("paused")
 
 
+def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) -> None:
+    """All ranks save, in both pods, though one alone is deleted; so they do when all are."""
+    folder = f"/mnt/{node_jobs.namespace}"
+    mounts = [{"name": "node", "mountPath": "/mnt"}]
+    template = {
+        "spec": {
+            "containers": [{"name": "trainer", "volumeMounts": mounts}],
+            # Writable by any user, and left to the next attempt.
+            "volumes": [{"name": "node", "hostPath": {"path": "/tmp", "type": "Directory"}}],
+        }
+    }
+    checkpoint = {"directory": folder, "every": 100_000, "keep": 10}
+    node_jobs.apply(
+        manifest("saves", stages=2, iterations=100_000, template=template, checkpoint=checkpoint)
+    )
+
+    def saved(attempt: int) -> int:
+        """The newest checkpoint that this attempt finds."""
+        first = node_jobs.pods("saves", attempt)[0]["metadata"]["name"]
+        within = ["exec", f"--namespace={node_jobs.namespace}", first, "--", "ls", folder]
+        names = node_jobs.nodes.kubectl(*within).split()
+        return max(int(name.removeprefix("iteration-")) for name in names)
+
+    job = node_jobs.wait("saves", _at_iteration(3), START)
+    done = job["status"]["training"]["iteration"]
+    victim = node_jobs.pods("saves")[1]["metadata"]["name"]
+    node_jobs.nodes.client.delete("pods", victim, node_jobs.namespace)
+    job = node_jobs.wait("saves", _attempt_at_iteration(1, 0), START)
+    (record,) = job["status"]["attempts"]
+    assert (record["reason"], record["counted"]) == ("SavedAndEnded", False), record
+    assert job["status"]["restarts"] == 0
+    assert job["status"]["training"]["iteration"] >= saved(1) > done
+
+    done = job["status"]["training"]["iteration"]
+    node_jobs.patch("saves", {"suspend": True})
+    node_jobs.wait("saves", "Suspended", 60.0)
+    node_jobs.patch("saves", {"suspend": False})
+    job = node_jobs.wait("saves", _attempt_at_iteration(2, 0), START)
+    assert job["status"]["training"]["iteration"] >= saved(2) > done
+    node_jobs.delete("saves")
+
+
 def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(node_jobs: Jobs) -> None:
     parallelism = {"stages": 4, "replicas": 2, "ranksPerPod": 4}
     restarts = {"maxRestarts": 1}

@@ -45,8 +45,10 @@ def last_word(*_):
 
 if action == "wait":
     signal.signal(signal.SIGTERM, last_word)
+    signal.signal(signal.SIGUSR2, last_word)
 if action in ("stubborn", "cling"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 if action == "parent":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print(f"rank {rank} is here", flush=True)

@@ -19,6 +19,8 @@ PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without it none
                        are kept
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
+PIPEMORPH_GRACE_SECONDS
+                       seconds after a SIGTERM in which the rank may save; default 25
 ====================== ==========================================================
 
 ``spec.parallelism.order`` says which coordinate a rank has: see :meth:`TrainerContext.coordinate`.
@@ -45,6 +47,8 @@ from pipemorph_trainer.joining import ask_for_job
 
 TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 16
+GRACE_SECONDS = 25.0
+"""Less than the 30 s that torchrun and Slurm give a rank by default."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class TrainerContext:
     """Ranks on this machine, or in this pod."""
     kept_dir: Path | None = None
     generation: int = 0
+    grace_seconds: float = GRACE_SECONDS
+    """Time after a SIGTERM in which the rank may save."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
@@ -135,6 +141,7 @@ class TrainerContext:
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
             kept_dir=Path(kept_dir) if kept_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
+            grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
         )
         if context.trace_bytes < LEAST_TRACE_BYTES:
             raise InputError(
@@ -190,6 +197,18 @@ class TrainerContext:
     ) -> Coordinate:
         """Where this rank is in :meth:`mesh_shape`. ``held``: its stages."""
         return self.mesh_shape(stages, stages_per_rank, placement).coordinate(self.rank)
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return GRACE_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise InputError(f"PIPEMORPH_GRACE_SECONDS is {text!r}; expected seconds, at least 0")
+    return seconds
 
 
 def _job(file: str) -> PipeMorphJob:

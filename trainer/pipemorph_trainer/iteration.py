@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic, time
 from typing import Any
 
@@ -495,6 +495,16 @@ class Iterations:
             log.warning("%s: plan %d refused: %s", self._coordinate, plan.version, error)
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
         self._postponed = None
+
+    def ask(self, asked: Callable[[], bool]) -> None:
+        """Have ``asked`` tell whether this rank is asked to end, see :attr:`leaving`."""
+        self._loss.asked = asked
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a rank was asked to end when it shared the loss of an iteration that has ended.
+        All ranks find it after the same one."""
+        return self._loss.leaving
 
     def adopt(self, samples: Iterable[IterationSample]) -> None:
         """Report iterations that an earlier generation of ranks may not have reported, after the

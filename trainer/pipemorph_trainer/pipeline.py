@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.exits import EXIT_SAVED
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
@@ -166,7 +167,13 @@ class Pipeline:
             optimizer=optimizer, control=control, tied=tied, state=state, scaler=scaler,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
-        self._last_word = LastWord(self.current_wait, self._leave_traces)
+        saves = self._parts.checkpoints is not None
+        self._last_word = LastWord(
+            self.current_wait, self._leave_traces, context.grace_seconds if saves else 0.0
+        )
+        self._parts.iterations.ask(lambda: self._last_word.asked)
+        self._leaving = False
+        """Whether all ranks save before the next iteration and end, as one of them was asked to."""
         self._last_activity = monotonic()
         self._closed = False
         self._synchronized = True
@@ -250,9 +257,11 @@ class Pipeline:
             self._keep()
             self._end_iteration(monotonic())
             self._save_if_due()
+            self._leave_if_asked()
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
             self._synchronized = self._parts.iterations.synchronizes
+            self._leaving = self._parts.iterations.leaving and self._synchronized
             self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
@@ -490,10 +499,11 @@ class Pipeline:
             self._end_iteration(self._last_activity)
             self._settle()
             self._save_if_due()
+            self._leave_if_asked()
             self._finish_writing()
             self._parts.iterations.finish_reports()
         self._closed = True
-        wanted = self.context.job.spec.trainer.iterations if self.context.job is not None else 0
+        wanted = self._wanted()
         early = ""
         if self.iteration < wanted:
             early = (
@@ -593,12 +603,12 @@ class Pipeline:
 
     def _mark(self) -> None:
         """Say that the batch of the next iteration has not been drawn yet."""
-        if self._parts.keeper is not None:
-            self._parts.keeper.mark()
-        elif self._due(self.iteration, after=self._saved):
+        if self._leaving or self._due(self.iteration, after=self._saved):
             self._parts.extra.mark()
         else:
             self._parts.extra.unmark()
+        if self._parts.keeper is not None:
+            self._parts.keeper.mark()
 
     def _keep(self) -> None:
         """Copy the state before the next iteration. Before anybody is told that the last one is
@@ -630,6 +640,30 @@ class Pipeline:
             return
         if self._due(self.iteration, after=self._saved):
             self._save(parts.checkpoints)
+
+    def _leave_if_asked(self) -> None:
+        """End this rank if all are to end: save, unless all iterations are done or the checkpoint
+        that was due is that of this iteration. Raises :class:`SystemExit`, so that the script's
+        ``finally`` and ``with`` run."""
+        wanted, parts = self._wanted(), self._parts
+        if not self._leaving or (wanted and self.iteration >= wanted):
+            return
+        assert parts.checkpoints is not None
+        if self._saved != self.iteration:
+            self._save(parts.checkpoints)
+        self._finish_writing()
+        parts.iterations.finish_reports()
+        self._closed = True
+        text = f"saved the checkpoint of iteration {self.iteration}, since a rank was asked to end"
+        if self.coordinate.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+        parts.reporter.publish(message=text)
+        self._release(goodbye=True)
+        raise SystemExit(EXIT_SAVED)
+
+    def _wanted(self) -> int:
+        """The iterations of the manifest; 0 without one."""
+        return self.context.job.spec.trainer.iterations if self.context.job is not None else 0
 
     def _due(self, iteration: int, *, after: int) -> bool:
         """Whether a checkpoint is due before an iteration, with that of ``after`` saved."""

@@ -32,6 +32,8 @@ POD_GRACE_SECONDS = 30
 """Kubernetes' default of ``terminationGracePeriodSeconds``."""
 MARGIN_SECONDS = 2
 """Of that, what is left when the launcher has killed ranks that do not end."""
+SAVE_MARGIN_SECONDS = 3
+"""And what is left when a rank that could not save ends by itself."""
 READABLE = 0o444
 """Readable by any user: the container's user may not own the files."""
 
@@ -57,7 +59,7 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
-    trainer["env"] = _environment(attempt, config, trainer.get("env") or [])
+    trainer["env"] = _environment(attempt, config, trainer.get("env") or [], _grace(spec))
     _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
@@ -145,13 +147,20 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
         command.append(f"--shm={asked.shared_memory}")
     trainer = attempt.job.spec.trainer.argv("python")
     if attempt.job.spec.parallelism.ranks_per_pod > 1:
-        grace = float(spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS))
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]
-        command += ["--", *launcher, f"--grace={max(0.0, grace - MARGIN_SECONDS):g}"]
+        command += ["--", *launcher, f"--grace={max(0.0, _grace(spec) - MARGIN_SECONDS):g}"]
     return [*command, "--", *trainer]
 
 
-def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) -> list[Object]:
+def _grace(spec: Object) -> float:
+    """Seconds from SIGTERM to SIGKILL. The API server refuses what is not a number."""
+    stated = spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS)
+    return float(stated if isinstance(stated, int) else POD_GRACE_SECONDS)
+
+
+def _environment(
+    attempt: Attempt, config: OperatorConfig, given: list[Object], grace: float
+) -> list[Object]:
     """The rank's variables, then the user's, which may refer to them."""
     spec = attempt.job.spec
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.COMPLETION_INDEX}']"}}
@@ -171,6 +180,7 @@ def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) 
         "PIPEMORPH_SECRET_FILE": f"{FOLDER}/secret/{SECRET_FILE}",
         "PIPEMORPH_INGEST_URL": config.ingest_url,
         "PIPEMORPH_TOKEN_FILE": f"{FOLDER}/token/{TOKEN_FILE}",
+        "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, grace - SAVE_MARGIN_SECONDS):g}",
     }
     if spec.trainer.metrics_port:
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)

@@ -2,7 +2,8 @@
 
 All ranks restart together, since a pipeline cannot run with a rank missing. Failures of the user's
 program count against ``failurePolicy.maxRestarts``; disruptions by the cluster (eviction,
-preemption, a lost node) do not. A job with invalid input is not restarted.
+preemption, a lost node), and ranks that saved and ended as they were asked to, do not. A job with
+invalid input is not restarted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from datetime import datetime, timedelta
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import AttemptRecord
+from pipemorph.exits import EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
 
@@ -61,6 +63,12 @@ def classify(ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism) -
     unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
     if unusable is not None:
         return Cause(names.R_INVALID_INPUT, describe(unusable, parallelism), retry=False)
+    saved = next((p for p in first if p.exit_code == EXIT_SAVED), None)
+    if saved is not None:
+        # A deletion by hand leaves no condition at the pod, unlike a disruption by the cluster.
+        where = f" on node {saved.node}" if saved.node else ""
+        told = f"{ranks_of(saved.index, parallelism)}{where}: saved a checkpoint, as asked to end"
+        return Cause(names.R_SAVED, told, counted=False)
     if failed:
         return Cause(names.R_RANK_FAILED, describe(failed[0], parallelism))
     return Cause(names.R_RANK_FAILED, ended.message or ended.reason)

@@ -18,8 +18,10 @@ from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_
 from pipemorph.errors import InputError
 
 PASSED_ON = frozenset({"PIPEMORPH_LOG"})
-GRACE_SECONDS = 10.0
-"""Time from SIGTERM to SIGKILL: enough for a rank to report what it waited for, and to exit."""
+GRACE_SECONDS = 30.0
+"""Time from SIGTERM to SIGKILL by default, as in Kubernetes: ranks save meanwhile."""
+MARGIN_SECONDS = 1.0
+"""Of that, what is left to a rank that could not save, to say what it waited for."""
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
@@ -60,6 +62,7 @@ def rank_environment(
             "PIPEMORPH_NAMESPACE": job.metadata.namespace,
             "PIPEMORPH_ATTEMPT": str(where.attempt),
             "PIPEMORPH_GENERATION": str(where.generation),
+            "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, grace_seconds(job) - MARGIN_SECONDS):g}",
             "PIPEMORPH_SECRET_FILE": str(where.secret_file),
             "PIPEMORPH_INGEST_URL": where.ingest_url,
             "PIPEMORPH_TOKEN_FILE": str(where.token_file),

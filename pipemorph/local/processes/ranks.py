@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.exits import END_NOW
 from pipemorph.local.processes.forks import SPAWN, ForkedProcess, ForkServer, python_arguments
 from pipemorph.local.processes.rank_log import RankLog
 
@@ -179,10 +180,10 @@ class RankSet:
         self.ended.append(ended)
         return ended
 
-    def terminate(self) -> None:
-        """Send SIGTERM to every running rank."""
+    def end(self, *, save: bool) -> None:
+        """Ask every running rank to end: after it has saved, or at once."""
         for rank in self.running:
-            rank.signal(signal.SIGTERM)
+            rank.signal(signal.SIGTERM if save else END_NOW)
             rank.signal(signal.SIGCONT)
 
     def settle(self, seconds: float) -> None:

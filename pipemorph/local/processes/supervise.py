@@ -12,6 +12,7 @@ from enum import StrEnum
 from queue import Empty, SimpleQueue
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.exits import END_NOW, EXIT_SAVED
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
@@ -24,6 +25,8 @@ RECOVERY_CAUSE_SECONDS = 3.0
 """The same where the job goes on afterwards, and the others are not given time to notice."""
 STACK_SECONDS = 0.5
 """Time for ranks that hang to print their stacks."""
+END_SECONDS = 10.0
+"""Time for a rank that is to end at once: enough to say what it waited for."""
 AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES = 20
@@ -79,6 +82,8 @@ class Ending:
     """Whether the ranks ended because none finished an iteration."""
     at: float = 0.0
     """When it was noticed: wall clock, seconds."""
+    saved: bool = False
+    """Whether the ranks saved before they ended, as they were asked to."""
 
 
 def supervise(
@@ -95,8 +100,8 @@ def supervise(
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
-    ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may run
-    after the first has finished. ``deadline``: ``time.monotonic()`` of the job's deadline.
+    ``grace``: seconds in which ranks may save after a SIGTERM, and end. ``straggle``: seconds the
+    slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
     that is not needed. ``hung``: why the ranks are taken for hanging. ``refresh`` is called several
     times a second. No rank is running on return.
@@ -109,8 +114,12 @@ def supervise(
         killed, hurried = _stop(ending, ranks, events, refresh, grace=grace, recovers=recovers)
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed) or ending
-        why = "as requested" if hurried else f"since they did not stop within {grace:g} s"
+        waited = grace if _saves(ending) else min(grace, END_SECONDS)
+        why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
         ending = _with_peers(ending, ranks, killed, why)
+        if any(rank.status == EXIT_SAVED for rank in ranks.ended):
+            details = (*ending.details, "the ranks saved a checkpoint")
+            ending = replace(ending, details=details, saved=True)
     ranks.settle(AGENT_SECONDS)
     ranks.kill()
     refresh()
@@ -147,6 +156,8 @@ def _until_the_end(
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
         rank = ranks.note_exit(event.rank, event.status)
+        if event.status == EXIT_SAVED:
+            return Ending(End.INTERRUPTED, "a rank got SIGTERM")
         if event.status != 0:
             return _failure(rank)
         first_done = first_done or time.monotonic()
@@ -173,7 +184,7 @@ def _hang(ranks: RankSet, why: str) -> Ending:
 def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
     """The failure that caused the others: of the ranks that failed by themselves, the first that
     had not lost a peer, or else the first."""
-    asked = (128 + signal.SIGTERM, -signal.SIGTERM)
+    asked = (128 + signal.SIGTERM, -END_NOW)
     # One that was asked to stop may have failed before: Python takes its time to end.
     bad = [
         r
@@ -229,7 +240,7 @@ def _failure(rank: RankProcess) -> Ending:
 
 def _exception(rank: RankProcess) -> str | None:
     """The last exception that Python printed for a rank that failed by itself."""
-    killed = rank.status is not None and rank.status < 0 and rank.status != -signal.SIGTERM
+    killed = rank.status is not None and rank.status < 0 and rank.status != -END_NOW
     if rank.status in (None, 0) or killed or _lost_wait(rank) is not None:
         return None
     return _logged_exception(rank)
@@ -269,9 +280,15 @@ def _stop(
             ranks, events, refresh, seconds, enough=lambda: not _cause_is_to_come(ranks)
         ):
             return ranks.running, True
-    ranks.terminate()
-    hurried = _wait(ranks, events, refresh, grace)
+    saves = _saves(ending)
+    ranks.end(save=saves)
+    hurried = _wait(ranks, events, refresh, grace if saves else min(grace, END_SECONDS))
     return ranks.running, hurried
+
+
+def _saves(ending: Ending) -> bool:
+    """Whether the ranks may save before they end: none of them has failed."""
+    return ending.end is not End.FAILED
 
 
 def _wait(

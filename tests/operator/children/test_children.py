@@ -151,6 +151,7 @@ def test_a_short_grace_period_is_the_launchers_as_well() -> None:
     template["spec"]["terminationGracePeriodSeconds"] = 5  # type: ignore[assignment]
     made = trainer(attempt(parallelism=EIGHT, template=template))
     assert "--grace=3" in made["command"]
+    assert {"name": "PIPEMORPH_GRACE_SECONDS", "value": "2"} in made["env"]
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "idle"), [("8", 1, 7), ("8", 8, 0), ("1", 1, 0)])

@@ -13,6 +13,7 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
+from pipemorph.exits import EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
@@ -124,6 +125,21 @@ def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:
     assert not by_rule.counted
     other = restart.classify(failed("exit code 1 matching FailJob rule at index 1"), [], TWO)
     assert other.counted
+
+
+def test_ranks_that_saved_as_asked_do_not_count() -> None:
+    later = T0 + timedelta(seconds=1)
+    killed = pod(0, exit_code=137, node="n0", finished_at=later)
+    saved = pod(1, exit_code=EXIT_SAVED, node="n1", finished_at=T0)
+    cause = restart.classify(failed("matching FailJob rule at index 1"), [killed, saved], TWO)
+    assert (cause.reason, cause.retry, cause.counted) == (names.R_SAVED, True, False)
+    assert (
+        cause.message
+        == "rank 1 (stage 1, replica 0) on node n1: saved a checkpoint, as asked to end"
+    )
+    # A rank that had failed before is why the others were to end.
+    crashed = pod(0, exit_code=1, finished_at=T0 - timedelta(seconds=1))
+    assert restart.classify(failed(), [crashed, saved], TWO).counted
 
 
 def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,16 @@ class SharedLoss:
         # Keeps the world and not its groups, whose last references World.leave() drops.
         self._world, self._divisor = world, 1.0
         self._accelerator, self._wait_for = accelerator, wait
-        self._loss = torch.zeros(2, dtype=torch.float64)
+        self._loss = torch.zeros(3, dtype=torch.float64)
         self._work: Any = None
         self._copy: LossCopy | None = None
         self.refused = False
         """Whether a replica refused the step. Valid after :meth:`wait`."""
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether this rank is asked to end."""
+        self.leaving = False
+        """Whether a rank was asked to end when it shared its loss, the same on all ranks. Stays
+        True. Valid after :meth:`wait`."""
 
     def begin(self, divisor: float) -> None:
         """Begin a call. ``divisor``: of the sum over microbatches; only used on the last stage."""
@@ -72,6 +77,7 @@ class SharedLoss:
         self._wait_for(self._work)
         self._wait_for.waiting.end()
         self.refused = bool(self._loss[1])
+        self.leaving = self.leaving or bool(self._loss[2])
         return float(self._loss[0]) / self._world.coordinate.mesh.columns
 
     def _share(self, losses: Sequence[float], *, refused: bool = False) -> None:
@@ -79,5 +85,7 @@ class SharedLoss:
         total = 0.0
         for loss in losses:
             total += loss
-        self._loss = torch.tensor([total / self._divisor, refused], dtype=torch.float64)
+        self._loss = torch.tensor(
+            [total / self._divisor, refused, self.asked()], dtype=torch.float64
+        )
         self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)

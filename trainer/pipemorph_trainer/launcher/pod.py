@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
+from pipemorph.exits import EXIT_SAVED
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.rank_log import PrefixedLog
@@ -101,10 +102,10 @@ def run(pod: Pod, command: Sequence[str], grace: float) -> Ending:
 
 
 def exit_code(ending: Ending) -> int:
-    """The exit code of the pod: 0, or that of the rank that failed."""
+    """The exit code of the pod: 0, or that of the rank that failed, or of those that saved."""
     if ending.end is End.COMPLETED:
         return 0
     if ending.end is End.INTERRUPTED:
-        return EXIT_SIGTERM
+        return EXIT_SAVED if ending.saved else EXIT_SIGTERM
     status = ending.status if ending.status is not None else EXIT_FAILED
     return status if status >= 0 else 128 - status

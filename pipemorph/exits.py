@@ -1,0 +1,12 @@
+"""How hosts and ranks agree on the end of a rank: one signal and one exit code."""
+
+from __future__ import annotations
+
+import signal
+
+END_NOW = signal.SIGUSR2
+"""Ends a rank at once: another one has failed. SIGTERM lets it save before it ends."""
+
+EXIT_SAVED = 75
+"""A rank's exit code after it was asked to end and has saved, as all others have: nothing is lost,
+and nothing has failed. ``EX_TEMPFAIL`` of sysexits.h: to be tried again."""
