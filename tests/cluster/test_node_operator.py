@@ -278,7 +278,7 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
     done = job["status"]["training"]["iteration"]
     victim = node_jobs.pods("saves")[1]["metadata"]["name"]
     node_jobs.nodes.client.delete("pods", victim, node_jobs.namespace)
-    job = node_jobs.wait("saves", _attempt_at_iteration(1, 0), START)
+    job = node_jobs.wait("saves", _attempt_at_iteration(1, 1), START)
     (record,) = job["status"]["attempts"]
     assert (record["reason"], record["counted"]) == ("SavedAndEnded", False), record
     assert job["status"]["restarts"] == 0
@@ -288,7 +288,7 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
     node_jobs.patch("saves", {"suspend": True})
     node_jobs.wait("saves", "Suspended", 60.0)
     node_jobs.patch("saves", {"suspend": False})
-    job = node_jobs.wait("saves", _attempt_at_iteration(2, 0), START)
+    job = node_jobs.wait("saves", _attempt_at_iteration(2, 1), START)
     assert job["status"]["training"]["iteration"] >= saved(2) > done
     node_jobs.delete("saves")
 
