@@ -7,14 +7,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph.api.spec import Checkpoint, PipeMorphJob
-from pipemorph.local.ladder import Ladder, Rung
+from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
@@ -29,7 +30,7 @@ from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
 from pipemorph.local.processes.private import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
+from pipemorph.local.processes.supervise import End, Ending, Events, supervise
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.outputs import OutFolder
@@ -83,7 +84,6 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             progress=progress,
             service=service,
             reaper=reaper,
-            forks=forks,
             events=events,
             interrupts=interrupts,
             show=refresh,
@@ -91,7 +91,8 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             ladder=Ladder(job.spec.failure_policy.max_restarts),
         )
         host.announce()
-        ending = stack.enter_context(host).to_the_end()
+        site = stack.enter_context(host)
+        ending = Generations(site, reaper, forks, events).to_the_end()
         run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
     progress.close()
 
@@ -103,7 +104,8 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
 
 @dataclass
 class _Host:
-    """A run, from its first attempt to its end. A context manager, which removes what is kept."""
+    """A run, from its first attempt to its end: the :class:`~pipemorph.local.generations.Site` that
+    has all ranks of its job. A context manager, which removes what is kept."""
 
     job: PipeMorphJob
     run: RunRecord
@@ -112,7 +114,6 @@ class _Host:
     progress: Progress
     service: ControlService
     reaper: Reaper
-    forks: Forks
     events: Events
     interrupts: Interrupts
     show: Callable[[], None]
@@ -149,6 +150,7 @@ class _Host:
             self.reaper.send("keep", str(self.kept.root))
 
     def announce(self) -> None:
+        self.run.begin_attempt(time.time())
         self.progress.note(headline(self.job))
         unavailable = template_env(self.job).unavailable
         if unavailable:
@@ -156,47 +158,40 @@ class _Host:
                 f"variables not set, as their values need a cluster: {', '.join(unavailable)}"
             )
 
-    def to_the_end(self) -> Ending:
-        """Start the ranks, again after every failure that allows it. Returns how the job ended."""
-        rung, generation = Rung.ATTEMPT, 0
-        while True:
-            if rung is Rung.ATTEMPT:
-                generation, number = 0, len(self.run.attempts)
-                if number > 0:
-                    self.service.begin_attempt(number)
-                record = self.run.begin_attempt(time.time())
-            ending = self._generation(record.number, generation)
-            rung, why = self.ladder.after(ending, self.journal.done())
-            if self.interrupts.received is not None and rung is not Rung.NONE:
-                ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
-            if rung is not Rung.GENERATION:
-                record.end(ending, time.time())
-            if rung is Rung.NONE:
-                if why:
-                    ending = record.end(
-                        replace(ending, details=(*ending.details, why)), time.time()
-                    )
-                return ending
-            generation += 1
-            self._go_on(ending, rung, generation, why)
+    def agree(self, life: Life, ending: Ending) -> Life | Ending:
+        """Climb the ladder, record how the ranks ended, and tell of what follows."""
+        rung, why = self.ladder.after(ending, self.journal.done())
+        if self.interrupts.received is not None and rung is not Rung.NONE:
+            ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
+        if rung is Rung.NONE and why:
+            ending = replace(ending, details=(*ending.details, why))
+        if rung is not Rung.GENERATION:
+            self.run.attempts[-1].end(ending, time.time())
+        if rung is Rung.NONE:
+            return ending
+        again = rung is Rung.ATTEMPT
+        following = Life(life.attempt + 1) if again else Life(life.attempt, life.generation + 1)
+        self._go_on(ending, rung, following, why)
+        return following
 
-    def _go_on(self, ending: Ending, rung: Rung, generation: int, why: str) -> None:
+    def _go_on(self, ending: Ending, rung: Rung, following: Life, why: str) -> None:
         """Prepare the next start of the ranks, and tell of it."""
         self.progress.note(describe(ending))
         checkpoint = self.job.spec.checkpoint
         where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
-        attempt = len(self.run.attempts)
+        attempt, generation = following.attempt, following.generation
         if rung is Rung.ATTEMPT:
             self.progress.note(f"{why}, from {where}")
-            generation = 0
+            if self.kept is not None:
+                self.kept.clear()
         else:
-            attempt -= 1
             self.progress.note(f"the ranks start again as generation {generation}: {why}")
-        if self.kept is not None and rung is Rung.ATTEMPT:
-            self.kept.clear()
         self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
+        if rung is Rung.ATTEMPT:
+            self.service.begin_attempt(attempt)
+            self.run.begin_attempt(time.time())
 
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
@@ -230,25 +225,21 @@ class _Host:
         field = f"spec.failurePolicy.hangSeconds is {limit}"
         return f"no iteration was finished for {quiet:.0f} s ({field})"
 
-    def _generation(self, attempt: int, generation: int) -> Ending:
-        """Start all ranks and wait for their end."""
+    @contextmanager
+    def shared(self, life: Life) -> Iterator[AttemptEnvironment]:
+        """A new secret, the port of rank 0's store, and what else the ranks' environments share."""
         try:
             private = PrivateFolder.make(self.job, self.service.token)
         except OSError as error:
-            reason = (
+            raise OSError(
                 f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"
-            )
-            return Ending(End.FAILED, reason)
+            ) from None
         self.reaper.send("delete", str(private.root))
-        server = self.forks.server(self._is_over)
         try:
-            with (
-                _reserved_port() as port,
-                RankSet(self.reaper, self._rank_exited, server) as ranks,
-            ):
-                where = AttemptEnvironment(
-                    attempt=attempt,
-                    generation=generation,
+            with _reserved_port() as port:
+                yield AttemptEnvironment(
+                    attempt=life.attempt,
+                    generation=life.generation,
                     master_port=int(port.getsockname()[1]),
                     ingest_url=self.service.url,
                     job_file=private.job,
@@ -257,26 +248,31 @@ class _Host:
                     trace_dir=self.folder.trace.resolve(),
                     kept_dir=self.kept.root if self.kept else None,
                 )
-                self.began, self.starting = time.monotonic(), True
-                try:
-                    self._start_ranks(ranks, where)
-                except OSError as error:
-                    started = f"only {len(ranks.ranks)} ranks could be started: {error}"
-                    return Ending(End.FAILED, started)
-                ending = supervise(
-                    ranks,
-                    self.events,
-                    refresh=self._refresh,
-                    note=self.progress.note,
-                    grace=self.grace,
-                    straggle=self.job.spec.transport.deadline_seconds,
-                    deadline=self._deadline(),
-                    recovers=self.ladder.recovers,
-                    hung=self._hung,
-                )
         finally:
             private.remove()
             self.reaper.send("keep", str(private.root))
+
+    def start(self, ranks: RankSet, life: Life, shared: AttemptEnvironment) -> None:
+        self.began, self.starting = time.monotonic(), True
+        command = self.job.spec.trainer.argv(sys.executable)
+        parallelism = self.job.spec.parallelism
+        for rank in range(parallelism.world_size):
+            position = parallelism.mesh.coordinate(rank)
+            env = rank_environment(self.job, shared, rank, os.environ)
+            ranks.start(position, command, env, FileLog(self.folder.log(rank)))
+
+    def watch(self, ranks: RankSet, life: Life) -> Ending:
+        ending = supervise(
+            ranks,
+            self.events,
+            refresh=self._refresh,
+            note=self.progress.note,
+            grace=self.grace,
+            straggle=self.job.spec.transport.deadline_seconds,
+            deadline=self._deadline(),
+            recovers=self.ladder.recovers,
+            hung=self._hung,
+        )
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
 
     def _all_done(self) -> Ending | None:
@@ -294,18 +290,7 @@ class _Host:
             "run that many steps in the script, or lower the number",
         )
 
-    def _start_ranks(self, ranks: RankSet, where: AttemptEnvironment) -> None:
-        parallelism = self.job.spec.parallelism
-        command = self.job.spec.trainer.argv(sys.executable)
-        for rank in range(parallelism.world_size):
-            position = parallelism.mesh.coordinate(rank)
-            env = rank_environment(self.job, where, rank, os.environ)
-            ranks.start(position, command, env, FileLog(self.folder.log(rank)))
-
-    def _rank_exited(self, rank: int, status: int) -> None:
-        self.events.put(RankExited(rank, status))
-
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the run ends before its ranks have started."""
         deadline = self._deadline()
         late = deadline is not None and time.monotonic() >= deadline

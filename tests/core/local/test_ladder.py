@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.local.ladder import Ladder, Rung
+from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.local.processes import kept
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import FileLog
@@ -76,8 +76,8 @@ def test_the_same_error_at_the_same_iteration_is_the_users() -> None:
         (0, failed()),
         (5, failed(retry=False)),
         (5, Ending(End.COMPLETED)),
-        (5, Ending(End.INTERRUPTED, retry=True)),
-        (5, Ending(End.DEADLINE, retry=True)),
+        (5, Ending(End.INTERRUPTED)),
+        (5, Ending(End.DEADLINE)),
     ],
 )
 def test_what_ends_the_job(most: int, ending: Ending) -> None:

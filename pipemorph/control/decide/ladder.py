@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-from pipemorph.local.processes.supervise import End, Ending
+from typing import Protocol
 
 
 class Rung(StrEnum):
@@ -19,6 +18,18 @@ class Rung(StrEnum):
     GENERATION = "generation"
     ATTEMPT = "attempt"
     NONE = "none"
+
+
+class Failure(Protocol):
+    """How the ranks ended."""
+
+    @property
+    def retry(self) -> bool:
+        """Whether a restart may succeed."""
+
+    @property
+    def error(self) -> str | None:
+        """The exception that ended them, as one line; None if something else did."""
 
 
 @dataclass
@@ -42,13 +53,13 @@ class Ladder:
         """Whether a failure may be followed by another start."""
         return self.most > 0
 
-    def after(self, ending: Ending, done: int) -> tuple[Rung, str]:
+    def after(self, failure: Failure, done: int) -> tuple[Rung, str]:
         """What follows a failure when ``done`` iterations are finished, and why."""
-        if ending.end is not End.FAILED or not ending.retry or not self.recovers:
+        if not failure.retry or not self.recovers:
             return Rung.NONE, ""
         progress = done > self._best
-        same = not progress and ending.error is not None and ending.error == self._error
-        self._best, self._error = max(self._best, done), ending.error
+        same = not progress and failure.error is not None and failure.error == self._error
+        self._best, self._error = max(self._best, done), failure.error
         if same:
             return (
                 Rung.NONE,
