@@ -4,7 +4,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
-* the ingest: ``training``, ``control``, and the conditions ``LinksHealthy``,
+* the ingest: ``training``, ``control``, ``recoveries``, and the conditions ``LinksHealthy``,
   ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``, ``StagesEven`` and
   ``ReductionsHealthy``.
 
@@ -24,6 +24,7 @@ MAX_FALLEN_LINKS = 32
 MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
+MAX_RECOVERIES_KEPT = 10
 MAX_STAGES = 512
 MAX_PLANS = 8
 """Most different plans of a job's replicas at a time."""
@@ -367,6 +368,50 @@ class ControlState(StatusModel):
     )
 
 
+class RecoveryRecord(StatusModel):
+    """One start of all ranks within their pods, after some had ended."""
+
+    attempt: int = _number("Attempt in which it was.")
+    generation: int = Field(ge=1, description="Generation of ranks that began.")
+    lost_at: Timestamp = Field(description="When the ingest was told of the loss.")
+    cause: Text = Field(description="What was lost, and how.")
+    pod: int | None = Field(default=None, ge=0, description="Pod of the rank that failed first.")
+    rank: int | None = Field(default=None, ge=0, description="That rank.")
+    iterations_done: int = _number("Iterations that were finished before.")
+    went_on_with: int | None = Field(
+        default=None, ge=0, description="First iteration that was finished afterwards."
+    )
+    repeated: int | None = Field(
+        default=None, ge=0, description="Iterations that had been finished and were run again."
+    )
+    seconds: float | None = Field(
+        default=None, ge=0, description="From lostAt to the end of that first iteration."
+    )
+    state: str | None = Field(
+        default=None,
+        max_length=32,
+        description="Where the ranks' state came from: kept, replica, checkpoint or beginning.",
+    )
+
+
+class Recoveries(StatusModel):
+    """Generations of ranks: their starts within living pods, after failures."""
+
+    attempt: int = _number("Attempt that generation counts for.")
+    generation: int = _number("Generation of ranks in progress, from 0; begins anew with attempts.")
+    count: int = _number("Generations that have followed a failure, over all attempts.")
+    counted: int = _number(
+        "Those of them that count against failurePolicy.maxRestarts: no further iteration had been "
+        "finished."
+    )
+    finished: int = _number("Most iterations that were finished at a failure.")
+    idle: int = _number("Failures since then.")
+    error: Text | None = Field(
+        default=None, description="The exception in which a rank ended, at the last failure."
+    )
+    last: list[RecoveryRecord] = _at_most(MAX_RECOVERIES_KEPT, "The newest, newest last.")
+
+
 class JobStatus(StatusModel):
     """Observed state of a job, written by the operator and the ingest."""
 
@@ -426,6 +471,9 @@ class JobStatus(StatusModel):
         default=None, description="Summary of the ranks' reports."
     )
     control: ControlState | None = Field(default=None, description="Issued directives.")
+    recoveries: Recoveries | None = Field(
+        default=None, description="Starts of the ranks within their pods, after failures."
+    )
 
 
 def condition(status: JobStatus, kind: str) -> Condition | None:

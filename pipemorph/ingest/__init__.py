@@ -3,11 +3,13 @@
 ``handler`` implements the protocol without sockets, ``app`` serves it over aiohttp, ``connections``
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
 of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
-``planner_pool`` makes the decisions of many jobs in turn.
+``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
+pods.
 """
 
 from pipemorph.ingest.app import IngestServer, Join, make_app
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits
+from pipemorph.ingest.generations import GenerationDesk, GenerationStore, PollLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import (
     Authenticator,
@@ -31,6 +33,8 @@ __all__ = [
     "ControlledJob",
     "Decided",
     "FirstPlanner",
+    "GenerationDesk",
+    "GenerationStore",
     "Identity",
     "IngestHandler",
     "IngestServer",
@@ -41,6 +45,7 @@ __all__ = [
     "Planner",
     "PlannerLost",
     "PlannerPool",
+    "PollLimits",
     "Refused",
     "Reply",
     "Versions",

@@ -21,10 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved, head_received
+from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
-from pipemorph.wire import MAX_PLAN_BYTES, MAX_REPORT_BYTES
+from pipemorph.wire import MAX_PLAN_BYTES, MAX_POD_REPORT_BYTES, MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -32,7 +33,8 @@ Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
 address."""
 OnAnswer = Callable[[str, int, float], None]
-"""Called for every response: ``report`` or ``poll``, HTTP status, duration in seconds."""
+"""Called for every response: ``report``, ``poll``, ``plan``, ``join`` or ``generation``, HTTP
+status, duration in seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ _http_log = logging.getLogger("pipemorph.ingest.http")
 _http_log.addFilter(_OneLine())
 
 _HANDLER = web.AppKey("handler", IngestHandler)
+_DESK = web.AppKey("desk", GenerationDesk)
 
 
 def make_app(
@@ -70,11 +73,12 @@ def make_app(
     timeouts: Timeouts | None = None,
     on_answer: OnAnswer | None = None,
     join: Join | None = None,
+    desk: GenerationDesk | None = None,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
     ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
-    without it, ranks cannot ask for their job.
+    without it, ranks cannot ask for their job. ``desk``: for a host whose ranks have launchers.
     """
     limits = timeouts or Timeouts()
 
@@ -143,6 +147,30 @@ def make_app(
             wait=query.get("wait", "0"),
         )
 
+    async def tell_generation(request: web.Request) -> Reply:
+        assert desk is not None
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name)
+        if refusal is not None:
+            return refusal
+        body = await read(request, "report", MAX_POD_REPORT_BYTES)
+        if isinstance(body, Reply):
+            return body
+        return await desk.tell(namespace, name, body, request.query.get("wait", "0"))
+
+    async def poll_generation(request: web.Request) -> Reply:
+        assert desk is not None
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name)
+        query = request.query
+        return refusal or await desk.poll(
+            namespace,
+            name,
+            attempt=query.get("attempt", ""),
+            generation=query.get("generation", ""),
+            wait=query.get("wait", "0"),
+        )
+
     async def job(request: web.Request) -> Reply:
         assert join is not None
         refusal = await authenticate(request, "", "")
@@ -180,12 +208,19 @@ def make_app(
     app.router.add_post("/v1/jobs/{namespace}/{name}/plan", answering("plan", plan))
     if join is not None:
         app.router.add_get("/v1/job", answering("join", job))
+    if desk is not None:
+        app[_DESK] = desk
+        where = "/v1/jobs/{namespace}/{name}/generation"
+        app.router.add_post(where, answering("generation", tell_generation))
+        app.router.add_get(where, answering("generation", poll_generation))
     app.on_shutdown.append(_release_polls)
     return app
 
 
 async def _release_polls(app: web.Application) -> None:
     app[_HANDLER].close()
+    if _DESK in app:
+        app[_DESK].close()
 
 
 def _response(reply: Reply) -> web.Response:
@@ -225,6 +260,7 @@ class IngestServer:
         connections: ConnectionLimits | None = None,
         on_unserved: OnUnserved | None = None,
         join: Join | None = None,
+        desk: GenerationDesk | None = None,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
@@ -235,6 +271,7 @@ class IngestServer:
         self._connections = connections or ConnectionLimits()
         self._on_unserved = on_unserved
         self._join = join
+        self._desk = desk
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
 
@@ -256,6 +293,7 @@ class IngestServer:
             timeouts=self._timeouts,
             on_answer=self._on_answer,
             join=self._join,
+            desk=self._desk,
         )
         runner = web.AppRunner(
             app,
@@ -288,6 +326,8 @@ class IngestServer:
             self._acceptor = None
         if self._runner is not None:
             self.handler.close()
+            if self._desk is not None:
+                self._desk.close()
             await self._runner.cleanup()
             await self.handler.persisted(self._timeouts.shutdown)
             self._runner = None

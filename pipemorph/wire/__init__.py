@@ -1,5 +1,6 @@
 """Messages of the control loop: telemetry of ranks (``samples``), what their agent concludes from
-it (``states``), and the reports and directives between the agent and the ingest (``messages``)."""
+it (``states``), the reports and directives between the agent and the ingest (``messages``), and
+what launchers of pods and the ingest tell each other (``generations``)."""
 
 from pipemorph.wire.base import (
     Count,
@@ -8,6 +9,13 @@ from pipemorph.wire.base import (
     Seconds,
     WallClock,
     WireModel,
+)
+from pipemorph.wire.generations import (
+    MAX_POD_REPORT_BYTES,
+    GenerationState,
+    Loss,
+    PodReport,
+    ResumedFrom,
 )
 from pipemorph.wire.messages import (
     MAX_PLAN_BYTES,
@@ -60,6 +68,7 @@ from pipemorph.wire.states import (
 __all__ = [
     "FABRIC_VARIABLE",
     "MAX_PLAN_BYTES",
+    "MAX_POD_REPORT_BYTES",
     "MAX_REPORT_BYTES",
     "MAX_SEQUENCE",
     "MAX_WAIT_SECONDS",
@@ -76,24 +85,28 @@ __all__ = [
     "FabricDirection",
     "FabricView",
     "FallenLink",
+    "GenerationState",
     "HandIn",
     "IterationSample",
     "LinkHealthReport",
     "LinkRecord",
     "LinkSample",
     "LinkState",
+    "Loss",
     "ObjectName",
     "ObserverSettings",
     "OwnPlan",
     "OwnPlanRecord",
     "PlanMessage",
     "PlanVersion",
+    "PodReport",
     "RailHealth",
     "RailSample",
     "RailTrouble",
     "RailsView",
     "ReductionHealth",
     "ReductionSample",
+    "ResumedFrom",
     "Seconds",
     "SlowDirection",
     "Split",

@@ -42,11 +42,12 @@ class Ladder:
 
     most: int
     counted: int = 0
-    _best: int = 0
+    best: int = 0
     """Most iterations that were finished at any failure."""
-    _idle: int = 0
+    idle: int = 0
     """Failures since then."""
-    _error: str | None = None
+    error: str | None = None
+    """Of the last failure."""
 
     @property
     def recovers(self) -> bool:
@@ -57,18 +58,18 @@ class Ladder:
         """What follows a failure when ``done`` iterations are finished, and why."""
         if not failure.retry or not self.recovers:
             return Rung.NONE, ""
-        progress = done > self._best
-        same = not progress and failure.error is not None and failure.error == self._error
-        self._best, self._error = max(self._best, done), failure.error
+        progress = done > self.best
+        same = not progress and failure.error is not None and failure.error == self.error
+        self.best, self.error = max(self.best, done), failure.error
         if same:
             return (
                 Rung.NONE,
                 f"not started again: iteration {done} failed twice, with the same error",
             )
         if progress:
-            self._idle = 0
+            self.idle = 0
             return Rung.GENERATION, f"after {done} iterations"
-        self._idle += 1
+        self.idle += 1
         self.counted += 1
         if self.counted > self.most:
             return Rung.NONE, (
@@ -76,6 +77,6 @@ class Ladder:
                 f"failure, and spec.failurePolicy.maxRestarts is {self.most}"
             )
         count = f"restart {self.counted} of at most {self.most}"
-        if done == 0 or self._idle > 1:
+        if done == 0 or self.idle > 1:
             return Rung.ATTEMPT, count
         return Rung.GENERATION, f"{count}, after {done} iterations"

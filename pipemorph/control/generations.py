@@ -1,0 +1,212 @@
+"""The generations of a job's ranks, whose pods outlive them: which one runs, and what follows it.
+
+Pure: launchers' words and times in, the newest generation out. A generation is over as soon as one
+launcher says so, and the next one begins when the ranks of all pods are gone. The
+:class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers and the
+ranks' last reports have told.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
+from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport, ResumedFrom
+
+WORD_SECONDS = 5.0
+"""After an iteration is reported, how long to wait for word of what the ranks have begun with."""
+MOST_ARRIVED = 64
+"""Iterations that are looked through for the first one that the new ranks have finished."""
+
+
+class Generations:
+    """The generations of one job, which has ``pods`` pods.
+
+    ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
+    ``saved``: what is in status. None in an attempt that no launcher has reported a failure of.
+    """
+
+    def __init__(
+        self,
+        pods: int,
+        most: int,
+        attempt: int = 0,
+        saved: Recoveries | None = None,
+        restarts: int = 0,
+    ) -> None:
+        self.pods, self.most, self.restarts = pods, most, restarts
+        self.saved = saved or Recoveries()
+        """What belongs into status."""
+        self._done = self.saved.finished
+        self._verdict: GenerationState | None = None
+        self._recovering: RecoveryRecord | None = None
+        self._lost_at = 0.0
+        self._new_generation()
+        self.attempt = attempt
+        if self.saved.attempt != attempt:
+            self.begin_attempt(attempt)
+        elif self.saved.last and self.saved.last[-1].seconds is None:
+            self._recovering = self.saved.last[-1]
+            self._lost_at = datetime.fromisoformat(self._recovering.lost_at).timestamp()
+
+    def _new_generation(self) -> None:
+        self._over, self._over_at = "", 0.0
+        self._losses: dict[int, Loss] = {}
+        self._gone: set[int] = set()
+        self._completed: set[int] = set()
+        self._resumed: ResumedFrom | None = None
+        self._arrived: list[tuple[int, float]] = []
+
+    def begin_attempt(self, attempt: int) -> None:
+        """All pods are others from now on."""
+        self.attempt, self._verdict, self._recovering = attempt, None, None
+        self._new_generation()
+        self.saved = self.saved.model_copy(update={"attempt": attempt, "generation": 0})
+
+    @property
+    def state(self) -> GenerationState:
+        if self._verdict is not None:
+            return self._verdict
+        return GenerationState(
+            attempt=self.attempt,
+            generation=self.saved.generation,
+            over=bool(self._over),
+            reason=self._over,
+        )
+
+    def take(self, report: PodReport, now: float) -> None:
+        """Take what a launcher tells. ``now``: wall clock, seconds. Raises
+        :class:`WrongAttempt` and :class:`ReportMismatch`."""
+        if report.attempt != self.attempt:
+            raise WrongAttempt(
+                f"attempt {report.attempt} is not the attempt in progress, {self.attempt}"
+            )
+        if report.pod >= self.pods:
+            raise ReportMismatch("pod", f"is {report.pod}; the job has {self.pods} pods")
+        if report.generation < self.saved.generation or self._verdict is not None:
+            return
+        if report.generation > self.saved.generation:
+            # Another ingest has begun it, and could not write that.
+            self._new_generation()
+            self.saved = self.saved.model_copy(update={"generation": report.generation})
+        if report.event == "resumed":
+            self._resumed = report.resumed
+            self._look_for_recovery(now)
+            return
+        if report.loss is not None:
+            self._losses[report.pod] = report.loss
+        if report.event != "failed":
+            self._gone.add(report.pod)
+        if report.event == "completed":
+            self._completed.add(report.pod)
+        elif not self._over:
+            self._over, self._over_at = report.loss.reason if report.loss else "it is over", now
+        if self._over:
+            self._decide()
+
+    def _decide(self) -> None:
+        """What follows the generation, once that is known."""
+        cause_pod, cause = self._cause()
+        if self.most == 0 or self._completed:
+            # Nobody has to be waited for: pods whose ranks have finished cannot start them again.
+            why = f"pod {min(self._completed)} has finished" if self._completed else ""
+            self._end("attempt", why, cause_pod)
+            return
+        if len(self._gone) < self.pods:
+            return
+        before = self.saved
+        ladder = Ladder(
+            self.most,
+            self.restarts + before.counted,
+            before.finished,
+            before.idle,
+            before.error,
+        )
+        rung, why = ladder.after(cause, self._done)
+        begins = rung is Rung.GENERATION
+        record = RecoveryRecord(
+            attempt=self.attempt,
+            generation=before.generation + 1,
+            lost_at=_timestamp(self._over_at),
+            cause=cause.reason,
+            pod=cause_pod,
+            rank=cause.rank,
+            iterations_done=self._done,
+        )
+        self.saved = before.model_copy(
+            update={
+                "finished": ladder.best,
+                "idle": ladder.idle,
+                "error": ladder.error,
+                # An attempt is counted by who begins it.
+                "counted": ladder.counted - self.restarts if begins else before.counted,
+                "count": before.count + begins,
+                "generation": before.generation + begins,
+                "last": [*before.last, record][-MAX_RECOVERIES_KEPT:] if begins else before.last,
+            }
+        )
+        if not begins:
+            # Where restarts are used up, the end of the attempt is the job's.
+            twice = cause.retry and self.restarts + before.counted < self.most
+            none = rung is Rung.NONE and twice
+            self._end("none" if none else "attempt", why, cause_pod)
+            return
+        self._recovering, self._lost_at = record, self._over_at
+        self._new_generation()
+
+    def _cause(self) -> tuple[int | None, Loss]:
+        """The pod whose failure caused the others, and that failure: what no restart changes, then
+        what lost no peer, then the first."""
+        found = min(
+            self._losses.items(),
+            key=lambda each: (each[1].retry, each[1].lost_peer, each[1].at),
+            default=None,
+        )
+        return found or (None, Loss(reason=self._over, at=self._over_at, lost_peer=True))
+
+    def _end(self, verdict: str, why: str, cause: int | None) -> None:
+        self._verdict = self.state.model_copy(
+            update={"over": True, "verdict": verdict, "why": why, "cause": cause}
+        )
+
+    def reported(self, report: LinkHealthReport, now: float) -> bool:
+        """Take what rank 0's agent reports. Returns whether the ranks have recovered by it."""
+        for number, sample in enumerate(report.iterations, start=1):
+            self._done = max(self._done, sample.index + 1)
+            if self._recovering is not None and len(self._arrived) < MOST_ARRIVED:
+                # A report may bring several iterations, which followed each other.
+                later = sum(each.seconds for each in report.iterations[number:])
+                self._arrived.append((sample.index, now - later))
+        return self._look_for_recovery(now)
+
+    def _look_for_recovery(self, now: float) -> bool:
+        record = self._recovering
+        if record is None or not self._arrived:
+            return False
+        if self._resumed is None and now - self._arrived[0][1] < WORD_SECONDS:
+            return False
+        # Earlier iterations may be reported that the ranks before had finished.
+        least = self._resumed.iteration if self._resumed is not None else 0
+        first = next((each for each in self._arrived if each[0] >= least), None)
+        if first is None:
+            return False
+        index, at = first
+        done = record.model_copy(
+            update={
+                "went_on_with": index,
+                "repeated": max(0, record.iterations_done - index),
+                "seconds": round(max(0.0, at - self._lost_at), 3),
+                "state": self._resumed.rung if self._resumed is not None else None,
+            }
+        )
+        last = [*self.saved.last[:-1], done]
+        self.saved = self.saved.model_copy(update={"last": last})
+        self._recovering = None
+        return True
+
+
+def _timestamp(seconds: float) -> str:
+    when = datetime.fromtimestamp(seconds, UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,255 @@
+"""Answers the launchers of pods, which ask for the generation of ranks to run.
+
+What follows a generation is persisted before any launcher is told of it, so that a restarted ingest
+counts on. If that takes too long, launchers are told all the same: they know the number then.
+
+Launchers keep a poll open to hear at once that a generation is over. Only so many may, of a job and
+in all: the others are told to come back late. Their own ranks end when they lose their peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from pydantic import ValidationError
+
+from pipemorph.control.generations import Generations
+from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.errors import one_line
+from pipemorph.ingest.handler import Reply
+from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, PodReport
+
+log = logging.getLogger("pipemorph.ingest")
+
+PERSIST_SECONDS = 2.0
+"""How long launchers wait for the status to be written."""
+
+
+class GenerationStore(Protocol):
+    """Has the generations of a host's jobs, and persists them."""
+
+    def generations(self, namespace: str, job: str) -> Generations | None:
+        """Those of a job; None if the host has no such job."""
+
+    async def persist_generations(self, namespace: str, job: str) -> None:
+        """Make ``saved`` of the job's generations durable. May raise anything."""
+
+
+@dataclass(frozen=True)
+class PollLimits:
+    """How many launchers may wait for an answer, and what others are told."""
+
+    of_job: int = 32
+    in_all: int = 1024
+    """A quarter of the ingest's connections."""
+    later_seconds: float = 300.0
+    """When a launcher that may not wait asks again whether a generation is over."""
+    soon_seconds: float = 1.0
+    """The same, whether the next one begins. Longer with many pods: 100 ask in a second."""
+    reports_per_pod: float = 8.0
+    """Burst of a job's reports: two of each launcher in a generation, and retries."""
+    refill_per_pod: float = 0.5
+    """Reports that it gains in a second."""
+
+
+@dataclass
+class _Session:
+    """State per job. ``served``: what launchers are told, once it is persisted."""
+
+    served: GenerationState
+    tokens: float
+    refilled: float = field(default_factory=time.monotonic)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def release(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class GenerationDesk:
+    """For use in one event loop. ``on_change``: called with a job after each of its changes."""
+
+    def __init__(
+        self,
+        store: GenerationStore,
+        *,
+        limits: PollLimits | None = None,
+        on_change: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        self._store = store
+        self._limits = limits or PollLimits()
+        self._on_change = on_change
+        self._sessions: WeakKeyDictionary[Generations, _Session] = WeakKeyDictionary()
+        self._waiting = 0
+        self._closing = False
+
+    async def tell(self, namespace: str, name: str, body: bytes, wait: str) -> Reply:
+        """Answer ``POST …/generation``."""
+        found = self._store.generations(namespace, name)
+        if found is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        session = self._session(found)
+        if not self._take_token(session, found.pods):
+            return Reply.error(429, "more reports of generations than the job's pods can have")
+        seconds = _seconds(wait)
+        if seconds is None:
+            return _bad_wait(wait)
+        try:
+            report = PodReport.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            status = 400 if first["type"] == "json_invalid" else 422
+            where = ".".join(str(part) for part in first["loc"])
+            return Reply.error(status, f"{where or 'report'}: {first['msg']}", field=where)
+        async with session.lock:
+            before, saved = found.state, found.saved
+            try:
+                found.take(report, time.time())
+            except WrongAttempt as error:
+                return Reply.error(403, str(error), field="attempt")
+            except ReportMismatch as error:
+                return Reply.error(422, str(error), field=error.field)
+            if found.state != before:
+                _log(namespace, name, found.state)
+            if found.saved != saved:
+                await self._persist(namespace, name)
+            session.served = found.state
+            if session.served != before:
+                session.release()
+        self._on_change(namespace, name)
+        over = GenerationState(attempt=report.attempt, generation=report.generation, over=True)
+        return await self._when_past(found, over, seconds)
+
+    async def poll(
+        self, namespace: str, name: str, *, attempt: str, generation: str, wait: str
+    ) -> Reply:
+        """Answer ``GET …/generation``."""
+        found = self._store.generations(namespace, name)
+        if found is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        numbers = {}
+        for key, text in (("attempt", attempt), ("generation", generation)):
+            if not (text.isascii() and text.isdigit() and len(text) <= 9):
+                return Reply.error(
+                    400, f"{key} is {text[:40]!r}; expected an integer of 0 or more", field=key
+                )
+            numbers[key] = int(text)
+        if numbers["attempt"] != found.attempt:
+            return Reply.error(
+                403,
+                f"attempt {numbers['attempt']} is not the attempt in progress, {found.attempt}",
+                field="attempt",
+            )
+        seconds = _seconds(wait)
+        if seconds is None:
+            return _bad_wait(wait)
+        known = GenerationState(attempt=numbers["attempt"], generation=numbers["generation"])
+        return await self._when_past(found, known, seconds)
+
+    def close(self) -> None:
+        """Answer waiting and later polls at once."""
+        self._closing = True
+        for session in self._sessions.values():
+            session.release()
+
+    async def _when_past(self, found: Generations, known: GenerationState, wait: float) -> Reply:
+        """What there is to tell to a launcher that knows ``known``, as soon as it differs."""
+        session, limits = self._session(found), self._limits
+        end = time.monotonic() + wait
+        again = 0.0
+        while not _past(session.served, known) and not self._closing:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            if len(session.waiters) >= limits.of_job or self._waiting >= limits.in_all:
+                again = limits.later_seconds
+                if known.over:
+                    again = max(limits.soon_seconds, found.pods / 100)
+                break
+            await self._wait(session, left)
+        state = session.served.model_copy(update={"again": again})
+        return Reply(200, state.model_dump_json().encode())
+
+    async def _wait(self, session: _Session, seconds: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        session.waiters.add(waiter)
+        self._waiting += 1
+        try:
+            await asyncio.wait((waiter,), timeout=seconds)
+        finally:
+            session.waiters.discard(waiter)
+            self._waiting -= 1
+
+    async def _persist(self, namespace: str, name: str) -> None:
+        task = asyncio.ensure_future(self._store.persist_generations(namespace, name))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            # It goes on after the time limit.
+            await asyncio.wait_for(asyncio.shield(task), PERSIST_SECONDS)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
+            why = one_line(str(error)) or f"not written within {PERSIST_SECONDS:g} s"
+            log.error("%s/%s: a generation was begun and not persisted: %s", namespace, name, why)
+
+    def _session(self, found: Generations) -> _Session:
+        session = self._sessions.get(found)
+        if session is None:
+            burst = self._limits.reports_per_pod * found.pods + 1
+            session = self._sessions[found] = _Session(found.state, burst)
+        elif session.served.attempt != found.attempt:
+            session.served = found.state
+            session.release()
+        return session
+
+    def _take_token(self, session: _Session, pods: int) -> bool:
+        now, limits = time.monotonic(), self._limits
+        gained = (now - session.refilled) * (limits.refill_per_pod * pods + 1)
+        session.tokens = min(limits.reports_per_pod * pods + 1, session.tokens + gained)
+        session.refilled = now
+        if session.tokens < 1:
+            return False
+        session.tokens -= 1
+        return True
+
+
+def _past(state: GenerationState, known: GenerationState) -> bool:
+    """Whether ``state`` is news for who knows ``known``."""
+    newer = state.generation > known.generation or bool(state.verdict)
+    return newer or state.attempt != known.attempt or (state.over and not known.over)
+
+
+def _log(namespace: str, name: str, state: GenerationState) -> None:
+    what = f"generation {state.generation}"
+    if state.verdict:
+        what += f" is not followed by another one: {state.why or state.reason}"
+    elif state.over:
+        what += f" is over: {state.reason}"
+    else:
+        what += " begins"
+    log.info("%s/%s: %s", namespace, name, one_line(what))
+
+
+def _seconds(text: str) -> float | None:
+    """A time to wait; None if it is none."""
+    try:
+        seconds = float(text) if len(text) <= 40 else -1.0
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= MAX_WAIT_SECONDS else None
+
+
+def _bad_wait(text: str) -> Reply:
+    return Reply.error(
+        400,
+        f"wait is {text[:40]!r}; expected 0 to {MAX_WAIT_SECONDS:g} seconds",
+        field="wait",
+    )

@@ -1,0 +1,86 @@
+"""Messages between the launchers of a job's pods and the ingest: which generation of ranks runs.
+
+* ``POST /v1/jobs/{namespace}/{name}/generation?wait=S`` with a :class:`PodReport` (at most
+  ``MAX_POD_REPORT_BYTES``). It names the generation that it is about, so that one that comes twice
+  does no harm. With a ``wait``, the answer comes when that generation is not the newest one
+  any more, or after ``S`` seconds.
+* ``GET /v1/jobs/{namespace}/{name}/generation?attempt=A&generation=G&wait=S`` answers as soon as
+  generation ``G`` is over, or after ``S`` seconds.
+
+Both answer a :class:`GenerationState`, and both need ``Authorization: Bearer``, as reports do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+
+MAX_POD_REPORT_BYTES = 32 * 1024
+MOST_DETAILS, LONGEST_LINE = 40, 500
+
+Line = Annotated[str, Field(max_length=LONGEST_LINE)]
+Generation = PlanVersion
+"""Bounded far below what can be counted."""
+
+
+class Loss(WireModel):
+    """Why the ranks of a pod have ended, as its launcher sees it."""
+
+    reason: Line
+    details: list[Line] = Field(default_factory=list, max_length=MOST_DETAILS)
+    at: WallClock
+    """The launcher's wall clock, seconds since the epoch."""
+    rank: Count | None = None
+    retry: bool = True
+    """Whether a restart may succeed."""
+    error: Line | None = None
+    """The exception in which the rank ended; None if it ended otherwise, or lost a peer."""
+    lost_peer: bool = False
+    """Whether another rank's end is the reason."""
+
+
+class ResumedFrom(WireModel):
+    """What a generation has begun with, as :class:`pipemorph.local.processes.kept.Resumed`."""
+
+    iteration: Count
+    rung: Annotated[str, Field(max_length=32)]
+    why: Line = ""
+
+
+class PodReport(WireModel):
+    """What a launcher tells of a generation of its ranks.
+
+    ``failed``: they are about to end; ``gone``: none is left, and the launcher waits for the next
+    generation; ``completed``: all have finished, and the launcher ends; ``resumed``: what the
+    generation began with.
+    """
+
+    attempt: Count
+    generation: Generation
+    pod: Count
+    event: Literal["failed", "gone", "completed", "resumed"]
+    loss: Loss | None = None
+    """Of ``failed`` and ``gone``; None if the launcher was told that the generation is over."""
+    resumed: ResumedFrom | None = None
+
+
+class GenerationState(WireModel):
+    """The newest generation, and whether it is over."""
+
+    attempt: Count
+    generation: Generation
+    over: bool = False
+    """Its ranks have to end in all pods."""
+    reason: str = ""
+    """Why it is over."""
+    verdict: Literal["", "attempt", "none"] = ""
+    """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt."""
+    why: str = ""
+    """The reason of the verdict, or of the generation's start."""
+    cause: Count | None = None
+    """Of a verdict: the pod whose rank has failed."""
+    again: Seconds = 0.0
+    """Ask again after so many seconds; 0: at once."""

@@ -1,0 +1,202 @@
+"""Which generation of a job's ranks runs, and what follows it: no sockets, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries
+from pipemorph.control.generations import WORD_SECONDS, Generations
+from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.wire import LinkHealthReport, Loss, PodReport, ResumedFrom
+
+
+def loss(at: float = 1.0, **fields: Any) -> Loss:
+    return Loss.model_validate(
+        {"reason": "rank 1 exited with code 1", "at": at, "rank": 1, **fields}
+    )
+
+
+def word(event: str, pod: int, generation: int = 0, attempt: int = 0, **fields: Any) -> PodReport:
+    return PodReport.model_validate(
+        {"attempt": attempt, "generation": generation, "pod": pod, "event": event, **fields}
+    )
+
+
+def report(*indices: int, seconds: float = 0.5) -> LinkHealthReport:
+    common = {"seconds": seconds, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
+    samples = [{"index": index, **common} for index in indices]
+    return LinkHealthReport.model_validate(
+        {
+            "protocol": 2,
+            "job": "gpt",
+            "namespace": "default",
+            "attempt": 0,
+            "sequence": 1,
+            "sent_at": 1.0,
+            "state": "training",
+            "iteration": 0,
+            "observed_plan_version": 0,
+            "applied_plan_version": 0,
+            "iterations": samples,
+        }
+    )
+
+
+def lose(job: Generations, now: float = 10.0, **fields: Any) -> None:
+    """The ranks of all pods end, since one of pod 1 has."""
+    generation = job.state.generation
+    job.take(word("failed", 1, generation, loss=loss(now, **fields)), now)
+    for pod in range(job.pods):
+        lost = loss(now, **fields) if pod == 1 else None
+        job.take(word("gone", pod, generation, loss=lost), now + 1)
+
+
+def test_a_generation_is_over_at_the_first_word_and_the_next_begins_at_the_last() -> None:
+    job = Generations(pods=3, most=2)
+    job.reported(report(0, 1, 2), 5.0)
+    job.take(word("failed", 1, loss=loss()), 10.0)
+    assert job.state.over and job.state.reason == "rank 1 exited with code 1"
+    for pod in (1, 0, 1, 0):  # Each may say it again.
+        job.take(word("gone", pod), 11.0)
+        assert job.state.over and job.state.generation == 0
+    job.take(word("gone", 2), 12.0)
+    assert (job.state.generation, job.state.over, job.state.verdict) == (1, False, "")
+    assert (job.saved.count, job.saved.counted, job.saved.last[0].pod) == (1, 0, 1)
+
+
+def test_what_comes_late_changes_nothing() -> None:
+    job = Generations(pods=3, most=2)
+    job.reported(report(0), 5.0)
+    lose(job)
+    before = job.state, job.saved
+    job.take(word("failed", 2, loss=loss()), 20.0)
+    job.take(word("gone", 2), 20.0)
+    assert (job.state, job.saved) == before
+
+
+def test_the_cause_is_what_lost_no_peer_whoever_tells_first() -> None:
+    job = Generations(pods=2, most=2)
+    job.reported(report(0), 5.0)
+    lost = loss(1.0, lost_peer=True, reason="rank 0 lost rank 3", rank=0)
+    job.take(word("gone", 0, loss=lost), 10.0)
+    own = loss(2.0, reason="rank 3 raised", rank=3, error="ValueError: 7")
+    job.take(word("gone", 1, loss=own), 10.0)
+    assert (job.saved.last[0].cause, job.saved.last[0].pod) == ("rank 3 raised", 1)
+    assert job.saved.error == "ValueError: 7"
+
+
+def test_the_same_exception_at_the_same_iteration_is_the_users() -> None:
+    job = Generations(pods=2, most=1000)
+    job.reported(report(0), 5.0)
+    lose(job, error="ValueError: 7")
+    lose(job, error="ValueError: 7")
+    assert (job.state.verdict, job.state.cause) == ("none", 1)
+    assert "iteration 1 failed twice, with the same error" in job.state.why
+
+
+def test_without_progress_an_attempt_follows_and_its_restarts_count_too() -> None:
+    job = Generations(pods=2, most=3)
+    job.reported(report(0), 5.0)
+    lose(job)
+    lose(job)
+    assert (job.saved.generation, job.saved.counted) == (2, 1)
+    lose(job)
+    assert job.state.verdict == "attempt", "the operator counts that one"
+    assert job.saved.counted == 1
+    job.begin_attempt(1)
+    job.restarts = 1
+    assert (job.state.attempt, job.state.generation, job.state.verdict) == (1, 0, "")
+    job.restarts = 2
+    job.take(word("gone", 0, attempt=1, loss=loss()), 30.0)
+    job.take(word("gone", 1, attempt=1), 30.0)
+    assert job.state.verdict == "attempt" and "maxRestarts is 3" in job.state.why
+
+
+def test_it_counts_on_from_what_was_saved() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0, 1), 5.0)
+    lose(job, error="ValueError: 7")
+    saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
+    again = Generations(pods=2, most=5, saved=saved)
+    assert again.state.generation == 1
+    lose(again, error="ValueError: 7")
+    assert again.state.verdict == "none", "the exception and the iteration are known"
+
+
+def test_launchers_know_the_number_that_could_not_be_saved() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0), 5.0)
+    job.take(word("failed", 0, generation=4, loss=loss()), 10.0)
+    assert (job.state.generation, job.state.over) == (4, True)
+    job.take(word("gone", 0, generation=4), 10.0)
+    job.take(word("gone", 1, generation=4), 10.0)
+    assert job.state.generation == 5
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_no_generation_follows_where_a_pod_has_finished_or_nothing_restarts(most: int) -> None:
+    job = Generations(pods=3, most=most)
+    if most:
+        job.take(word("completed", 0), 9.0)
+        assert not job.state.over
+    job.take(word("failed", 1, loss=loss()), 10.0)
+    assert (job.state.verdict, job.state.cause) == ("attempt", 1)
+
+
+def test_what_no_restart_changes_is_not_started_again() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0), 5.0)
+    lose(job, retry=False)
+    assert (job.state.verdict, job.state.cause) == ("attempt", 1)
+
+
+def test_it_has_recovered_when_the_new_ranks_have_finished_an_iteration() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0, 1, 2, 3), 5.0)
+    lose(job, now=10.0)
+    assert not job.reported(report(4), 12.0), "nobody knows yet who has finished that"
+    job.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=5, rung="kept")), 12.5)
+    assert job.saved.last[0].seconds is None
+    assert job.reported(report(5, 6, seconds=0.5), 14.0)
+    (found,) = job.saved.last
+    assert (found.went_on_with, found.seconds, found.repeated, found.state) == (5, 3.5, 0, "kept")
+    assert not job.reported(report(7), 15.0)
+
+
+def test_word_of_the_beginning_is_not_waited_for_long() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0, 1, 2, 3), 5.0)
+    lose(job, now=10.0)
+    assert not job.reported(report(2), 12.0)
+    assert job.reported(report(3), 12.0 + WORD_SECONDS)
+    (found,) = job.saved.last
+    assert (found.went_on_with, found.repeated, found.state) == (2, 2, None)
+
+
+def test_a_new_ingest_tells_of_the_recovery_that_it_finds() -> None:
+    job = Generations(pods=2, most=5)
+    job.reported(report(0), 5.0)
+    lose(job, now=10.0)
+    again = Generations(pods=2, most=5, saved=job.saved)
+    again.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=1, rung="replica")), 12.5)
+    assert again.reported(report(1), 13.0)
+    assert again.saved.last[0].seconds == 3.0
+
+
+def test_only_the_newest_recoveries_are_kept() -> None:
+    job = Generations(pods=2, most=5)
+    for iteration in range(MAX_RECOVERIES_KEPT + 3):
+        job.reported(report(iteration), 5.0)
+        lose(job)
+    assert len(job.saved.last) == MAX_RECOVERIES_KEPT
+    assert job.saved.last[-1].generation == job.saved.count == MAX_RECOVERIES_KEPT + 3
+
+
+def test_words_of_others_are_refused() -> None:
+    job = Generations(pods=2, most=5, attempt=3)
+    with pytest.raises(WrongAttempt, match="attempt 2 is not the attempt in progress, 3"):
+        job.take(word("gone", 0, attempt=2), 1.0)
+    with pytest.raises(ReportMismatch, match="pod: is 2; the job has 2 pods"):
+        job.take(word("gone", 2, attempt=3), 1.0)

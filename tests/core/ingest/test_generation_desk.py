@@ -1,0 +1,184 @@
+"""What launchers of pods ask the ingest for, over its protocol without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pipemorph.control.generations import Generations
+from pipemorph.ingest import GenerationDesk, PollLimits, Reply
+from pipemorph.ingest import generations as desk_module
+
+PATIENCE = 15.0
+LONG = "30"
+GONE = {"attempt": 0, "generation": 0, "pod": 0, "event": "gone"}
+LOSS = {"reason": "rank 0 was killed by SIGKILL", "at": 1.0, "rank": 0}
+
+
+class OneJob:
+    """Has one job, ``default/gpt``."""
+
+    def __init__(self, pods: int = 2) -> None:
+        self.job = Generations(pods, most=3)
+        # So that a failure is followed by a generation.
+        self.job._done = 5
+        self.writes = 0
+        self.writing: Callable[[], Awaitable[None]] | None = None
+
+    def generations(self, namespace: str, job: str) -> Generations | None:
+        return self.job if (namespace, job) == ("default", "gpt") else None
+
+    async def persist_generations(self, namespace: str, job: str) -> None:
+        if self.writing is not None:
+            await self.writing()
+        self.writes += 1
+
+
+def body(**changes: Any) -> bytes:
+    return json.dumps(GONE | changes).encode()
+
+
+async def tell(desk: GenerationDesk, wait: str = "0", **changes: Any) -> Reply:
+    return await desk.tell("default", "gpt", body(**changes), wait)
+
+
+async def poll(desk: GenerationDesk, wait: str = LONG, generation: int = 0) -> Reply:
+    return await desk.poll("default", "gpt", attempt="0", generation=str(generation), wait=wait)
+
+
+def state(reply: Reply) -> dict[str, Any]:
+    assert reply.status == 200, reply
+    found: dict[str, Any] = json.loads(reply.body)
+    return found
+
+
+def run(work: Awaitable[None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await work
+
+    asyncio.run(limited())
+
+
+async def settled() -> None:
+    """Let tasks that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_launchers_hear_at_once_that_a_generation_is_over_and_that_the_next_begins() -> None:
+    async def work() -> None:
+        desk = GenerationDesk(OneJob())
+        listening = asyncio.create_task(poll(desk))
+        await settled()
+        assert not listening.done()
+        await tell(desk, event="failed", loss=LOSS)
+        found = state(await listening)
+        assert (found["generation"], found["over"], found["reason"]) == (0, True, LOSS["reason"])
+        waiting = asyncio.create_task(tell(desk, LONG, loss=LOSS))
+        await settled()
+        assert not waiting.done(), "pod 1 still has ranks"
+        second = state(await tell(desk, LONG, pod=1))
+        first = state(await waiting)
+        assert (first["generation"], first["over"]) == (second["generation"], second["over"])
+        assert (first["generation"], first["over"]) == (1, False)
+
+    run(work())
+
+
+def test_nobody_is_told_of_a_generation_before_it_is_persisted() -> None:
+    async def work() -> None:
+        host, written = OneJob(pods=1), asyncio.Event()
+
+        async def write() -> None:
+            await written.wait()
+
+        host.writing = write
+        desk = GenerationDesk(host)
+        telling = asyncio.create_task(tell(desk, LONG, loss=LOSS))
+        await settled()
+        # Of another launcher, or of this one once more.
+        assert state(await poll(desk, "0"))["generation"] == 0
+        assert not telling.done()
+        written.set()
+        assert state(await telling)["generation"] == 1
+        assert host.writes == 1
+
+    run(work())
+
+
+def test_ranks_do_not_stand_still_for_an_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.05)
+        host = OneJob(pods=1)
+        host.writing = asyncio.Event().wait  # type: ignore[assignment]
+        assert state(await tell(GenerationDesk(host), loss=LOSS))["generation"] == 1
+
+    run(work())
+
+
+def test_only_so_many_launchers_wait_and_the_others_are_told_when_to_come_back() -> None:
+    async def work() -> None:
+        limits = PollLimits(of_job=2, later_seconds=77.0, soon_seconds=1.0)
+        desk = GenerationDesk(OneJob(pods=400), limits=limits)
+        waiting = [asyncio.create_task(poll(desk)) for _ in range(2)]
+        await settled()
+        assert state(await poll(desk))["again"] == 77.0
+        assert state(await tell(desk, event="failed", loss=LOSS))["over"]
+        assert [state(await each)["again"] for each in waiting] == [0.0, 0.0]
+        gone = [asyncio.create_task(tell(desk, LONG, pod=pod)) for pod in range(2)]
+        await settled()
+        found = state(await tell(desk, LONG, pod=2))
+        assert (found["generation"], found["again"]) == (0, 4.0), "400 pods, 100 a second"
+        desk.close()
+        await asyncio.gather(*gone)
+
+    run(work())
+
+
+def test_the_reports_of_a_job_are_limited() -> None:
+    async def work() -> None:
+        desk = GenerationDesk(OneJob(), limits=PollLimits(reports_per_pod=3, refill_per_pod=0))
+        replies = [await tell(desk, event="failed", loss=LOSS) for _ in range(12)]
+        assert [reply.status for reply in replies[:7]] == [200] * 7
+        assert replies[-1].status == 429
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("changes", "wait", "status", "says"),
+    [
+        ({"attempt": 1}, "0", 403, "attempt 1 is not the attempt in progress, 0"),
+        ({"pod": 2}, "0", 422, "pod: is 2; the job has 2 pods"),
+        ({"event": "ended"}, "0", 422, "event"),
+        ({"loss": {"reason": "x" * 501, "at": 1}}, "0", 422, "loss.reason"),
+        ({}, "nan", 400, "wait is 'nan'"),
+        ({}, "31", 400, "expected 0 to 30 seconds"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], wait: str, status: int, says: str) -> None:
+    async def work() -> None:
+        host = OneJob()
+        reply = await tell(GenerationDesk(host), wait, **changes)
+        assert reply.status == status and says in json.loads(reply.body)["error"]
+        assert not host.job.state.over
+
+    run(work())
+
+
+def test_requests_for_other_jobs_and_attempts_are_refused() -> None:
+    async def work() -> None:
+        desk = GenerationDesk(OneJob())
+        assert (await desk.tell("default", "bert", body(), "0")).status == 404
+        asked = {"generation": "0", "wait": "0"}
+        assert (await desk.poll("default", "bert", attempt="0", **asked)).status == 404
+        assert (await desk.poll("default", "gpt", attempt="1", **asked)).status == 403
+        assert (await desk.poll("default", "gpt", attempt="-1", **asked)).status == 400
+        assert (await desk.tell("default", "gpt", b"{", "0")).status == 400
+
+    run(work())
