@@ -80,6 +80,10 @@ class Ending:
     """The exception in which it ended, as one line; None if it ended otherwise, or lost a peer."""
     hang: bool = False
     """Whether the ranks ended because none finished an iteration."""
+    lost_peer: bool = False
+    """Whether the rank failed because it lost another one."""
+    told: bool = False
+    """Whether the ranks ended because those of other pods had, and none of them failed before."""
     at: float = 0.0
     """When it was noticed: wall clock, seconds."""
     saved: bool = False
@@ -97,21 +101,30 @@ def supervise(
     deadline: float | None = None,
     recovers: bool = False,
     hung: Callable[[], str | None] = lambda: None,
+    told: Callable[[], str | None] = lambda: None,
+    on_failure: Callable[[Ending], None] = lambda _: None,
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
     ``grace``: seconds in which ranks may save after a SIGTERM, and end. ``straggle``: seconds the
     slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
-    that is not needed. ``hung``: why the ranks are taken for hanging. ``refresh`` is called several
-    times a second. No rank is running on return.
+    that is not needed. ``hung``: why the ranks are taken for hanging. ``told``: why they have to
+    end, as those of other pods do. ``on_failure`` is called before ranks are stopped. ``refresh``
+    is called several times a second. No rank is running on return.
     """
-    ending = _until_the_end(ranks, events, refresh, deadline=deadline, straggle=straggle, hung=hung)
+    ending = _until_the_end(
+        ranks, events, refresh, deadline=deadline, straggle=straggle, hung=hung, told=told
+    )
     at = time.time()
+    if ending.end is End.FAILED:
+        on_failure(replace(ending, at=at))
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
-        killed, hurried = _stop(ending, ranks, events, refresh, grace=grace, recovers=recovers)
+        killed, hurried = _stop(
+            ending, ranks, events, refresh, grace=grace, recovers=recovers, told=told
+        )
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed) or ending
         waited = grace if _saves(ending) else min(grace, END_SECONDS)
@@ -135,6 +148,7 @@ def _until_the_end(
     deadline: float | None,
     straggle: float,
     hung: Callable[[], str | None] = lambda: None,
+    told: Callable[[], str | None] = lambda: None,
 ) -> Ending:
     first_done: float | None = None
     while ranks.running:
@@ -150,6 +164,8 @@ def _until_the_end(
                 late = ", ".join(str(rank.position) for rank in ranks.running)
                 why = f"{late}: still running {straggle:g} s after others finished"
                 return Ending(End.FAILED, why)
+            if (why_told := told()) is not None:
+                return Ending(End.FAILED, why_told, retry=True, told=True)
             if (silence := hung()) is not None:
                 return _hang(ranks, silence)
             continue
@@ -206,7 +222,8 @@ def _cause_is_to_come(ranks: RankSet) -> bool:
 
 def _lost_wait(rank: RankProcess) -> str | None:
     """The wait in which a rank failed; None if it failed for another reason."""
-    if rank.status is None or rank.status < 0:
+    killed = rank.status is not None and rank.status < 0 and rank.status != -signal.SIGTERM
+    if rank.status is None or killed:
         return None
     return _logged_wait(rank) or _logged_loss(rank)
 
@@ -235,6 +252,7 @@ def _failure(rank: RankProcess) -> Ending:
         status=rank.status,
         position=rank.position,
         error=_exception(rank),
+        lost_peer=_lost_wait(rank) is not None,
     )
 
 
@@ -262,6 +280,7 @@ def _stop(
     *,
     grace: float,
     recovers: bool,
+    told: Callable[[], str | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
     the user interrupted the wait."""
@@ -277,7 +296,12 @@ def _stop(
             return ranks.running, True
         seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS
         if _cause_is_to_come(ranks) and _wait(
-            ranks, events, refresh, seconds, enough=lambda: not _cause_is_to_come(ranks)
+            ranks,
+            events,
+            refresh,
+            seconds,
+            # The cause may be in another pod.
+            enough=lambda: not _cause_is_to_come(ranks) or told() is not None,
         ):
             return ranks.running, True
     saves = _saves(ending)

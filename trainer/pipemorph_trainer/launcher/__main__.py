@@ -1,13 +1,16 @@
-"""``python -m pipemorph_trainer.launcher [--grace=SECONDS] -- COMMAND…``
+"""``python -m pipemorph_trainer.launcher [--generations] [--grace=SECONDS] -- COMMAND…``
 
 Runs COMMAND once per rank of this pod, and ends when all ranks have ended. It needs the variables
 that the operator gives to every pod: ``PIPEMORPH_POD_INDEX``, ``LOCAL_WORLD_SIZE`` (the ranks of a
 pod), ``WORLD_SIZE`` and ``PIPEMORPH_JOB_FILE``. Each rank gets ``RANK``, ``LOCAL_RANK`` and its own
-``PIPEMORPH_METRICS_PORT``; its lines in the pod's log begin with ``[rank N]``.
+``PIPEMORPH_METRICS_PORT``; of several ranks, the lines in the pod's log begin with
+``[rank N]``.
 
-If a rank fails, the others of the pod are stopped. Then the exit code is that of the rank that
-failed first by itself, and the pod's termination message names it. A SIGTERM is passed on to the
-ranks, which have ``--grace`` seconds to end.
+If a rank fails, the others of the pod are stopped. With ``--generations`` the ingest is told so,
+all pods of the job end their ranks, and start them again when it says so. Otherwise, or if no
+further generation follows, the exit code is that of the rank that failed first by itself, or 70 if
+the job must not be started again, and the pod's termination message names the rank. A SIGTERM is
+passed on to the ranks, which have ``--grace`` seconds to end.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Sequence
 
 from pipemorph.errors import InputError
 from pipemorph.local.processes.supervise import End, Ending
-from pipemorph_trainer.launcher.pod import Pod, exit_code, run
+from pipemorph_trainer.launcher.pod import Pod, describe, exit_code, run
 from pipemorph_trainer.preflight import EXIT_UNFIT, TERMINATION_LOG
 
 GRACE_SECONDS = 28.0
@@ -29,7 +32,7 @@ MESSAGE_BYTES = 4096
 
 
 def _tell(ending: Ending) -> None:
-    text = "\n".join((ending.reason, *(f"  {line}" for line in ending.details))) + "\n"
+    text = describe(ending)
     print(text, end="", file=sys.stderr, flush=True)
     if ending.end is End.FAILED and TERMINATION_LOG.exists():
         TERMINATION_LOG.write_bytes(text.encode()[:MESSAGE_BYTES])
@@ -38,11 +41,12 @@ def _tell(ending: Ending) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launcher", description=__doc__)
     parser.add_argument("--grace", type=float, default=GRACE_SECONDS)
+    parser.add_argument("--generations", action="store_true")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     try:
         pod = Pod.from_env(os.environ)
-        ending = run(pod, options.command, options.grace)
+        ending = run(pod, options.command, options.grace, generations=options.generations)
     except (InputError, OSError) as error:
         ending = Ending(End.FAILED, f"the pod's ranks cannot be started: {error}")
         _tell(ending)

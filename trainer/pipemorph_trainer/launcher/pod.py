@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.exits import EXIT_SAVED
+from pipemorph.local.generations import Generations, Life
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import PrefixedLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
+from pipemorph.local.processes.supervise import End, Ending, Events, supervise
+from pipemorph.wire import Loss, ResumedFrom
+from pipemorph.wire.generations import LONGEST_LINE, MOST_DETAILS
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
 EXIT_FAILED = 1
 EXIT_SIGTERM = 143
+EXIT_NO_MORE = 70
+"""The job must not be started again. The operator knows the code (sysexits.h EX_SOFTWARE)."""
+MEET_SECONDS = 60.0
+"""How long to wait for the next generation, beside the grace period that ranks elsewhere may use
+up: longer than another ingest needs to take over."""
+FOLLOW_SECONDS = 5.0
+"""By how much a pod outlives the one whose rank has failed: its end would be taken for the cause,
+and end that pod before its log is whole."""
+LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,10 @@ class Pod:
     job: PipeMorphJob
     first: int
     size: int
+    attempt: int = 0
+    namespace: str = "default"
+    secret: bytes = b""
+    kept_dir: Path | None = None
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
@@ -48,7 +72,23 @@ class Pod:
             raise InputError(
                 f"pod {index} with {size} ranks is outside of a job of {context.world_size} ranks"
             )
-        return Pod(context.job, index * size, size)
+        return Pod(
+            context.job,
+            index * size,
+            size,
+            context.attempt,
+            context.namespace,
+            context.secret,
+            context.kept_dir,
+        )
+
+    @property
+    def index(self) -> int:
+        return self.first // self.size
+
+    @property
+    def pods(self) -> int:
+        return self.job.spec.parallelism.world_size // self.size
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables of one rank."""
@@ -59,46 +99,165 @@ class Pod:
             own["PIPEMORPH_METRICS_PORT"] = str(int(port) + local_rank)
         return {**environ, **own}
 
+    def log(self, rank: int) -> PrefixedLog:
+        """The lines of the only rank of a pod need no prefix."""
+        return PrefixedLog(f"[rank {rank}] " if self.size > 1 else "", sys.stdout.buffer)
 
-def run(pod: Pod, command: Sequence[str], grace: float) -> Ending:
-    """Run the pod's ranks to their end. Call it from the main thread."""
-    events = Events()
-    reaper = Reaper()
+
+def generation_secret(secret: bytes, generation: int) -> bytes:
+    """The engine's secret of a generation, the same in all pods, and of no use for the others."""
+    return hmac.new(secret, b"generation %d" % generation, hashlib.sha256).hexdigest().encode()
+
+
+@dataclass
+class PodSite:
+    """The :class:`~pipemorph.local.generations.Site` of a pod. Without a ``meeting``, the end of a
+    rank is that of the pod."""
+
+    pod: Pod
+    program: list[str]
+    grace: float
+    events: Events
+    interrupts: Interrupts
+    meeting: Meeting | None
+    word: int | None = None
+    """The generation of which rank 0's word is awaited."""
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @contextmanager
+    def shared(self, life: Life) -> Iterator[dict[str, str]]:
+        """The variables of a generation, and its secret."""
+        env = {**self.environ, "PIPEMORPH_GENERATION": str(life.generation)}
+        if life.generation == 0 or not self.pod.secret:
+            yield env
+            return
+        with tempfile.TemporaryDirectory(prefix="secret-", dir=self.pod.kept_dir) as folder:
+            file = Path(folder) / "engine"
+            file.touch(mode=0o600)
+            file.write_bytes(generation_secret(self.pod.secret, life.generation))
+            yield {**env, "PIPEMORPH_SECRET_FILE": str(file)}
+
+    def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
+        mesh = self.pod.job.spec.parallelism.mesh
+        for local_rank in range(self.pod.size):
+            rank = self.pod.first + local_rank
+            env = self.pod.environment(local_rank, shared)
+            ranks.start(mesh.coordinate(rank), self.program, env, self.pod.log(rank))
+        if self.meeting is not None:
+            self.meeting.watch(life.generation)
+            self.word = life.generation if self.pod.first == 0 and life.generation else None
+
+    def watch(self, ranks: RankSet, life: Life) -> Ending:
+        meeting = self.meeting
+        straggle = self.pod.job.spec.transport.deadline_seconds
+        if meeting is None:
+            return supervise(
+                ranks,
+                self.events,
+                refresh=lambda: None,
+                note=note,
+                grace=self.grace,
+                straggle=straggle,
+            )
+        return supervise(
+            ranks,
+            self.events,
+            refresh=self._look_for_word,
+            note=note,
+            grace=self.grace,
+            straggle=straggle,
+            recovers=True,
+            told=lambda: meeting.over(life.generation),
+            on_failure=lambda ending: self._tell(meeting, life, ending),
+        )
+
+    def is_over(self) -> bool:
+        return self.interrupts.received is not None
+
+    def agree(self, life: Life, ending: Ending) -> Life | Ending:
+        if self.meeting is None or ending.end not in (End.COMPLETED, End.FAILED):
+            return ending
+        if ending.end is End.COMPLETED:
+            if self.pod.pods > 1:
+                self.meeting.completed(life.generation)
+            return ending
+        _print(ending)
+        loss = None if ending.told else loss_of(ending)
+        patience = MEET_SECONDS + self.grace
+        met = self.meeting.meet(life.generation, loss, patience, self.is_over)
+        if self.is_over():
+            return replace(ending, end=End.INTERRUPTED)
+        if isinstance(met, str):
+            why = f"not started again within the pod: {met}"
+            return replace(ending, details=(*ending.details, why))
+        if not met.verdict:
+            note(f"the ranks start again as generation {met.generation}")
+            return Life(life.attempt, met.generation)
+        if met.why:
+            ending = replace(ending, details=(*ending.details, met.why))
+        if met.cause != self.pod.index:
+            self._follow()
+            return replace(ending, status=EXIT_FAILED)
+        return ending if met.verdict == "attempt" else replace(ending, status=EXIT_NO_MORE)
+
+    def _tell(self, meeting: Meeting, life: Life, ending: Ending) -> None:
+        if not ending.told:
+            meeting.failed(life.generation, loss_of(ending))
+
+    def _look_for_word(self) -> None:
+        """Pass on what the ranks have begun with, once rank 0 has left word of it."""
+        if self.word is None or self.meeting is None or self.pod.kept_dir is None:
+            return
+        found = KeptFolder(self.pod.kept_dir).resumed(self.word)
+        if found is not None:
+            resumed = ResumedFrom(
+                iteration=found.iteration, rung=found.rung[:32], why=found.why[:LONGEST_LINE]
+            )
+            self.meeting.resumed(self.word, resumed)
+            self.word = None
+
+    def _follow(self) -> None:
+        end = time.monotonic() + FOLLOW_SECONDS
+        while time.monotonic() < end and not self.is_over():
+            time.sleep(LOOK_SECONDS)
+
+
+def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = False) -> Ending:
+    """Run the pod's ranks to their end. Call it from the main thread.
+
+    ``generations``: when ranks have ended, ask the ingest whether to start them again. Raises
+    :class:`InputError` if it is not known where that is.
+    """
     program = [shutil.which(command[0]) or command[0], *command[1:]]
-    mesh = pod.job.spec.parallelism.mesh
-
-    def exited(rank: int, status: int) -> None:
-        events.put(RankExited(rank, status))
-
-    def note(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    # A single rank needs nobody to have imported before it.
-    modules = pod.job.spec.trainer.preload if pod.size > 1 else []
+    # A single rank needs nobody to have imported before it, unless it starts again.
+    modules = pod.job.spec.trainer.preload if pod.size > 1 or generations else []
+    meeting = None
+    if generations:
+        endpoint = Endpoint.from_env(os.environ, pod.namespace, pod.job.metadata.name)
+        meeting = Meeting(endpoint, pod.index, pod.attempt, note)
+    events, reaper = Events(), Reaper()
     try:
         with (
             Interrupts(events) as interrupts,
             Forks(modules, program, os.environ, note) as forks,
-            RankSet(reaper, exited, forks.server(lambda: interrupts.received is not None)) as ranks,
         ):
-            for local_rank in range(pod.size):
-                rank = pod.first + local_rank
-                ranks.start(
-                    mesh.coordinate(rank),
-                    program,
-                    pod.environment(local_rank, os.environ),
-                    PrefixedLog(f"[rank {rank}] ", sys.stdout.buffer),
-                )
-            return supervise(
-                ranks,
-                events,
-                refresh=lambda: None,
-                note=note,
-                grace=grace,
-                straggle=pod.job.spec.transport.deadline_seconds,
-            )
+            site = PodSite(pod, program, grace, events, interrupts, meeting)
+            return Generations(site, reaper, forks, events).to_the_end()
     finally:
         reaper.close()
+
+
+def loss_of(ending: Ending) -> Loss:
+    """A failure, for the ingest."""
+    return Loss(
+        reason=ending.reason[:LONGEST_LINE],
+        details=[line[:LONGEST_LINE] for line in ending.details[:MOST_DETAILS]],
+        at=ending.at,
+        rank=ending.position.rank if ending.position else None,
+        retry=ending.retry,
+        error=ending.error[:LONGEST_LINE] if ending.error else None,
+        lost_peer=ending.lost_peer,
+    )
 
 
 def exit_code(ending: Ending) -> int:
@@ -109,3 +268,16 @@ def exit_code(ending: Ending) -> int:
         return EXIT_SAVED if ending.saved else EXIT_SIGTERM
     status = ending.status if ending.status is not None else EXIT_FAILED
     return status if status >= 0 else 128 - status
+
+
+def describe(ending: Ending) -> str:
+    """All lines of an ending: the reason, then indented details."""
+    return "\n".join((ending.reason, *(f"  {line}" for line in ending.details))) + "\n"
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print(ending: Ending) -> None:
+    print(describe(ending), end="", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
+
+It keeps what belongs into status in ``FOLDER/recoveries.json``, which the next process goes on
+from, and appends every reported iteration to ``FOLDER/iterations.jsonl``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import Recoveries
+from pipemorph.control import JobController
+from pipemorph.control.generations import Generations
+from pipemorph.ingest import BearerAuthenticator, GenerationDesk, IngestServer, MemoryStore
+from pipemorph.wire import LinkHealthReport
+
+
+class Kept:
+    """The generations of the job, and its files."""
+
+    def __init__(self, job: PipeMorphJob, folder: Path) -> None:
+        self._file, self._iterations = folder / "recoveries.json", folder / "iterations.jsonl"
+        saved = None
+        if self._file.exists():
+            saved = Recoveries.model_validate_json(self._file.read_text())
+        spec = job.spec
+        most = spec.failure_policy.max_restarts
+        self.of_job = Generations(spec.parallelism.pods, most, saved=saved)
+
+    def generations(self, namespace: str, job: str) -> Generations:
+        return self.of_job
+
+    async def persist_generations(self, namespace: str, job: str) -> None:
+        self.write()
+
+    def write(self) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(self.of_job.saved.model_dump_json(by_alias=True))
+        new.rename(self._file)
+
+    def reported(self, report: LinkHealthReport) -> None:
+        with self._iterations.open("a") as file:
+            for each in report.iterations:
+                print(json.dumps([each.index, each.loss]), file=file)
+        if self.of_job.reported(report, time.time()):
+            self.write()
+
+
+async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
+    kept, store = Kept(job, folder), MemoryStore()
+    controller = JobController(job.spec, on_report=kept.reported)
+    store.add(job.metadata.namespace, job.metadata.name, controller)
+
+    def changed(*_: Any) -> None:
+        kept.write()
+
+    desk = GenerationDesk(kept, on_change=changed)
+    async with IngestServer(store, BearerAuthenticator(token), port=port, desk=desk):
+        print("serving", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(
+        serve(
+            PipeMorphJob.model_validate_json(Path(sys.argv[1]).read_text()),
+            sys.argv[2],
+            int(sys.argv[3]),
+            Path(sys.argv[4]),
+        )
+    )

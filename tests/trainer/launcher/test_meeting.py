@@ -1,0 +1,103 @@
+"""A launcher whose ingest is away, or refuses it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch import free_port
+
+from pipemorph.wire import GenerationState
+from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+
+NEVER = 600.0
+
+
+class Answers(http.server.ThreadingHTTPServer):
+    """Answers every request with ``status`` and ``state``, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, status: int, state: dict[str, object]) -> None:
+        self.asked: list[tuple[str, str]] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                server.asked.append((self.headers["Authorization"], text))
+                body = json.dumps(state).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def notes() -> Iterator[list[str]]:
+    yield []
+
+
+def meeting(tmp_path: Path, port: int, notes: list[str]) -> Meeting:
+    (tmp_path / "token").write_text("secret\n")
+    url = f"http://127.0.0.1:{port}"
+    endpoint = Endpoint.from_env(
+        {"PIPEMORPH_INGEST_URL": url, "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token")}, "a", "b"
+    )
+    assert endpoint.url == f"{url}/v1/jobs/a/b/generation"
+    return Meeting(endpoint, 1, 0, notes.append)
+
+
+def test_without_an_ingest_the_wait_has_an_end_and_says_so(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    met = meeting(tmp_path, free_port(), notes).meet(0, None, 0.4, lambda: False)
+    assert isinstance(met, str) and met.startswith("no ingest has answered: ")
+    assert met.endswith("(waited 0 s)") and len(notes) == 1
+
+
+def test_an_interrupted_wait_ends_at_once(tmp_path: Path, notes: list[str]) -> None:
+    began = time.monotonic()
+    met = meeting(tmp_path, free_port(), notes).meet(0, None, NEVER, lambda: bool(notes))
+    assert met == "the wait was interrupted" and time.monotonic() - began < 30
+
+
+def test_a_pod_that_is_refused_does_not_ask_again(tmp_path: Path, notes: list[str]) -> None:
+    host = Answers(403, {"error": "attempt 0 is not the attempt in progress, 1"})
+    met = meeting(tmp_path, host.server_address[1], notes).meet(0, None, NEVER, lambda: False)
+    assert met == (
+        "the ingest refuses this pod: the ingest answered 403: "
+        "attempt 0 is not the attempt in progress, 1"
+    )
+    ((token, asked),) = host.asked
+    assert token == "Bearer secret" and json.loads(asked)["event"] == "gone"
+
+
+def test_pods_of_other_generations_are_waited_for(tmp_path: Path, notes: list[str]) -> None:
+    state = GenerationState(attempt=0, generation=0, over=True, again=0.05)
+    host = Answers(200, state.model_dump())
+    met = meeting(tmp_path, host.server_address[1], notes).meet(0, None, 0.5, lambda: False)
+    assert isinstance(met, str) and "other pods have not ended their ranks of generation 0" in met
+    assert len(host.asked) > 2 and not notes
+
+
+def test_a_generation_that_is_over_before_this_pod_heard_of_it_is_not_started(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    host = Answers(200, GenerationState(attempt=0, generation=3, over=True).model_dump())
+    pod = meeting(tmp_path, host.server_address[1], notes)
+    met = pod.meet(2, None, NEVER, lambda: len(host.asked) > 2)
+    assert met == "the wait was interrupted"
+    told = [json.loads(text).get("generation") for _, text in host.asked]
+    assert told[:2] == [2, 3]

@@ -1,0 +1,260 @@
+"""Two pods on this machine, each with its launcher, and an ingest: their ranks start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import free_port
+
+from pipemorph.api.status import Recoveries
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+DEADLINE = 120.0
+ITERATIONS = 24
+TOKEN = "token of the job"
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
+
+SCRIPT = """
+import hashlib, os, time
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph_trainer import Pipeline, TrainerContext
+
+context = TrainerContext.from_env()
+args, here, generation = context.args, Path(__file__).parent, context.generation
+secret = Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes()
+(here / f"secret-{generation}-{context.rank}").write_text(hashlib.sha256(secret).hexdigest())
+torch.manual_seed(context.coordinate().stage)
+stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
+with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional.mse_loss) as pipe:
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        if pipe.iteration == args.get("raise_at") and context.rank == 1:
+            raise ValueError("sample 7 has no labels")
+        time.sleep(args["pause"])
+        draw = torch.Generator().manual_seed(pipe.iteration + context.coordinate().replica)
+        batch = torch.randn(4, 8, generator=draw)
+        optimizer.zero_grad()
+        pipe.step(batch, target=batch.flip(1))
+        optimizer.step()
+"""
+
+
+class Job:
+    """A job of two stages and two replicas in two pods, and its ingest, as processes."""
+
+    def __init__(self, folder: Path, *, restarts: int = 2, **args: Any) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.port, store = free_port(), free_port()
+        (folder / "train.py").write_text(SCRIPT)
+        job = {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "pods"},
+            "spec": {
+                "parallelism": {"stages": 2, "replicas": 2, "ranksPerPod": 2},
+                "schedule": {"microbatches": 4},
+                "trainer": {
+                    "command": ["python", str(folder / "train.py")],
+                    "iterations": ITERATIONS,
+                    "args": {"pause": 0.1, **args},
+                },
+                "transport": {"deadlineSeconds": 30},
+                "failurePolicy": {"maxRestarts": restarts},
+            },
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        (folder / "token").write_text(TOKEN)
+        (folder / "engine").write_text("5" * 64)
+        self._env = {
+            **os.environ,
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "4",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
+            "PIPEMORPH_SECRET_FILE": str(folder / "engine"),
+            "PIPEMORPH_TOKEN_FILE": str(folder / "token"),
+            "PIPEMORPH_INGEST_URL": f"http://127.0.0.1:{self.port}",
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.ingest = self.start_ingest()
+        self.pods = [self._pod(index) for index in range(2)]
+
+    def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command], env=self._env | env, stdout=log, stderr=log
+            )
+        self._processes.append(process)
+        return process
+
+    def start_ingest(self) -> subprocess.Popen[bytes]:
+        job = str(self.folder / "job.json")
+        args = [job, TOKEN, str(self.port), str(self.folder)]
+        before = self.log("ingest").count("serving")
+        found = self._start("ingest", str(SUPPORT / "pod_ingest.py"), *args)
+        self.wait("the ingest serves", lambda: self.log("ingest").count("serving") > before)
+        return found
+
+    def _pod(self, index: int) -> subprocess.Popen[bytes]:
+        kept = self.folder / f"kept-{index}"
+        kept.mkdir()
+        module = ["-m", "pipemorph_trainer.launcher", "--generations", "--grace=10", "--"]
+        return self._start(
+            f"pod-{index}",
+            *module,
+            *(sys.executable, "-u", str(self.folder / "train.py")),
+            PIPEMORPH_POD_INDEX=str(index),
+            PIPEMORPH_KEPT_DIR=str(kept),
+        )
+
+    def log(self, name: str) -> str:
+        file = self.folder / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def iterations(self) -> dict[int, float]:
+        """The loss of every reported iteration."""
+        file = self.folder / "iterations.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return dict(json.loads(line) for line in lines)
+
+    def recoveries(self) -> Recoveries:
+        file = self.folder / "recoveries.json"
+        return Recoveries.model_validate_json(file.read_text() if file.exists() else "{}")
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank. Of its pod's launcher it is a child."""
+        launcher = self.pods[number // 2].pid
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                name = (entry / "comm").read_text().strip()
+            except OSError:
+                continue
+            if int(parent) == launcher and name == f"rank-{number}":
+                return int(entry.name)
+        raise AssertionError(f"rank {number} does not run:\n{self}")
+
+    def wait(self, what: str, found: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not found():
+            assert time.monotonic() < end, f"not within {DEADLINE:g} s: {what}\n{self}"
+            time.sleep(0.02)
+
+    def wait_for_iterations(self, count: int) -> None:
+        self.wait(f"{count} iterations", lambda: len(self.iterations()) >= count)
+
+    def ends(self) -> list[int]:
+        """The exit codes of both pods."""
+        try:
+            return [pod.wait(DEADLINE) for pod in self.pods]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the pods have not ended:\n{self}") from None
+
+    def __str__(self) -> str:
+        names = ("pod-0", "pod-1", "ingest")
+        return "\n".join(f"--- {name}\n{self.log(name)[-4000:]}" for name in names)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait(DEADLINE)
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def pod_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    made: list[Job] = []
+
+    def start(name: str, **args: Any) -> Job:
+        made.append(Job(tmp_path_factory.mktemp("pods") / name, **args))
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pods(pod_jobs: Start) -> dict[int, float]:
+    """The losses of a job to which nothing happens."""
+    job = pod_jobs("undisturbed", pause=0.0)
+    assert job.ends() == [0, 0], job
+    assert len(job.iterations()) == ITERATIONS, job
+    return job.iterations()
+
+
+def secrets(job: Job, generation: int) -> set[str]:
+    return {(job.folder / f"secret-{generation}-{rank}").read_text() for rank in range(4)}
+
+
+def test_a_killed_rank_is_replaced_while_all_pods_live(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    job = pod_jobs("killed")
+    job.wait_for_iterations(6)
+    os.kill(job.rank(3), signal.SIGKILL)
+    assert job.ends() == [0, 0], job
+    assert job.iterations() == undisturbed_pods
+    told = job.recoveries()
+    (recovery,) = told.last
+    assert (told.generation, told.count, told.counted) == (1, 1, 0)
+    assert (recovery.pod, recovery.rank, recovery.generation) == (1, 3, 1)
+    assert "was killed by SIGKILL" in recovery.cause
+    assert recovery.repeated == 0 and recovery.state == "kept", f"{recovery}\n{job}"
+    assert recovery.seconds is not None and 0 < recovery.seconds < 30
+    for pod in ("pod-0", "pod-1"):
+        assert "the ranks start again as generation 1" in job.log(pod)
+    assert len(secrets(job, 0)) == len(secrets(job, 1)) == 1, "one for all ranks"
+    assert secrets(job, 0) != secrets(job, 1)
+
+
+def test_an_ingest_that_is_replaced_meanwhile_counts_on(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    job = pod_jobs("replaced")
+    job.wait_for_iterations(4)
+    os.kill(job.rank(0), signal.SIGKILL)
+    job.wait("generation 1", lambda: job.recoveries().generation == 1)
+    job.wait("it recovers", lambda: job.recoveries().last[0].seconds is not None)
+    job.ingest.kill()
+    job.ingest.wait(DEADLINE)
+    os.kill(job.rank(2), signal.SIGKILL)
+    job.wait("pod 1 asks again", lambda: "asking again" in job.log("pod-1"))
+    job.ingest = job.start_ingest()
+    assert job.ends() == [0, 0], job
+    assert job.iterations() == undisturbed_pods
+    told = job.recoveries()
+    assert (told.generation, told.count) == (2, 2)
+    assert [each.rank for each in told.last] == [0, 2]
+
+
+def test_the_users_exception_twice_is_the_end(pod_jobs: Start) -> None:
+    job = pod_jobs("raises", restarts=1000, raise_at=5)
+    cause, other = job.ends()
+    assert cause == 70, job
+    assert other not in (0, 70), job
+    # What was finished last may be reported by the ranks that come afterwards.
+    assert job.recoveries().count in (1, 2) and job.recoveries().counted == 0, job
+    said = job.log("pod-0")
+    assert re.search("not started again: iteration [45] failed twice, with the same error", said)
+    assert job.recoveries().error == "ValueError: sample 7 has no labels", job

@@ -1,0 +1,270 @@
+"""A pod's talk with the ingest about generations: says when its ranks have ended, hears when those
+of other pods have, and waits for the next generation."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pipemorph.errors import InputError, one_line
+from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
+
+log = logging.getLogger("pipemorph.launcher")
+
+POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
+MEET_POLL_SECONDS = 5.0
+"""Shorter: an ingest that is replaced meanwhile has to hear again that this pod waits."""
+REQUEST_SECONDS = 5.0
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 5.0
+LAST_MEET_BACKOFF_SECONDS = 1.0
+LOOK_SECONDS = 0.05
+MOST_ANSWER_BYTES = 1 << 16
+FINAL = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY})
+"""Answers that another try does not change: this pod does not belong to the attempt in progress."""
+
+
+class Refused(Exception):
+    """The ingest does not take this pod's word."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the ingest answers launchers of the job, and how they prove to be some."""
+
+    url: str
+    token_file: Path | None
+    authority: str | None
+    """PEM file with the authority of the ingest's certificate; None: the system's."""
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str], namespace: str, job: str) -> Endpoint:
+        """Raises :class:`InputError` if the operator's variable is missing."""
+        base = environ.get("PIPEMORPH_INGEST_URL", "")
+        if not base.startswith(("http://", "https://")):
+            raise InputError(
+                f"PIPEMORPH_INGEST_URL is {one_line(base)!r}; expected http(s)://HOST:PORT"
+            )
+        token = environ.get("PIPEMORPH_TOKEN_FILE")
+        return Endpoint(
+            f"{base.rstrip('/')}/v1/jobs/{namespace}/{job}/generation",
+            Path(token) if token else None,
+            environ.get("PIPEMORPH_CA_FILE") or None,
+        )
+
+    def ask(self, query: Mapping[str, str], body: bytes | None, seconds: float) -> GenerationState:
+        """One request: POST with a ``body``, else GET. Raises OSError, ValueError or
+        http.client.HTTPException if there is no answer, and :class:`Refused`."""
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self.token_file is not None:
+            # Projected tokens are renewed in place.
+            headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
+        trust = ssl.create_default_context(cafile=self.authority)
+        # Without proxies, as the agent.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
+        )
+        url = f"{self.url}?{urllib.parse.urlencode(query)}"
+        request = urllib.request.Request(url, data=body, headers=headers)
+        try:
+            with opener.open(request, timeout=seconds) as answer:
+                return GenerationState.model_validate_json(answer.read(MOST_ANSWER_BYTES))
+        except urllib.error.HTTPError as error:
+            why = _why(error)
+            if error.code in FINAL:
+                raise Refused(why) from None
+            raise OSError(why) from None
+        except ValidationError as error:
+            raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    try:
+        said = str(json.loads(error.read(4096))["error"])
+    except (ValueError, TypeError, KeyError, OSError):
+        said = str(error.reason)
+    return f"the ingest answered {error.code}: {one_line(said)}"
+
+
+_NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
+
+
+class Meeting:
+    """What the pod number ``pod`` of an attempt tells and hears. Its threads end with the process.
+
+    ``note`` is told when the ingest does not answer, and does again.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, pod: int, attempt: int, note: Callable[[str], None]
+    ) -> None:
+        self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
+        self._changed = threading.Condition()
+        self._watched: int | None = None
+        """The generation that runs here; None: none does."""
+        self._over: tuple[int, str] | None = None
+        """A generation that is over, and why."""
+        threading.Thread(target=self._watch, name="generations", daemon=True).start()
+
+    def watch(self, generation: int) -> None:
+        """The ranks of ``generation`` run here: hear from now on whether it is over."""
+        with self._changed:
+            self._watched = generation
+            self._changed.notify()
+
+    def over(self, generation: int) -> str | None:
+        """Why the ranks have to end, if the ingest has said so."""
+        with self._changed:
+            if self._over is not None and self._over[0] >= generation:
+                return self._over[1]
+        return None
+
+    def failed(self, generation: int, loss: Loss) -> None:
+        """Say at once, beside the caller, that the ranks of this pod are about to end."""
+        self._say(self._report(generation, "failed", loss=loss))
+
+    def resumed(self, generation: int, word: ResumedFrom) -> None:
+        """Say, beside the caller, what the ranks have begun with."""
+        self._say(self._report(generation, "resumed", resumed=word))
+
+    def completed(self, generation: int) -> None:
+        """Say that all ranks of this pod have finished, so that nobody waits for them."""
+        try:
+            self._ask({}, self._report(generation, "completed"), REQUEST_SECONDS)
+        except (*_NO_ANSWER, Refused) as error:
+            log.info("the ingest was not told that this pod has finished: %s", error)
+
+    def meet(
+        self, generation: int, loss: Loss | None, patience: float, stop: Callable[[], bool]
+    ) -> GenerationState | str:
+        """Say that no rank of ``generation`` is left here, and wait until those of all pods are
+        gone, at most ``patience`` seconds or until ``stop()``. Returns a state that names the
+        generation to start, or has a verdict; or why there is none."""
+        with self._changed:
+            self._watched = None
+        found: list[GenerationState | str] = []
+        cancelled = threading.Event()
+
+        def wait() -> None:
+            found.append(self._wait(generation, loss, patience, cancelled))
+
+        waiting = threading.Thread(target=wait, name="meeting", daemon=True)
+        waiting.start()
+        while waiting.is_alive() and not stop():
+            waiting.join(LOOK_SECONDS)
+        cancelled.set()
+        return found[0] if found else "the wait was interrupted"
+
+    def _wait(
+        self, generation: int, loss: Loss | None, patience: float, cancelled: threading.Event
+    ) -> GenerationState | str:
+        end = time.monotonic() + patience
+        why, backoff = "the ingest has not answered", FIRST_BACKOFF_SECONDS
+        told = False
+        while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
+            wait = max(0.0, min(MEET_POLL_SECONDS, left))
+            report = self._report(generation, "gone", loss=loss)
+            try:
+                state = self._ask({"wait": f"{wait:.3f}"}, report, wait + REQUEST_SECONDS)
+            except Refused as refusal:
+                return f"the ingest refuses this pod: {refusal}"
+            except _NO_ANSWER as error:
+                why = f"no ingest has answered: {one_line(str(error))}"
+                if not told:
+                    self._note(f"{why}; asking again for {left:.0f} s")
+                    told = True
+                cancelled.wait(min(backoff, left))
+                backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
+                continue
+            backoff = FIRST_BACKOFF_SECONDS
+            why = f"other pods have not ended their ranks of generation {generation}"
+            if state.verdict or (state.generation > generation and not state.over):
+                return state
+            if state.generation > generation:
+                # It was over before this pod heard of it.
+                generation, loss = state.generation, None
+            else:
+                cancelled.wait(state.again)
+        return f"{why} (waited {patience:.0f} s)"
+
+    def _watch(self) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._watched is not None)
+                generation = self._watched
+            assert generation is not None
+            query = {"generation": str(generation), "wait": str(POLL_SECONDS)}
+            try:
+                state = self._ask(query, None, POLL_SECONDS + REQUEST_SECONDS)
+            except Refused as refusal:
+                # This pod is about to be ended, or cannot recover: its ranks tell.
+                log.warning("generations: %s", refusal)
+                self._pause(generation, LAST_BACKOFF_SECONDS)
+                continue
+            except _NO_ANSWER as error:
+                log.info("generations: no ingest answers: %s", error)
+                self._pause(generation, backoff)
+                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+                continue
+            backoff = FIRST_BACKOFF_SECONDS
+            if state.generation > generation or state.over:
+                with self._changed:
+                    self._over = generation, state.reason or "another pod's ranks have ended"
+                    if self._watched == generation:
+                        self._watched = None
+            elif state.again:
+                self._pause(generation, state.again)
+
+    def _pause(self, generation: int, seconds: float) -> None:
+        """Wait, unless another generation runs meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._watched not in (None, generation), seconds)
+
+    def _say(self, report: PodReport) -> None:
+        def say() -> None:
+            try:
+                self._ask({}, report, REQUEST_SECONDS)
+            except (*_NO_ANSWER, Refused) as error:
+                # What matters of it is said again at the meeting.
+                log.info("the ingest was not told (%s): %s", report.event, error)
+
+        threading.Thread(target=say, name=report.event, daemon=True).start()
+
+    def _ask(
+        self, query: Mapping[str, str], report: PodReport | None, seconds: float
+    ) -> GenerationState:
+        body = report.body() if report is not None else None
+        whole = query if report is not None else {"attempt": str(self._attempt), **query}
+        return self._endpoint.ask(whole, body, seconds)
+
+    def _report(
+        self,
+        generation: int,
+        event: str,
+        *,
+        loss: Loss | None = None,
+        resumed: ResumedFrom | None = None,
+    ) -> PodReport:
+        return PodReport.model_validate(
+            {
+                "attempt": self._attempt,
+                "generation": generation,
+                "pod": self._pod,
+                "event": event,
+                "loss": loss,
+                "resumed": resumed,
+            }
+        )
