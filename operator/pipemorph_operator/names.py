@@ -105,6 +105,9 @@ R_NODE_WELL = "LinksRecovered"
 R_IDLE_GPUS = "IdleGPUs"
 R_TTL = "TTLExpired"
 
+R_RANKS_RESTARTED = "RanksRestarted"
+R_RECOVERED = "Recovered"
+
 R_LINKS_OK = "AllLinksHealthy"
 R_LINKS_SLOW = "SlowLinks"
 R_REDUCTIONS_OK = "ReductionsAsUsual"
@@ -134,5 +137,7 @@ R_FIXED_ROUTE = "RouteFixedBySpec"
 
 EXIT_INVALID_INPUT = 2
 """The input is invalid; a restart would fail the same way, so the job is not restarted."""
+EXIT_NO_MORE = 70
+"""The same failure at the same iteration twice: a restart would fail the same way, too."""
 EXIT_PREFLIGHT = 78
 """The preflight found the pod unfit (sysexits.h EX_CONFIG)."""

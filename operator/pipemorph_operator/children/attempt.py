@@ -42,6 +42,11 @@ class Attempt:
         return self.job.spec.parallelism.pods
 
     @property
+    def recovers(self) -> bool:
+        """Whether ranks may start again within their pods."""
+        return self.job.spec.failure_policy.max_restarts > 0
+
+    @property
     def pipeline_pods(self) -> int | None:
         """Pods with consecutive numbers that the topology keeps together, if those of a pipeline;
         None if those of the whole job."""

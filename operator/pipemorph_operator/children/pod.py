@@ -13,7 +13,7 @@ from pipemorph.api.base import FieldError
 from pipemorph.api.placement import Placement
 from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph_operator import names
-from pipemorph_operator.children import gang, placement, pod_template
+from pipemorph_operator.children import gang, kept, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.config import OperatorConfig
 
@@ -57,11 +57,17 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
         spec.setdefault("shareProcessNamespace", True)
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
+    # The template's own command may not run the launcher, which starts ranks again.
+    generations = "command" not in trainer and attempt.recovers
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
-    trainer["env"] = _environment(attempt, config, trainer.get("env") or [], _grace(spec))
+    trainer["env"] = _environment(
+        attempt, config, trainer.get("env") or [], generations=generations, grace=_grace(spec)
+    )
     _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
+    if generations:
+        kept.mount(spec, trainer)
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     try:
         placement.place(attempt, out, trainer)
@@ -129,8 +135,9 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
 
 
 def _command(attempt: Attempt, spec: Object) -> list[str]:
-    """The preflight's command. If its checks pass, it becomes the training program, or the launcher
-    that runs this program once per rank of the pod."""
+    """The preflight's command. If its checks pass, it becomes the launcher, which runs the training
+    program once per rank of the pod, again after failures; or that program, if the end of the pod's
+    only rank is that of the attempt."""
     asked = attempt.job.spec.placement or Placement()
     command = ["python", "-m", "pipemorph_trainer.preflight"]
     if asked.rdma is not None:
@@ -146,8 +153,10 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
     if asked.shared_memory is not None:
         command.append(f"--shm={asked.shared_memory}")
     trainer = attempt.job.spec.trainer.argv("python")
-    if attempt.job.spec.parallelism.ranks_per_pod > 1:
+    if attempt.job.spec.parallelism.ranks_per_pod > 1 or attempt.recovers:
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]
+        if attempt.recovers:
+            launcher.append("--generations")
         command += ["--", *launcher, f"--grace={max(0.0, _grace(spec) - MARGIN_SECONDS):g}"]
     return [*command, "--", *trainer]
 
@@ -159,7 +168,12 @@ def _grace(spec: Object) -> float:
 
 
 def _environment(
-    attempt: Attempt, config: OperatorConfig, given: list[Object], grace: float
+    attempt: Attempt,
+    config: OperatorConfig,
+    given: list[Object],
+    *,
+    generations: bool,
+    grace: float,
 ) -> list[Object]:
     """The rank's variables, then the user's, which may refer to them."""
     spec = attempt.job.spec
@@ -168,7 +182,8 @@ def _environment(
     own: dict[str, str | Object] = {"RANK": index, "LOCAL_RANK": "0"}
     values: dict[str, str | Object] = {
         # With several ranks the launcher gives each of them its own.
-        **(own if ranks == 1 else {"PIPEMORPH_POD_INDEX": index}),
+        **(own if ranks == 1 else {}),
+        "PIPEMORPH_POD_INDEX": index,
         "WORLD_SIZE": str(attempt.ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": attempt.master_address,
@@ -184,6 +199,8 @@ def _environment(
     }
     if spec.trainer.metrics_port:
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
+    if generations:
+        values["PIPEMORPH_KEPT_DIR"] = kept.FOLDER
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"
     ours = [_variable(name, value) for name, value in values.items()]

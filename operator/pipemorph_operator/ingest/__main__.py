@@ -20,6 +20,7 @@ from pipemorph.ingest import (
     ConnectionLimits,
     Decided,
     FirstPlanner,
+    GenerationDesk,
     IngestServer,
     PlannerPool,
     Refused,
@@ -191,6 +192,7 @@ async def run(options: argparse.Namespace) -> None:
                 in_all=options.max_connections, per_source=options.max_connections_per_source
             ),
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
+            desk=GenerationDesk(store),
         )
         serving = False
         jobs = [

@@ -60,7 +60,7 @@ class Fence:
                             mode="json",
                             by_alias=True,
                             exclude_none=True,
-                            include={"conditions", "training", "control"},
+                            include={"conditions", "training", "control", "recoveries"},
                         ),
                     },
                     names.INGEST_OWNER,

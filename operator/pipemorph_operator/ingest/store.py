@@ -1,9 +1,9 @@
 """Tracks the jobs that may report, and writes the ingest's part of their status.
 
 Kept up to date by an informer of PipeMorphJobs: a job is tracked while it has an attempt and has
-not finished. The ingest owns ``training``, ``control`` and four conditions (field owner
-``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every write
-contains all owned fields.
+not finished. The ingest owns ``training``, ``control``, ``recoveries`` and six conditions (field
+owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every
+write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, condition
+from pipemorph.api.status import (
+    Condition,
+    ControlState,
+    JobStatus,
+    Recoveries,
+    TrainingStatus,
+    condition,
+)
 from pipemorph.control import JobController, JobView
 from pipemorph.control.first_plan import (
     FirstSchedule,
@@ -25,6 +32,7 @@ from pipemorph.control.first_plan import (
     is_shared,
     share,
 )
+from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
 from pipemorph.planning import Policy
@@ -37,6 +45,7 @@ from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
 from pipemorph_operator.ingest.fence import Fence, Overtaken
+from pipemorph_operator.ingest.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.metrics import (
     DIRECTIVES,
@@ -76,6 +85,7 @@ class ReportLog:
     """Records when a job's reports arrive."""
 
     clock: Callable[[], float]
+    generations: Generations
     reported_at: float | None = None
     pending: bool = True
     """Whether status may have changed since the last look."""
@@ -87,7 +97,8 @@ class ReportLog:
         self.reported_at = self.clock()
         self.pending = True
         now = report.state, report.observed_plan_version, report.applied_plan_version
-        self.news |= now != self._last or not report.is_progress
+        recovered = self.generations.reported(report, self.reported_at)
+        self.news |= now != self._last or not report.is_progress or recovered
         self._last = now
 
     def looked(self) -> None:
@@ -111,6 +122,10 @@ class TrackedJob:
     control: ControlState | None
     conditions: list[Condition]
     reports: ReportLog
+    generations: Generations
+    recoveries: Recoveries | None
+    """As last written."""
+    recovery_events: RecoveryEvents
     events: ConditionEvents
     fence: Fence
     versions: Versions
@@ -145,11 +160,17 @@ class TrackedJob:
         )
 
     @property
+    def recovers(self) -> bool:
+        """Whether status does not have what there is to tell of generations."""
+        return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
+
+    @property
     def has_news(self) -> bool:
         """Whether more than the job's progress may have changed since the last look."""
         newest = self.controller.newest_record
         return (
             self.reports.news
+            or self.recovers
             or self.reserves_early
             or self.looked_version != self.controller.plan_version
             or (newest is not None and newest.iteration_seconds_after is None)
@@ -258,6 +279,20 @@ class ClusterStore:
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
 
+    def generations(self, namespace: str, job: str) -> Generations | None:
+        tracked = self._tracked.get((namespace, job))
+        return tracked.generations if tracked is not None else None
+
+    async def persist_generations(self, namespace: str, job: str) -> None:
+        """Write the job's status, and in it the generation. Raises if the write failed."""
+        tracked = self._tracked.get((namespace, job))
+        if tracked is None:
+            raise LookupError(f"job {namespace}/{job} is no longer tracked")
+        self._budget.charge(self._monotonic())
+        tracked.reports.again()  # Whatever becomes of this write.
+        async with tracked.writing:
+            await self._write(tracked)
+
     @property
     def keys(self) -> list[Key]:
         return list(self._tracked)
@@ -300,8 +335,10 @@ class ClusterStore:
             self._spec_edited(tracked, body)
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
+        tracked.generations.restarts = raw.get("restarts") or 0
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
+            tracked.generations.begin_attempt(attempt)
             tracked.reports.reported_at = None
             tracked.reports.again()
 
@@ -320,7 +357,14 @@ class ClusterStore:
             self._plan_first(key, body, spec)
             return
         status = JobStatus.model_validate(body.get("status") or {})
-        reports = ReportLog(self._clock)
+        generations = Generations(
+            spec.parallelism.pods,
+            spec.failure_policy.max_restarts,
+            attempt,
+            status.recoveries,
+            status.restarts,
+        )
+        reports = ReportLog(self._clock, generations)
         try:
             controller, problem = snapshot_codec.restore(
                 spec, status.control, attempt, reports.record
@@ -341,6 +385,9 @@ class ClusterStore:
             control=status.control,
             conditions=own,
             reports=reports,
+            generations=generations,
+            recoveries=status.recoveries,
+            recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
             fence=Fence(metadata.get("resourceVersion"), status.control),
             versions=Versions(snapshot_codec.in_use(status.control)),
@@ -386,6 +433,8 @@ class ClusterStore:
     def _spec_edited(self, tracked: TrackedJob, body: Mapping[str, Any]) -> None:
         """Apply an edit of the spec: of the mutable fields the controller uses ``adaptation``."""
         spec = self._spec((tracked.namespace, tracked.name), body)
+        if spec is not None:
+            tracked.generations.most = spec.failure_policy.max_restarts
         if spec is None or spec.adaptation == tracked.controller.spec.adaptation:
             return
         before = tracked.controller
@@ -455,13 +504,15 @@ class ClusterStore:
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
         # Before the first directive needs it: then it need not wait for this write.
         reserves = tracked.reserves_early
-        state_changed = key_state != tracked.key_state or reserves
+        recovers = tracked.recovers
+        state_changed = key_state != tracked.key_state or reserves or recovers
         tracked.reports.news = state_changed
         if not write_budget.is_due(state_changed, now - tracked.written_at, len(self._tracked)):
             return
         training, conditions = self._summary(tracked, view, wall)
         self._gauge(tracked, training, conditions)
-        if training == tracked.written and conditions == tracked.conditions and not reserves:
+        known = training == tracked.written and conditions == tracked.conditions
+        if known and not (reserves or recovers):
             tracked.reports.looked()
             return
         if self._writing >= MOST_WRITES // 2 or not self._budget.allows(
@@ -523,7 +574,14 @@ class ClusterStore:
         control = tracked.control
         if control is not None:
             control = control.model_copy(update={"reserved": tracked.versions.reserved})
-        status = JobStatus(conditions=conditions, training=training, control=control)
+        # Not of jobs whose ranks have always been well.
+        saved = tracked.generations.saved
+        status = JobStatus(
+            conditions=conditions,
+            training=training,
+            control=control,
+            recoveries=saved if saved.count else None,
+        )
         about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
         try:
             await tracked.fence.apply(self._cluster, about, status)
@@ -540,7 +598,9 @@ class ClusterStore:
         if control is not None and control.reserved is not None:
             tracked.versions.written(control.reserved)
         tracked.written, tracked.conditions = training, conditions
-        self._sender.send(about, tracked.events.changed(conditions))
+        tracked.recoveries = status.recoveries
+        events = tracked.recovery_events.changed(status.recoveries)
+        self._sender.send(about, [*tracked.events.changed(conditions), *events])
         tracked.key_state = key_state
         tracked.written_at = self._monotonic()
 

@@ -60,6 +60,9 @@ def classify(ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism) -
         return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, parallelism))
     # Prefer the ranks that failed first: later ones may have failed because they lost a peer.
     first = [p for p in failed if p.finished_at == failed[0].finished_at]
+    no_more = next((p for p in failed if p.exit_code == names.EXIT_NO_MORE), None)
+    if no_more is not None:
+        return Cause(names.R_RANK_FAILED, describe(no_more, parallelism), retry=False)
     unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
     if unusable is not None:
         return Cause(names.R_INVALID_INPUT, describe(unusable, parallelism), retry=False)

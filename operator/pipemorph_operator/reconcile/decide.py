@@ -335,7 +335,9 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     if cause.reason == names.R_PREFLIGHT_FAILED:
         draft.mark(names.PREFLIGHT_PASSED, "False", names.R_PREFLIGHT_FAILED, cause.message)
     most = job.spec.failure_policy.max_restarts
-    used = draft.status.restarts
+    # Generations that brought nothing are restarts, too. The ingest counts them.
+    recoveries = (draft.seen.body.get("status") or {}).get("recoveries") or {}
+    used = draft.status.restarts + (recoveries.get("counted") or 0)
     draft.record(cause.reason, cause.message, counted=cause.counted)
     if not cause.retry:
         return _fail(draft, cause.reason, cause.message)
@@ -347,7 +349,7 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
             draft, names.R_MAX_RESTARTS, f"all restarts are used (maxRestarts: {most}); {ended}"
         )
     if cause.counted:
-        draft.status.restarts = used + 1
+        draft.status.restarts += 1
     else:
         draft.status.disruptions += 1
     if (
