@@ -293,30 +293,94 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
     node_jobs.delete("saves")
 
 
-def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(node_jobs: Jobs) -> None:
+def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
+    """One of a pod with several: the job is the same, its pods are, and so is the last loss."""
+    well, lost = _gpt_of_two_pods("well", restarts=0), _gpt_of_two_pods("gpt-lost", restarts=1)
+    node_jobs.apply(well)
+    undisturbed = node_jobs.wait("well", _all_told, 180.0)
+    node_jobs.delete("well")
+
+    node_jobs.apply(lost)
+    before = node_jobs.wait("gpt-lost", _at_iteration(5), START)
+    pods = node_jobs.pods("gpt-lost")
+    assert len(pods) == 2
+    _kill_rank(node_jobs, pods[1], 3)
+    told_of = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
+    (record,) = told_of["status"]["recoveries"]["last"]
+    assert record["cause"] == "rank 3 (stage 1, replica 1) was killed by SIGKILL"
+    assert (record["pod"], record["rank"], record["generation"]) == (1, 3, 1)
+    assert (record["repeated"], record["state"]) == (0, "kept"), told(told_of)
+    done = node_jobs.wait("gpt-lost", _all_told, 180.0)
+    print(f"from the loss to the next finished iteration: {record['seconds']} s")
+    # The limit is one for a busy machine; docs/benchmarks.md has figures of an idle one.
+    assert record["seconds"] < 30.0 * patience()
+    for field in ("jobUid", "attempt", "restarts", "disruptions"):
+        assert done["status"][field] == before["status"][field], told(done)
+    assert [pod["metadata"]["uid"] for pod in node_jobs.pods("gpt-lost")] == [
+        pod["metadata"]["uid"] for pod in pods
+    ]
+    assert _training(done)["loss"] == _training(undisturbed)["loss"], told(done)
+    reasons = _events(node_jobs, "gpt-lost")
+    assert {"RanksRestarted", "Recovered"} <= reasons, reasons
+    node_jobs.delete("gpt-lost")
+
+
+def test_a_pod_that_is_killed_is_named_and_the_job_restarts(node_jobs: Jobs) -> None:
+    """The launcher itself: nobody is left in its pod to start ranks again."""
     parallelism = {"stages": 4, "replicas": 2, "ranksPerPod": 4}
     restarts = {"maxRestarts": 1}
     node_jobs.apply(
         manifest("pods", iterations=100_000, parallelism=parallelism, failurePolicy=restarts)
     )
     node_jobs.wait("pods", _at_iteration(1), START)
-    _, second = (pod["metadata"]["name"] for pod in node_jobs.pods("pods"))
-    within = ["exec", f"--namespace={node_jobs.namespace}", second, "--", "sh", "-c"]
-    # Rank 6 is in the second pod. Its data loaders would inherit the name.
-    kill = "for p in /proc/[0-9]*; do grep -qsx rank-6 $p/comm"
-    kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done; true"
-    assert node_jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
+    _, second = node_jobs.pods("pods")
+    _kill(node_jobs, second, "grep -qsa pipemorph_trainer[.]launcher $p/cmdline")
     ended = node_jobs.wait("pods", _attempt(1), 90.0)
     (record,) = ended["status"]["attempts"]
     assert record["reason"] == "RankFailed"
     assert "pod 1 (ranks 4 to 7)" in record["message"]
-    assert (
-        "exited with code 137: rank 6 (stage 3, replica 0) was killed by SIGKILL"
-        in (record["message"])
-    )
+    assert "exited with code 137" in record["message"]
     node_jobs.wait("pods", _attempt_at_iteration(1, 1), START)
     assert len(node_jobs.pods("pods", 1)) == 2
     node_jobs.delete("pods")
+
+
+def _gpt_of_two_pods(name: str, *, restarts: int) -> Object:
+    job: Object = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
+    job["metadata"]["name"] = name
+    job["spec"]["parallelism"] = {"stages": 2, "replicas": 2, "layers": 4, "ranksPerPod": 2}
+    job["spec"]["schedule"]["microbatches"] = 4
+    job["spec"]["trainer"]["iterations"] = 40
+    job["spec"]["failurePolicy"] = {"maxRestarts": restarts}
+    return job
+
+
+def _kill_rank(node_jobs: Jobs, pod: Object, rank: int) -> None:
+    # Its data loaders would inherit the name.
+    _kill(node_jobs, pod, f"grep -qsx rank-{rank} $p/comm")
+
+
+def _kill(node_jobs: Jobs, pod: Object, found: str) -> None:
+    """SIGKILL for the process ``$p`` of a pod for which the shell's ``found`` is true."""
+    within = ["exec", f"--namespace={node_jobs.namespace}", pod["metadata"]["name"], "--"]
+    kill = f"for p in /proc/[0-9]*; do {found} && echo ${{p#/proc/}} && kill -9 ${{p#/proc/}}; done"
+    killed = node_jobs.nodes.kubectl(*within, "sh", "-c", f"{kill}; true").split()
+    assert killed, f"there is no process in {pod['metadata']['name']} for which: {found}"
+
+
+def _recovered(count: int) -> Callable[[Object], bool]:
+    def found(job: Object) -> bool:
+        recoveries = job.get("status", {}).get("recoveries") or {}
+        last = recoveries.get("last") or [{}]
+        return recoveries.get("count") == count and last[-1].get("seconds") is not None
+
+    return found
+
+
+def _events(node_jobs: Jobs, name: str) -> set[str]:
+    """The reasons of a job's events."""
+    found = node_jobs.nodes.client.list("events", node_jobs.namespace)
+    return {event["reason"] for event in found if event["involvedObject"]["name"] == name}
 
 
 def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Jobs) -> None:

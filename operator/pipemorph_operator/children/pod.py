@@ -30,6 +30,8 @@ TOKEN_SECONDS = 3600
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 POD_GRACE_SECONDS = 30
 """Kubernetes' default of ``terminationGracePeriodSeconds``."""
+GENERATIONS = "--generations"
+"""The launcher's option: start ranks again when the ingest says so."""
 MARGIN_SECONDS = 2
 """Of that, what is left when the launcher has killed ranks that do not end."""
 SAVE_MARGIN_SECONDS = 3
@@ -57,10 +59,9 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
         spec.setdefault("shareProcessNamespace", True)
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
-    # The template's own command may not run the launcher, which starts ranks again.
-    generations = "command" not in trainer and attempt.recovers
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
+    generations = attempt.recovers and _starts_again(trainer)
     trainer["env"] = _environment(
         attempt, config, trainer.get("env") or [], generations=generations, grace=_grace(spec)
     )
@@ -156,7 +157,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
     if attempt.job.spec.parallelism.ranks_per_pod > 1 or attempt.recovers:
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]
         if attempt.recovers:
-            launcher.append("--generations")
+            launcher.append(GENERATIONS)
         command += ["--", *launcher, f"--grace={max(0.0, _grace(spec) - MARGIN_SECONDS):g}"]
     return [*command, "--", *trainer]
 
@@ -165,6 +166,12 @@ def _grace(spec: Object) -> float:
     """Seconds from SIGTERM to SIGKILL. The API server refuses what is not a number."""
     stated = spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS)
     return float(stated if isinstance(stated, int) else POD_GRACE_SECONDS)
+
+
+def _starts_again(trainer: Object) -> bool:
+    """Whether the container's command, which may be the template's, starts ranks again."""
+    words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
+    return any(GENERATIONS in str(word) for word in words)
 
 
 def _environment(

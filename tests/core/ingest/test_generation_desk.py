@@ -7,11 +7,20 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
 from pipemorph.control.generations import Generations
-from pipemorph.ingest import GenerationDesk, PollLimits, Reply
+from pipemorph.ingest import (
+    BearerAuthenticator,
+    GenerationDesk,
+    IngestServer,
+    MemoryStore,
+    PollLimits,
+    Reply,
+)
 from pipemorph.ingest import generations as desk_module
+from pipemorph.wire import MAX_POD_REPORT_BYTES
 
 PATIENCE = 15.0
 LONG = "30"
@@ -182,3 +191,44 @@ def test_requests_for_other_jobs_and_attempts_are_refused() -> None:
         assert (await desk.tell("default", "gpt", b"{", "0")).status == 400
 
     run(work())
+
+
+def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
+    async def work() -> None:
+        host = OneJob()
+        answered: list[tuple[str, int]] = []
+        server = IngestServer(
+            MemoryStore(),
+            BearerAuthenticator("token of the job"),
+            desk=GenerationDesk(host),
+            on_answer=lambda kind, status, _: answered.append((kind, status)),
+        )
+        await server.start()
+        url = f"{server.url}/v1/jobs/default/gpt/generation"
+        query = {"attempt": "0", "generation": "0", "wait": LONG}
+        known = {"Authorization": "Bearer token of the job"}
+        async with aiohttp.ClientSession() as session:
+
+            async def status(method: str, **given: Any) -> int:
+                async with session.request(method, url, **given) as answer:
+                    await answer.read()
+                    return answer.status
+
+            assert await status("POST", data=body(event="failed", loss=LOSS)) == 401
+            assert await status("GET", params=query) == 401
+            assert not host.job.state.over
+            large = b" " * (MAX_POD_REPORT_BYTES + 1)
+            assert await status("POST", data=large, headers=known) == 413
+            polling = asyncio.create_task(status("GET", params=query, headers=known))
+            while not server_waits(desk := server._desk):
+                await asyncio.sleep(0)
+            assert desk is not None
+            await server.stop()
+            assert await polling == 200
+        assert set(answered) == {("generation", 401), ("generation", 413), ("generation", 200)}
+
+    run(work())
+
+
+def server_waits(desk: GenerationDesk | None) -> bool:
+    return desk is not None and desk._waiting > 0

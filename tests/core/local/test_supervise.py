@@ -12,11 +12,14 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
+    RECOVERY_CAUSE_SECONDS,
     End,
     Events,
     RankExited,
     Signalled,
+    _failure,
     _forget_exits,
+    _stop,
     _until_the_end,
     _wait,
 )
@@ -68,6 +71,31 @@ def test_what_ranks_did_by_the_deadline_comes_first(
 def test_one_that_goes_on_too_long_after_the_first_is_named(ranks: RankSet) -> None:
     ended = _until_the_end(ranks, told(RankExited(0, 0)), lambda: None, deadline=None, straggle=0.0)
     assert ended.reason == "rank 1 (stage 1): still running 0 s after others finished"
+
+
+def test_ranks_end_when_those_of_another_pod_have(ranks: RankSet) -> None:
+    def told() -> str:
+        return "rank 7 was killed"
+
+    events = Events()
+    ended = _until_the_end(ranks, events, lambda: None, deadline=None, straggle=9.0, told=told)
+    assert (ended.end, ended.reason, ended.retry) == (End.FAILED, "rank 7 was killed", True)
+    assert ended.told and ended.position is None and ended.error is None
+
+
+def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_path: Path) -> None:
+    """A rank that has lost its peer, and one that has not noticed yet."""
+    lost = "RuntimeError: Connection closed by peer [10.0.0.7]:1234"
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{lost}\n")
+    failed = ranks.note_exit(0, 1)
+    ending = _failure(failed)
+    assert ending.lost_peer and ending.error is None
+    stopped: list[bool] = []
+    ranks.terminate = lambda: stopped.append(True)  # type: ignore[method-assign]
+    began = time.monotonic()
+    common = {"grace": 0.0, "recovers": True}
+    _stop(ending, ranks, Events(), lambda: None, told=lambda: "rank 7 was killed", **common)  # type: ignore[arg-type]
+    assert stopped and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
 
 
 def test_signals_outlive_the_attempt_and_exits_do_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from operator_objects import (
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, naming, objects
+from pipemorph_operator.children.kept import memory_bytes
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
@@ -123,6 +125,70 @@ def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> 
     assert (own["RANK"], own["LOCAL_RANK"], own["WORLD_SIZE"]) == ("11", "3", "16")
     assert own["PIPEMORPH_METRICS_PORT"] == "9467"
     assert TrainerContext.from_env(own).rank == 11
+
+
+def test_pods_whose_ranks_start_again_run_the_launcher_and_have_room_for_state(
+    tmp_path: Path,
+) -> None:
+    restarts = {"maxRestarts": 1}
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    template["spec"]["containers"][0]["resources"] = {"limits": {"memory": "3Gi"}}
+    made = attempt(failurePolicy=restarts, template=template)
+    container = trainer(made)
+    assert container["command"][3:9] == [
+        "--", "python", "-m", "pipemorph_trainer.launcher", "--generations", "--grace=28",
+    ]  # fmt: skip
+    pod_spec = batch_job(made, CONFIG)["spec"]["template"]["spec"]
+    (volume,) = [v for v in pod_spec["volumes"] if v["name"] == "pipemorph-kept"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(3 << 29)}
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "pipemorph-kept"]
+    env = {v["name"]: v.get("value", "0") for v in container["env"]}
+    assert env["PIPEMORPH_KEPT_DIR"] == mount["mountPath"]
+    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
+    (tmp_path / "engine").write_text("s3cret")
+    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
+    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
+    pod = Pod.from_env(env)
+    assert (pod.first, pod.size, str(pod.kept_dir)) == (0, 1, mount["mountPath"])
+
+
+@pytest.mark.parametrize("more", [{}, {"failurePolicy": {"maxRestarts": 2}}])
+def test_a_pod_that_nobody_starts_again_has_no_launcher_of_its_own(more: dict[str, Any]) -> None:
+    """Without restarts, or with a command of the template's, which takes the launcher's place."""
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
+    made = attempt(**more, **({"template": template} if more else {}))
+    container = trainer(made)
+    assert "pipemorph_trainer.launcher" not in container["command"]
+    assert "PIPEMORPH_KEPT_DIR" not in {v["name"] for v in container["env"]}
+    volumes = batch_job(made, CONFIG)["spec"]["template"]["spec"]["volumes"]
+    assert "pipemorph-kept" not in {v["name"] for v in volumes}
+
+
+@pytest.mark.parametrize("command", [["sh", "-c", "x -- y --generations -- z"], ["y"]])
+def test_a_command_of_the_templates_may_start_ranks_again(command: list[str]) -> None:
+    container: dict[str, Any] = {"name": "trainer", "image": "i", "command": command}
+    again = len(command) > 1
+    template = {"spec": {"containers": [container]}}
+    made = trainer(attempt(failurePolicy={"maxRestarts": 2}, template=template))
+    assert made["command"] == command
+    assert ("PIPEMORPH_KEPT_DIR" in {v["name"] for v in made["env"]}) is again
+
+
+def test_a_template_may_have_its_own_volume_for_state() -> None:
+    own = {"name": "pipemorph-kept", "emptyDir": {"medium": "Memory", "sizeLimit": "7Gi"}}
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}], "volumes": [own]}}
+    made = attempt(failurePolicy={"maxRestarts": 1}, template=template)
+    volumes = batch_job(made, CONFIG)["spec"]["template"]["spec"]["volumes"]
+    assert [v for v in volumes if v["name"] == "pipemorph-kept"] == [own]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("4096", 4096), ("1.5Gi", 3 << 29), ("2G", 2 * 10**9), ("64Ki", 1 << 16), ("3k", 3000)]
+    + [(text, None) for text in ("", "1e9", "5m", "lots", "-1Gi", "1KB")],
+)
+def test_memory_as_people_write_it(text: str, found: int | None) -> None:
+    assert memory_bytes(text) == found
 
 
 def test_the_check_of_rdma_ports_uses_those_of_the_job() -> None:

@@ -150,6 +150,17 @@ def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:
     )
 
 
+def test_the_same_failure_twice_is_not_tried_again_whoever_ended_first() -> None:
+    later = T0 + timedelta(seconds=5)
+    pods = [
+        pod(0, exit_code=1, finished_at=T0),
+        pod(1, exit_code=names.EXIT_NO_MORE, finished_at=later, message="iteration 5 failed twice"),
+    ]
+    cause = restart.classify(failed(), pods, TWO)
+    assert not cause.retry and cause.reason == names.R_RANK_FAILED
+    assert "iteration 5 failed twice" in cause.message
+
+
 def test_delays_grow_and_end() -> None:
     delays = [restart.delay_seconds(n) for n in range(20)]
     assert delays[:5] == [0, 0, 1, 2, 4]

@@ -142,6 +142,26 @@ def test_a_failed_rank_restarts_all_under_the_next_number() -> None:
     assert world.counts == ["created", "restarted"]
 
 
+def test_generations_without_progress_count_as_restarts() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 3}))
+    world.running()
+    generations = {"generation": 4, "count": 4, "counted": 2}
+    world.body["status"]["recoveries"] = generations
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.pods = [pod(0, exit_code=1)]
+    world.turn()
+    assert world.status["restarts"] == 1, "its own"
+    world.settle()
+    world.running(1)
+    world.body["status"]["recoveries"] = generations
+    world.jobs[1] = job_facts(1, active=0, failed=failed())
+    world.pods = [pod(0, exit_code=1)]
+    world.turn()
+    assert world.status["state"] == "Failed"
+    (found,) = [c for c in world.status["conditions"] if c["type"] == "Failed"]
+    assert found["reason"] == "MaxRestartsExceeded" and "maxRestarts: 3" in found["message"]
+
+
 def test_the_next_attempt_waits_for_the_last_ones_ranks_but_not_for_ever() -> None:
     world = World(body(failurePolicy={"maxRestarts": 1}))
     world.running()

@@ -1,0 +1,149 @@
+"""Generations of pods in status and events: no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from typing import Any
+
+import pytest
+from operator_status import Shared
+
+from pipemorph.api.status import JobStatus, Recoveries, RecoveryRecord
+from pipemorph.ingest import GenerationDesk
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.cluster.job import operator_part
+from pipemorph_operator.ingest.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.store import ClusterStore
+
+KEY = ("team", "gpt")
+LOSS = {"reason": "rank 1 was killed by SIGKILL", "at": 1.0, "rank": 1}
+PODS = 4
+
+
+def an_ingest(api: Shared, *, restarts: int = 5) -> ClusterStore:
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": restarts}
+    cluster: Any = api
+    store = ClusterStore(cluster)
+    store.changed(KEY, copy.deepcopy(api.job))
+    return store
+
+
+def progress(store: ClusterStore, sequence: int, *indices: int, attempt: int = 0) -> None:
+    common = {"seconds": 0.1, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
+    controller = store.lookup(*KEY)
+    assert controller is not None
+    values = {
+        "protocol": 2, "job": "gpt", "namespace": "team", "attempt": attempt,
+        "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
+        "observed_plan_version": 0, "applied_plan_version": 0,
+        "iterations": [{"index": index, **common} for index in indices],
+    }  # fmt: skip
+    controller.report(LinkHealthReport.model_validate(values), 1000.0)
+
+
+async def lose(store: ClusterStore, generation: int, attempt: int = 0) -> dict[str, Any]:
+    """All pods' ranks end; what the last launcher is told."""
+    desk = GenerationDesk(store)
+    told: dict[str, Any] = {}
+    for pod in range(PODS):
+        word = {"attempt": attempt, "generation": generation, "pod": pod, "event": "gone"}
+        body = json.dumps(word | ({"loss": LOSS} if pod == 1 else {}))
+        told = json.loads((await desk.tell(*KEY, body.encode(), "0")).body)
+    return told
+
+
+def in_status(api: Shared) -> Recoveries:
+    found = JobStatus.model_validate(api.job["status"]).recoveries
+    assert found is not None
+    return found
+
+
+def test_the_generation_is_in_status_before_it_begins_and_the_next_ingest_counts_on() -> None:
+    api = Shared()
+    store = an_ingest(api)
+    progress(store, 1, 0, 1)
+    told = asyncio.run(lose(store, 0))
+    assert (told["generation"], told["verdict"]) == (1, "")
+    assert (in_status(api).generation, in_status(api).count) == (1, 1)
+    other = an_ingest(api)
+    told = asyncio.run(lose(other, 1))
+    assert (told["generation"], told["verdict"]) == (2, "")
+    assert (in_status(api).count, in_status(api).counted, in_status(api).idle) == (2, 1, 1)
+    assert asyncio.run(lose(other, 2))["verdict"] == "attempt", "twice no iteration"
+    assert operator_part(api.job).recoveries is None, "each writer has its own fields"
+
+
+def test_restarts_of_the_operator_and_an_edit_of_the_spec_are_minded() -> None:
+    api = Shared()
+    store = an_ingest(api, restarts=2)
+    progress(store, 1, 0)
+    api.job["status"] |= {"restarts": 2, "attempt": 1}
+    store.changed(KEY, copy.deepcopy(api.job))
+    progress(store, 2, 1, attempt=1)
+    asyncio.run(lose(store, 0, attempt=1))
+    told = asyncio.run(lose(store, 1, attempt=1))
+    assert told["verdict"] == "attempt" and "maxRestarts is 2" in told["why"]
+
+    store.changed(KEY, None)
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": 0}
+    store.changed(KEY, copy.deepcopy(api.job))
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": 9}
+    api.job["metadata"]["generation"] += 1
+    store.changed(KEY, copy.deepcopy(api.job))
+    progress(store, 1, 2, attempt=1)
+    told = asyncio.run(lose(store, 1, attempt=1))
+    assert told["verdict"] == "" and told["generation"] == 2
+
+
+def test_a_write_that_fails_does_not_keep_ranks_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    api = Shared()
+    store = an_ingest(api)
+    progress(store, 1, 0)
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("connection refused")
+
+    api.apply = refuse  # type: ignore[method-assign]
+    assert asyncio.run(lose(store, 0))["generation"] == 1
+    assert "a generation was begun and not persisted: connection refused" in caplog.text
+    tracked = store.jobs()[0]
+    assert tracked.recovers and tracked.has_news, "the next round writes it"
+
+
+def test_jobs_whose_ranks_are_well_have_no_recoveries() -> None:
+    api = Shared()
+    store = an_ingest(api)
+    progress(store, 1, 0)
+
+    async def write() -> None:
+        await store.look(KEY)
+
+    asyncio.run(write())
+    assert "training" in api.job["status"] and "recoveries" not in api.job["status"]
+
+
+def test_events_tell_of_each_recovery_once() -> None:
+    begun = RecoveryRecord(generation=1, lost_at="2026-01-01T00:00:00Z", cause="rank 1 is gone")
+    done = begun.model_copy(update={"seconds": 2.04, "went_on_with": 17, "repeated": 0})
+    told = RecoveryEvents(None)
+    assert told.changed(None) == []
+    started = told.changed(Recoveries(count=1, last=[begun]))
+    assert [(e.kind, e.reason, e.message) for e in started] == [
+        ("Warning", "RanksRestarted", "the ranks start again as generation 1: rank 1 is gone")
+    ]
+    assert told.changed(Recoveries(count=1, last=[begun])) == []
+    recovered = told.changed(Recoveries(count=1, last=[done]))
+    assert [(e.kind, e.reason, e.message) for e in recovered] == [
+        (
+            "Normal",
+            "Recovered",
+            "generation 1 went on with iteration 17 after 2.0 s; 0 iterations were run again",
+        )
+    ]
+    assert told.changed(Recoveries(count=1, last=[done])) == []
+    assert (
+        RecoveryEvents(Recoveries(count=1, last=[done])).changed(Recoveries(count=1, last=[done]))
+        == []
+    ), "nor after a restart of the ingest"
