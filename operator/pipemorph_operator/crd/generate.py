@@ -197,6 +197,10 @@ def _columns() -> list[dict[str, Any]]:
             "Bubble", "number", ".status.training.bubbleFraction",
             "Idle time over stages × iteration time.", priority=1,
         ),
+        column(
+            "Recoveries", "integer", ".status.recoveries.count",
+            "Starts of the ranks within their pods.", priority=1,
+        ),
     ]  # fmt: skip
 
 

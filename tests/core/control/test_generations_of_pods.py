@@ -123,6 +123,9 @@ def test_it_counts_on_from_what_was_saved() -> None:
     assert again.state.generation == 1
     lose(again, error="ValueError: 7")
     assert again.state.verdict == "none", "the exception and the iteration are known"
+    other = Generations(pods=2, most=5, saved=saved)
+    lose(other, error="ValueError: 8")
+    assert (other.saved.generation, other.saved.last[-1].iterations_done) == (2, 2)
 
 
 def test_launchers_know_the_number_that_could_not_be_saved() -> None:
