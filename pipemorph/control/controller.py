@@ -46,7 +46,7 @@ from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
-from pipemorph.control.snapshot import OwnLinks, Snapshot
+from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
 from pipemorph.control.view import JobView
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy, StageTimes
@@ -160,6 +160,17 @@ class JobController:
     def decisions(self) -> list[Decision]:
         """The newest decisions, oldest first, including those that kept the plan. Bounded."""
         return list(self._ledger.decisions)
+
+    @property
+    def profiled_at(self) -> int | None:
+        """The newest finished iteration at the last decision for changed op times or memory limits;
+        None before the first. One under way does not count."""
+        return self._judged.profiled_at
+
+    @property
+    def _judged(self) -> Judgement:
+        """The last decision that was settled."""
+        return self._pending.before if self._pending else self._judgement
 
     def links(self, now: float) -> tuple[LinkHealth, ...]:
         """State of each link."""
@@ -430,7 +441,8 @@ class JobController:
         if objective != "auto":
             return objective == "makespan"
         ledger = self._ledger
-        return ledger.barrier or self._truth.doubt(BARRIER, ledger.last_iteration) > 0
+        seen = self._judgement.barrier if ledger.barrier is None else ledger.barrier
+        return seen or self._truth.doubt(BARRIER, ledger.last_iteration) > 0
 
     def _progress(self) -> Progress:
         newest, wanted = self._ledger.newest(), self._wanted.version
@@ -642,8 +654,8 @@ class JobController:
 
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""
-        judged = (self._pending.before if self._pending else self._judgement).situation
-        observed, baseline = self._observed, None
+        judgement, observed, baseline = self._judged, self._observed, None
+        judged = judgement.situation
         if self._baseline != self._first:
             baseline = PlanMessage.of(self._baseline)
         return Snapshot(
@@ -663,6 +675,9 @@ class JobController:
                 )
                 for each in judged.own
             ],
+            profiled_at=judgement.profiled_at,
+            stages=[] if judgement.profiled_at is None else list(map(rounded, judged.stages)),
+            barrier=judgement.barrier,
             flaps=self._pacing.flaps,
             slow_directions=observed.links.slow_directions(),
             records=self.records,
@@ -695,10 +710,14 @@ class JobController:
         self._running = self._wanted
         if len(saved.footprints) == stages:
             observed.stages.restore_footprints(saved.footprints)
-        judged = saved.judged(judgement.situation.stages)
+        first = judgement.situation
+        known = saved.profiled_at is not None and len(saved.stages) == stages
+        judged = saved.judged(tuple(saved.stages) if known else first.stages)
         if judged is not None:
-            first = judgement.situation
             judgement.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
+            judgement.profiled_at = saved.profiled_at if known else None
+        if saved.barrier is not None:
+            judgement.barrier = saved.barrier
         self._truth.restore_doubts(saved.doubts)
         observed.links.restore(saved.slow_directions)
         return self

@@ -98,12 +98,12 @@ class Ledger:
         return self._iterations.get(self._last)
 
     @property
-    def barrier(self) -> bool:
-        """Whether stages wait for each other after more than a few of the newest iterations, or it
-        is unknown."""
+    def barrier(self) -> bool | None:
+        """Whether stages wait for each other after more than a few of the newest iterations; None
+        if there are too few to tell."""
         newest = [self._iterations[i] for i in sorted(self._iterations)[-LOOKED_AT:]]
         if len(newest) < LOOKED_AT / 2:
-            return True
+            return None
         return sum(each.barrier for each in newest) > FEW_BARRIERS * len(newest)
 
     @property

@@ -14,6 +14,14 @@ from pipemorph.planning import Plan, StageTimes
 from pipemorph.wire import AdaptationRecord, Directive, PlanMessage, SlowDirection
 
 
+def rounded(stage: StageTimes) -> StageTimes:
+    """With times of four digits: far more exact than op times are compared, and a third as long."""
+    times = {
+        name: float(f"{value:.4g}") for name, value in stage if isinstance(value, float) and value
+    }
+    return stage.model_copy(update=times)
+
+
 class OwnLinks(BaseModel):
     """The links of some replicas at the last decision."""
 
@@ -41,6 +49,12 @@ class Snapshot(BaseModel):
     slow: list[bool] = Field(default_factory=list)
     own_links: list[OwnLinks] = Field(default_factory=list)
     """Of every replica, where some links are slow; the three above are the worst of each link."""
+    profiled_at: int | None = None
+    """The newest finished iteration when op times were last decided on; None: never."""
+    stages: list[StageTimes] = Field(default_factory=list)
+    """Op times and limits of that decision, without which the next host would ask for it again."""
+    barrier: bool | None = None
+    """Whether the plan for healthy links expects stages to wait between iterations."""
     flaps: int = 0
     slow_directions: list[SlowDirection] = Field(default_factory=list)
     records: list[AdaptationRecord] = Field(default_factory=list)

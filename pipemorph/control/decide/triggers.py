@@ -66,9 +66,10 @@ class Judgement:
     """The newest finished iteration at the last decision."""
     _cause: Cause | None = None
     """Of the last decision."""
-    _barrier: bool = True
+    barrier: bool = True
     """Whether the plan for healthy links expects a barrier between iterations."""
-    _profiled_at: int | None = None
+    profiled_at: int | None = None
+    """The newest finished iteration at the last decision for op times or memory limits."""
     _compare_from: int = 0
     _readings: tuple[tuple[StageTimes, ...], ...] = ()
     """Op times at the newest comparisons that differed, oldest first."""
@@ -88,16 +89,16 @@ class Judgement:
             unknown=(True,) * links,
             barrier=spec.schedule.objective != "period",
         )
-        return Judgement(spec, situation, assumed, _barrier=situation.barrier)
+        return Judgement(spec, situation, assumed, barrier=situation.barrier)
 
     def made(self, cause: Cause, situation: Situation, last: int) -> None:
         """Record a decision for ``cause``, made after iteration ``last``."""
         self.situation, self._after = situation, last
         self._cause = cause
         if cause in ("profile", "memory"):
-            self._profiled_at, self._readings = last, ()
+            self.profiled_at, self._readings = last, ()
         if not any(situation.slow):
-            self._barrier = situation.barrier
+            self.barrier = situation.barrier
 
     def now(
         self,
@@ -172,7 +173,7 @@ class Judgement:
 
     def barrier_differs(self, barrier: bool) -> bool:
         """Whether the plan for healthy links expects otherwise."""
-        return barrier != self._barrier
+        return barrier != self.barrier
 
     def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
         since, direct = self._after, wanted.all_routes == initial_routes(self.spec)
@@ -186,9 +187,9 @@ class Judgement:
         it is the most expensive part of a report while links are healthy."""
         if not progress.measured or progress.last < self._compare_from:
             return False
-        if self._profiled_at is None:
+        if self.profiled_at is None:
             return progress.finished >= WARM_UP
-        return progress.last - self._profiled_at >= PROFILE_EVERY
+        return progress.last - self.profiled_at >= PROFILE_EVERY
 
     @property
     def readings(self) -> tuple[tuple[StageTimes, ...], ...]:
@@ -205,7 +206,7 @@ class Judgement:
         """Whether op times, reductions or normal wire times have differed from the planned ones
         for some time, or limits do now."""
         if progress.last >= self._compare_from:
-            every = COMPARE_FIRST if self._profiled_at is None else COMPARE_EVERY
+            every = COMPARE_FIRST if self.profiled_at is None else COMPARE_EVERY
             self._compare_from = progress.last + every
             kept = (*self._readings, now.stages)[-READINGS:]
             self._readings = kept if self._times_differ(now) else ()
@@ -213,7 +214,7 @@ class Judgement:
 
     def _times_differ(self, now: Situation) -> bool:
         """Whether op times, reductions or normal wire times differ from the planned ones now."""
-        if self._assumed_times and self._profiled_at is None:
+        if self._assumed_times and self.profiled_at is None:
             return True
         before = self.situation
         scale = max(op for stage in now.stages for op in _ops(stage))

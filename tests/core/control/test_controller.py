@@ -403,6 +403,28 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     assert restored.plan_version == 2
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: bool) -> None:
+    """A thousand jobs of a host that is restarted would ask at the same time."""
+    plant = Plant(spec(schedule={"stageTimes": None}))
+    plant.barrier = plant.waits = barrier
+    plant.ops[1] = StageTimes(forward=0.0123456, backward_input=0.02, backward_weight=0.01)
+    plant.run(24)
+    before = plant.controller
+    assert before.profiled_at is not None, "op times are assumed until they are measured"
+    saved = json.loads(json.dumps(before.snapshot()))
+    assert max(len(str(value)) for value in saved["stages"][1].values()) <= 7
+    plant.controller = JobController.restore(plant.spec, saved)
+    assert plant.controller.snapshot() == before.snapshot() | {"footprints": saved["footprints"]}
+    plant.decides = False
+    plant.run(24)
+    assert plant.controller.replan is None
+    plant.ops[1] = StageTimes(forward=0.05, backward_input=0.05, backward_weight=0.05)
+    plant.run(60)
+    asked = plant.controller.replan
+    assert asked is not None and asked.cause == "profile", "other op times are news"
+
+
 @pytest.mark.parametrize("delay", [0.060, 0.012])
 @pytest.mark.parametrize("restart_at", range(12))
 def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
