@@ -67,13 +67,13 @@ PERSIST_SECONDS = Histogram(
 PLAN_SECONDS = Histogram(
     "pipemorph_ingest_plan_seconds",
     "Time to make a decision, without queueing.",
-    ["size"],
+    ["size", "urgent"],
     buckets=_FAST,
 )
 PLAN_WAIT_SECONDS = Histogram(
     "pipemorph_ingest_plan_wait_seconds",
     "Time a decision waits for a planner process.",
-    ["size"],
+    ["size", "urgent"],
     buckets=_FAST,
 )
 DECISIONS = Counter(

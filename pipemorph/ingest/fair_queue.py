@@ -6,6 +6,9 @@ the decision under way, and of those who have used the same, the shortest decisi
 comes back after a pause begins at what those who went on have used meanwhile: a pause saves up
 nothing. This is weighted fair queueing with equal weights.
 
+Urgent decisions come before those that may wait, of all jobs and namespaces that have not used
+:data:`CREDIT_SECONDS` more than the others.
+
 A job may also use only so much processor time a minute. Beyond that its decisions wait, at most a
 minute, even if nobody else does.
 """
@@ -22,6 +25,8 @@ Key = tuple[str, str]
 """Namespace and name of a job."""
 
 MINUTE = 60.0
+CREDIT_SECONDS = 2.0
+"""Processor time by which an urgent decision is put before its turn."""
 FORGET_SECONDS = 3 * MINUTE
 """After so long without a decision, a job has its whole budget again, and is forgotten."""
 
@@ -29,13 +34,18 @@ FORGET_SECONDS = 3 * MINUTE
 @dataclass(eq=False)
 class Entry(Generic[Item]):
     """A decision that waits. ``cost``: estimated processor time, seconds; ``since``: when it came;
-    ``number``: how many came before it."""
+    ``number``: how many came before it; ``credit``: seconds by which it is put before its turn."""
 
     key: Key
     item: Item
     cost: float
     since: float
     number: int
+    credit: float = 0.0
+
+    @property
+    def rank(self) -> float:
+        return self.cost - self.credit
 
 
 @dataclass(eq=False)
@@ -92,7 +102,9 @@ class FairQueue(Generic[Item]):
         job = space.jobs.get(key[1]) if space is not None else None
         return estimate * (job.ratio if job is not None else 1.0)
 
-    def put(self, key: Key, item: Item, cost: float, now: float) -> Entry[Item]:
+    def put(
+        self, key: Key, item: Item, cost: float, now: float, *, urgent: bool = False
+    ) -> Entry[Item]:
         self._sweep(now)
         space = self._namespaces.setdefault(key[0], _Namespace(used_at=now))
         if not space.running and not space.waiting:
@@ -102,7 +114,7 @@ class FairQueue(Generic[Item]):
             job = space.jobs[key[1]] = _Job(left=self._budget, filled_at=now)
         if not job.running and not job.entries:
             job.spent = max(job.spent, space.clock)
-        entry = Entry(key, item, cost, now, self._numbered)
+        entry = Entry(key, item, cost, now, self._numbered, CREDIT_SECONDS if urgent else 0.0)
         self._numbered += 1
         job.entries.append(entry)
         space.waiting += 1
@@ -121,12 +133,12 @@ class FairQueue(Generic[Item]):
                 continue
             for each in job.entries:
                 if each.cost <= longest:
-                    mine = (job.spent + each.cost, each.number, each)
+                    mine = (job.spent + each.rank, each.number, each)
                     firsts[name] = min(firsts.get(name, mine), mine)
         if not firsts:
             return None
         _, _, entry = min(
-            (self._namespaces[name].spent + first.cost, number, first)
+            (self._namespaces[name].spent + first.rank, number, first)
             for name, (_, number, first) in firsts.items()
         )
         space, job = self._remove(entry)

@@ -1,7 +1,8 @@
 """Makes the decisions of all jobs of a host: in turn, in as many processes as it has processors.
 
 - Whose decision is next says :class:`~pipemorph.ingest.fair_queue.FairQueue`.
-- A short decision does not wait behind long ones: one more process makes short ones only.
+- A short decision does not wait behind long ones: one more process makes short ones only. It has
+  the priority of its host: on busy processors a nicer one waits for longer than it plans.
 - Equal problems are planned once: what was asked before is remembered, and what is being planned is
   shared (:mod:`pipemorph.ingest.memo`).
 """
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipemorph.control.decide.cost import estimated_seconds
+from pipemorph.control.decide.cost import MAY_WAIT, estimated_seconds
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.planner_worker import answer
@@ -35,7 +36,7 @@ of 64 stages with the quick one."""
 BUDGET_SECONDS = 20.0
 """Processor time of the decisions of one job in a minute."""
 MEMO_BYTES = 64 << 20
-WARM = 3
+WARM = {"any": 2, "short": 1}
 """Processes that are started at once; the others when needed."""
 
 
@@ -49,10 +50,12 @@ def _proposal(found: Proposal | Exception) -> Proposal:
 
 
 class Decided(NamedTuple):
-    """How a decision was made. ``short``: by its estimated time. ``how``: in a process of its own,
-    in that of an equal one, or from memory. ``waited``, ``planned``: seconds."""
+    """How a decision was made. ``short``: by its estimated time; ``urgent``: by its cause. ``how``:
+    in a process of its own, in that of an equal one, or from memory. ``waited``, ``planned``:
+    seconds."""
 
     short: bool
+    urgent: bool
     how: Literal["planned", "shared", "known"]
     waited: float
     planned: float
@@ -97,7 +100,7 @@ class PlannerPool:
         self._budget = budget_seconds
         self._free = {"any": processes, "short": 1}
         """Processes that may be used now, by the decisions that they make."""
-        self.processes = PlannerProcesses()
+        self.processes = {"any": PlannerProcesses(), "short": PlannerProcesses(nice=0)}
         self._queue: FairQueue[_Run] = FairQueue(budget_seconds)
         self._memo = Memo(memo_bytes)
         self._runs: dict[bytes, _Run] = {}
@@ -111,6 +114,11 @@ class PlannerPool:
         """Decisions that wait for a process."""
         return len(self._queue)
 
+    @property
+    def running(self) -> list[asyncio.subprocess.Process]:
+        """The current worker processes."""
+        return [process for each in self.processes.values() for process in each.running]
+
     async def __call__(self, key: Key, asked: Replan) -> Proposal:
         """If the caller is cancelled, and nobody else waits for the decision, it is dropped unless
         a process works on it."""
@@ -118,9 +126,11 @@ class PlannerPool:
         mark = digest(asked)
         known = self._memo.get(mark)
         run = self._runs.get(mark)
+        urgent = asked.cause not in MAY_WAIT
         if known is not None:
             found = _proposal(Answer[Proposal](known, 0.0).read())
-            self._on_decided(Decided(estimated_seconds(asked) <= SHORT_SECONDS, "known", 0.0, 0.0))
+            short = estimated_seconds(asked) <= SHORT_SECONDS
+            self._on_decided(Decided(short, urgent, "known", 0.0, 0.0))
             return found
         now, shares = self._now(), run is not None
         if run is None:
@@ -132,7 +142,7 @@ class PlannerPool:
         if run.started_at is None:
             # Every job that asks has its turn: the first that comes up is for all.
             cost = self._queue.cost(key, run.estimate)
-            entry = self._queue.put(key, run, cost, now)
+            entry = self._queue.put(key, run, cost, now, urgent=urgent)
             run.waiting.add(entry)
             self._start_some()
         try:
@@ -142,14 +152,18 @@ class PlannerPool:
                 self._give_up(run, entry)
         started = run.started_at if run.started_at is not None else now
         how: Literal["planned", "shared"] = "shared" if shares else "planned"
-        self._on_decided(
-            Decided(run.short, how, max(0.0, started - now), self._now() - max(now, started))
-        )
+        waited, planned = max(0.0, started - now), self._now() - max(now, started)
+        self._on_decided(Decided(run.short, urgent, how, waited, planned))
         return proposal
 
     async def warm_up(self) -> None:
         """Start some processes now, so that the first decisions are not delayed."""
-        await self.processes.warm_up(min(WARM, sum(self._free.values())))
+        await asyncio.gather(
+            *(
+                each.warm_up(min(WARM[lane], self._free[lane]))
+                for lane, each in self.processes.items()
+            )
+        )
 
     async def close(self) -> None:
         """Kill the processes. Decisions in progress fail."""
@@ -161,7 +175,8 @@ class PlannerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for run in self._runs.values():
             run.result.cancel()
-        await self.processes.close()
+        for each in self.processes.values():
+            await each.close()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -208,7 +223,7 @@ class PlannerPool:
         assert run.started_at is not None
         used: float | None = None
         try:
-            made = await self.processes.answer(propose, run.asked, self._limit)
+            made = await self.processes[lane].answer(propose, run.asked, self._limit)
             used = made.seconds
             found = made.read()
             if isinstance(found, Proposal):

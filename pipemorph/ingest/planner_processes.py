@@ -26,7 +26,7 @@ from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.errors import InputError
 
 NICE = 5
-"""Of worker processes: the event loop, which answers reports, goes first."""
+"""Of worker processes that make long plans: the event loop, which answers reports, goes first."""
 
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
@@ -50,10 +50,12 @@ class Answer(NamedTuple, Generic[Found]):
 class PlannerProcesses:
     """Worker processes, started when needed. The caller limits how many are used at a time.
 
-    Close it when done; workers exit by themselves if their host dies.
+    Close it when done; workers exit by themselves if their host dies. ``nice``: added to the
+    niceness of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nice: int = NICE) -> None:
+        self._nice = nice
         self._idle: list[asyncio.subprocess.Process] = []
         self._busy: set[asyncio.subprocess.Process] = set()
 
@@ -104,8 +106,7 @@ class PlannerProcesses:
             await self._end(process)
         self._idle.clear()
 
-    @staticmethod
-    async def _start() -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -114,7 +115,7 @@ class PlannerProcesses:
             stdout=asyncio.subprocess.PIPE,
         )
         with contextlib.suppress(ProcessLookupError):  # Told by the request that it fails.
-            os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + NICE)
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + self._nice)
         return process
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:

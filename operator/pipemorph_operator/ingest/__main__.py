@@ -144,9 +144,9 @@ def count_decision(decided: Decided) -> None:
     """Count a decision in the metrics. Only a planned one has taken a process."""
     DECISIONS.labels(how=decided.how).inc()
     if decided.how == "planned":
-        size = "short" if decided.short else "long"
-        PLAN_WAIT_SECONDS.labels(size=size).observe(decided.waited)
-        PLAN_SECONDS.labels(size=size).observe(decided.planned)
+        kind = "short" if decided.short else "long", "yes" if decided.urgent else "no"
+        PLAN_WAIT_SECONDS.labels(*kind).observe(decided.waited)
+        PLAN_SECONDS.labels(*kind).observe(decided.planned)
 
 
 async def run(options: argparse.Namespace) -> None:

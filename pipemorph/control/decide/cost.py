@@ -1,11 +1,15 @@
-"""Estimates what a decision costs before it is made, to tell short ones from long ones."""
+"""Says what a decision costs before it is made, and whether it may wait: whose turn it is follows
+from that."""
 
 from __future__ import annotations
 
 from pipemorph.control.decide.forecast import THOROUGH_CELLS
-from pipemorph.control.decide.replan import Replan
+from pipemorph.control.decide.replan import Cause, Replan
 from pipemorph.planning.search.variants import allows_variants, steps
 
+MAY_WAIT: frozenset[Cause] = frozenset({"profile", "barrier", "steady"})
+"""Causes for which nothing has changed in the last seconds. All jobs that a host has just met have
+them at the same time."""
 ANY = 0.002
 THOROUGH_CELL = 0.1e-3
 """Seconds of a search with the thorough effort, per stage × microbatch, if no plan is proven

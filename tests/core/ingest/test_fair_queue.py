@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipemorph.ingest.fair_queue import FORGET_SECONDS, Entry, FairQueue
+from pipemorph.ingest.fair_queue import CREDIT_SECONDS, FORGET_SECONDS, Entry, FairQueue
 
 BUDGET = 1e6
 
@@ -64,6 +64,29 @@ def test_a_namespace_that_has_used_much_does_not_delay_one_that_comes() -> None:
     queue.put(("late", "a"), "late-a", 1.0, 1.0)
     queue.put(("late", "b"), "late-b", 1.0, 1.0)
     assert run(queue, 2) == ["late-a", "late-b"]
+
+
+def test_an_urgent_decision_comes_before_all_that_may_wait() -> None:
+    queue: FairQueue[str] = FairQueue(BUDGET)
+    for i in range(100):
+        queue.put(("n", f"{i}"), f"waits-{i}", 0.01, 0.0)
+        queue.put((f"n{i}", "j"), f"waits-{i}", 0.01, 0.0)
+    queue.put(("n", "100"), "urgent", 0.1, 0.0, urgent=True)
+    queue.put(("other", "j"), "urgent", 1.0, 0.0, urgent=True)
+    made = run(queue, 20)
+    assert made[:2] == ["urgent", "urgent"]
+
+
+def test_who_is_always_in_a_hurry_gains_two_seconds_once() -> None:
+    queue: FairQueue[str] = FairQueue(BUDGET)
+    made = []
+    for i in range(200):
+        queue.put(("greedy", "j"), "greedy", 0.1, 0.0, urgent=True)
+        queue.put(("modest", f"{i}"), "modest", 0.1, 0.0)
+        made += run(queue, 1)
+    first = made.index("modest")
+    assert CREDIT_SECONDS / 0.1 <= first <= CREDIT_SECONDS / 0.1 + 2
+    assert abs(made[first:].count("modest") - made[first:].count("greedy")) <= 2
 
 
 def test_a_pause_saves_up_nothing() -> None:

@@ -249,7 +249,7 @@ def test_a_fault_in_a_process_is_told_by_it(monkeypatch: pytest.MonkeyPatch) -> 
             (finding,) = (await pool(JOB, asked_of_one())).found
             assert isinstance(finding, NoPlan)
             assert finding.why.startswith("the planner failed: TypeError: int() argument")
-        assert len(pool.processes.running) == 1, "it goes on"
+        assert len(pool.running) == 1, "it goes on"
         monkeypatch.undo()
         assert (await pool(JOB, asked_of_one())).chosen is not None, "a fault is not remembered"
 
@@ -300,29 +300,44 @@ def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
 def test_a_process_that_dies_is_replaced() -> None:
     async def test(pool: PlannerPool) -> None:
         await pool(JOB, asked_of_one())
-        (process,) = pool.processes.running
+        (process,) = pool.running
         asked = replace(asked_of_one(), remaining=1000)
         await pool(JOB, asked)
-        assert pool.processes.running == [process], "the one that is warm is used"
+        assert pool.running == [process], "the one that is warm is used"
         process.kill()
         asked = replace(asked, remaining=2000)
         with pytest.raises(PlannerLost, match=r"exited \(-9\)"):
             await pool(JOB, asked)
         assert (await pool(JOB, asked)).chosen is not None
-        (other,) = pool.processes.running
+        (other,) = pool.running
         assert other.pid != process.pid
-        assert os.getpriority(os.PRIO_PROCESS, other.pid) == os.nice(0) + NICE
         await pool.close()
         assert other.returncode is not None
 
     asyncio.run(with_pool(PlannerPool(1), test))
 
 
+def test_only_processes_that_make_long_plans_are_nicer_than_their_host() -> None:
+    async def run() -> None:
+        pool = PlannerPool(1)
+        try:
+            await pool.warm_up()
+            nice = {
+                lane: [os.getpriority(os.PRIO_PROCESS, process.pid) for process in each.running]
+                for lane, each in pool.processes.items()
+            }
+            assert nice == {"any": [os.nice(0) + NICE], "short": [os.nice(0)]}
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
 def test_a_plan_that_takes_too_long_is_none() -> None:
     async def test(pool: PlannerPool) -> None:
         proposal = await pool(JOB, asked_of_one())
         assert proposal == Proposal(None, None, (NoPlan("it took longer than 0.001 s"),))
-        assert not pool.processes.running, "it would still be at it"
+        assert not pool.running, "it would still be at it"
 
     asyncio.run(with_pool(PlannerPool(1, limit_seconds=0.001), test))
 
@@ -336,7 +351,8 @@ class Workers:
     def __init__(self, pool: PlannerPool) -> None:
         self.working: dict[int, asyncio.Future[float]] = {}
         """By the number of remaining iterations, which tells the decisions apart here."""
-        pool.processes = self  # type: ignore[assignment]
+        workers: Any = self
+        pool.processes = dict.fromkeys(pool.processes, workers)
 
     async def answer(self, function: Any, asked: Replan, limit: float) -> Answer[Proposal]:
         mine = self.working[asked.remaining] = asyncio.get_running_loop().create_future()

@@ -389,12 +389,15 @@ def test_decisions_are_counted_by_how_they_were_made() -> None:
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(f"pipemorph_ingest_{name}", labels) or 0.0
 
-    before = value("decisions_total", how="shared"), value("plan_seconds_count", size="short")
-    count_decision(Decided(short=True, how="planned", waited=0.1, planned=0.2))
-    count_decision(Decided(short=True, how="shared", waited=0.1, planned=0.2))
+    before = (
+        value("decisions_total", how="shared"),
+        value("plan_seconds_count", size="short", urgent="yes"),
+    )
+    count_decision(Decided(short=True, urgent=True, how="planned", waited=0.1, planned=0.2))
+    count_decision(Decided(short=True, urgent=True, how="shared", waited=0.1, planned=0.2))
     assert value("decisions_total", how="shared") == before[0] + 1
-    assert value("plan_seconds_count", size="short") == before[1] + 1
-    assert value("plan_wait_seconds_count", size="short") >= 1
+    assert value("plan_seconds_count", size="short", urgent="yes") == before[1] + 1
+    assert value("plan_wait_seconds_count", size="short", urgent="yes") >= 1
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
