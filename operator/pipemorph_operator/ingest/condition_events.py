@@ -2,6 +2,7 @@
 
 A condition holds the current state; an event records when it changed. Events are emitted for
 problems, adaptations and recoveries. Unknown states and pending plans appear in conditions only.
+Of a job whose link comes and goes, one a minute is emitted after the first :data:`BURST`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ log = logging.getLogger("pipemorph.ingest")
 
 MOST_UNDER_WAY = 64
 """Limit of concurrent event writes, for when many jobs emit events to a slow API server."""
+
+BURST, EVENT_SECONDS = 12.0, 60.0
+"""Events of one job that may be emitted in a row, and seconds until there is room for one more."""
 
 Worth = Literal["trouble", "news", "relief"]
 """``relief`` is emitted only after another event of the same condition."""
@@ -52,10 +56,14 @@ class ConditionEvents:
 
     def __init__(self, conditions: Iterable[Condition]) -> None:
         self._emitted: dict[str, tuple[str, str]] = {}
-        self.changed(conditions)
+        self._room, self._at, self._left_out = BURST, 0.0, 0
+        self.changed(conditions, 0.0)
+        self._room, self._left_out = BURST, 0
 
-    def changed(self, conditions: Iterable[Condition]) -> list[Event]:
-        """Events to emit for these conditions; remembers them as emitted."""
+    def changed(self, conditions: Iterable[Condition], now: float) -> list[Event]:
+        """Events to emit for these conditions; remembers them as emitted. ``now``: seconds."""
+        self._room = min(BURST, self._room + max(0.0, now - self._at) / EVENT_SECONDS)
+        self._at = now
         events = []
         for each in conditions:
             worth = WORTH.get((each.type, each.reason))
@@ -66,8 +74,15 @@ class ConditionEvents:
             self._emitted[each.type] = word
             if word == last or (worth == "relief" and last is None):
                 continue
+            if self._room < 1:
+                self._left_out += 1
+                continue
             kind: Literal["Normal", "Warning"] = "Warning" if worth == "trouble" else "Normal"
-            events.append(Event(kind, each.reason, each.message))
+            message = each.message
+            if self._left_out:
+                message = f"({self._left_out} events before this one were left out) {message}"
+            self._room, self._left_out = self._room - 1, 0
+            events.append(Event(kind, each.reason, message))
         return events
 
 

@@ -74,6 +74,18 @@ class Fence:
             self._version, self._own = made["metadata"].get("resourceVersion"), {mark}
             return
 
+    def seen(self, version: str | None, control: Mapping[str, Any] | None) -> None:
+        """Take the version of a job that the watch has shown, if its plan is one of this ingest's:
+        then the operator has written, and a write that is based on it finds no conflict."""
+        if version is None or version == self._version:
+            return
+        # Kubernetes guarantees that versions are increasing integers.
+        if self._version is not None and int(version) < int(self._version):
+            return
+        found = ControlState.model_validate(control) if control is not None else None
+        if _mark(found) in self._own:
+            self._version = version
+
     async def _catch_up(
         self, cluster: Cluster, about: Mapping[str, str], refused: ApiRefused
     ) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
@@ -36,12 +37,11 @@ from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
 from pipemorph.planning import Policy
-from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.cluster.job import read_job
-from pipemorph_operator.ingest import snapshot_codec, write_budget
+from pipemorph_operator.ingest import figures, snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
 from pipemorph_operator.ingest.fence import Fence, Overtaken
@@ -53,7 +53,6 @@ from pipemorph_operator.metrics import (
     PERSIST_SECONDS,
     STATUS_WRITES,
     forget_job,
-    set_job,
 )
 from pipemorph_operator.policy.lifetime import is_ours
 
@@ -61,7 +60,8 @@ log = logging.getLogger("pipemorph.ingest")
 
 MOST_WRITES = 16
 """Limit of concurrent status writes. More would only wait in the API server while their time limits
-run. Periodic writes use at most half, so that directives need not wait for them."""
+run. Changes of state use at most half, so that directives need not wait for them; what may wait is
+written when nothing else is: so it takes no more of the API server than one request at a time."""
 
 FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
 """Seconds to wait after each failed write of a job's final status."""
@@ -81,36 +81,6 @@ FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
 
 
 @dataclass
-class ReportLog:
-    """Records when a job's reports arrive."""
-
-    clock: Callable[[], float]
-    generations: Generations
-    reported_at: float | None = None
-    pending: bool = True
-    """Whether status may have changed since the last look."""
-    news: bool = True
-    """Whether more of it than the job's progress may have."""
-    _last: tuple[str, int, int] | None = None
-
-    def record(self, report: LinkHealthReport) -> None:
-        self.reported_at = self.clock()
-        self.pending = True
-        now = report.state, report.observed_plan_version, report.applied_plan_version
-        recovered = self.generations.reported(report, self.reported_at)
-        self.news |= now != self._last or not report.is_progress or recovered
-        self._last = now
-
-    def looked(self) -> None:
-        """Status is as it should be."""
-        self.pending = self.news = False
-
-    def again(self) -> None:
-        """Status may be anything."""
-        self.pending = self.news = True
-
-
-@dataclass
 class TrackedJob:
     """A tracked job, which may report."""
 
@@ -121,7 +91,7 @@ class TrackedJob:
     controller: JobController
     control: ControlState | None
     conditions: list[Condition]
-    reports: ReportLog
+    reports: write_budget.ReportLog
     generations: Generations
     recoveries: Recoveries | None
     """As last written."""
@@ -134,6 +104,12 @@ class TrackedJob:
     written: TrainingStatus | None = None
     key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
+    changed_at: float = float("-inf")
+    """When a change of state was written last."""
+    deciding_since: float | None = None
+    """The first look at which the decision under way was seen."""
+    profiled_at: int | None = None
+    """Of the control state in status: see :attr:`JobController.profiled_at`."""
     looked_at: float = float("-inf")
     looked_version: int = -1
     """The newest plan version at the last look."""
@@ -165,13 +141,31 @@ class TrackedJob:
         return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
 
     @property
+    def saves_late(self) -> bool:
+        """Whether to save what no directive has saved: plan versions to reserve, and op times that
+        a decision has looked at, lest the next ingest asks for it again. Nobody waits for it."""
+        reported = self.reports.reported_at is not None and not self.ended
+        profiled = reported and self.controller.profiled_at != self.profiled_at
+        return self.reserves_early or (profiled and not self.overtaken)
+
+    def awaits_directive(self, now: float) -> bool:
+        """Whether a decision has been under way for a moment only: its directive is written with
+        all that has changed."""
+        if self.controller.replan is None:
+            self.deciding_since = None
+            return False
+        if self.deciding_since is None:
+            self.deciding_since = now
+        return now - self.deciding_since < write_budget.DECIDING_SECONDS
+
+    @property
     def has_news(self) -> bool:
         """Whether more than the job's progress may have changed since the last look."""
         newest = self.controller.newest_record
         return (
             self.reports.news
             or self.recovers
-            or self.reserves_early
+            or self.saves_late
             or self.looked_version != self.controller.plan_version
             or (newest is not None and newest.iteration_seconds_after is None)
         )
@@ -273,7 +267,7 @@ class ClusterStore:
         started = self._monotonic()
         self._budget.charge(started)
         async with tracked.writing:
-            tracked.control = await self._packed(tracked, snapshot)
+            await self._pack(tracked, snapshot)
             tracked.versions.reserve(tracked.controller.plan_version)
             await self._write(tracked)
         DIRECTIVES.inc()
@@ -336,6 +330,7 @@ class ClusterStore:
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
         tracked.generations.restarts = raw.get("restarts") or 0
+        tracked.fence.seen(metadata.get("resourceVersion"), raw.get("control"))
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
@@ -364,7 +359,7 @@ class ClusterStore:
             status.recoveries,
             status.restarts,
         )
-        reports = ReportLog(self._clock, generations)
+        reports = write_budget.ReportLog(self._clock, generations)
         try:
             controller, problem = snapshot_codec.restore(
                 spec, status.control, attempt, reports.record
@@ -393,6 +388,7 @@ class ClusterStore:
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
             written=status.training,
+            profiled_at=controller.profiled_at,
         )
         self._tracked[key] = tracked
         self._arrived(key)
@@ -490,44 +486,50 @@ class ClusterStore:
         now = self._monotonic()
         if tracked is None or tracked.writing.locked():
             return
+        if tracked.awaits_directive(now):
+            return
+        jobs, lasted = len(self._tracked), tracked.written_at - tracked.changed_at
+        # A job that has begun to report is written at once: its directives would wait for that.
+        begins = tracked.reserves_early and not tracked.versions.granted
+        since = float("inf") if begins else now - tracked.written_at
+        due = partial(write_budget.is_due, since_write=since, jobs=jobs, lasted=lasted)
+        unseen = now - tracked.looked_at
         if not tracked.reports.pending:
-            # Visit a silent job too, less often: its links become unknown with time.
-            due = now - tracked.looked_at >= write_budget.PROGRESS_SECONDS
+            visits = unseen >= write_budget.FIGURES_SECONDS
         else:
-            since = now - tracked.written_at
-            due = write_budget.is_due(tracked.has_news, since, len(self._tracked))
-        if not due:
+            visits = due(tracked.has_news) or unseen >= write_budget.figures_interval(jobs)
+        if not visits:
             return
         tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
-        # Before the first directive needs it: then it need not wait for this write.
-        reserves = tracked.reserves_early
         recovers = tracked.recovers
-        state_changed = key_state != tracked.key_state or reserves or recovers
+        saves = tracked.saves_late
+        state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
-        if not write_budget.is_due(state_changed, now - tracked.written_at, len(self._tracked)):
-            return
         training, conditions = self._summary(tracked, view, wall)
-        self._gauge(tracked, training, conditions)
+        figures.show(key, training, conditions, tracked.reports.reported_at)
         known = training == tracked.written and conditions == tracked.conditions
-        if known and not (reserves or recovers):
+        if known and not (saves or recovers):
             tracked.reports.looked()
             return
-        if self._writing >= MOST_WRITES // 2 or not self._budget.allows(
-            now, state_changed=state_changed
+        # Nobody waits for the first write of this process: it may have a thousand to make.
+        urgent = state_changed and tracked.key_state is not None
+        if (
+            not due(state_changed or saves)
+            or self._writing >= (MOST_WRITES // 2 if urgent else 1)
+            or not self._budget.allows(now, state_changed=urgent)
         ):
             return  # Retried in the next round.
         tracked.reports.looked()
         async with tracked.writing:
             try:
-                if reserves or (
+                if saves or (
                     state_changed and training.adaptations and tracked.control is not None
                 ):
-                    snapshot = tracked.controller.snapshot()
-                    tracked.control = await self._packed(tracked, snapshot)
-                if reserves:
+                    await self._pack(tracked, tracked.controller.snapshot())
+                if tracked.reserves_early:
                     tracked.versions.reserve(tracked.controller.plan_version)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken) as error:
@@ -536,16 +538,17 @@ class ClusterStore:
                 log.warning("%s/%s: writing status failed: %s", *key, error)
 
     @staticmethod
-    async def _packed(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> ControlState:
-        """The snapshot; only its versions if it is too large for status."""
+    async def _pack(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
+        """Keep the snapshot for the next write; only its versions if it is too large for status."""
+        tracked.profiled_at = snapshot.get("profiled_at")
         try:
-            return await snapshot_codec.pack_beside(snapshot)
+            tracked.control = await snapshot_codec.pack_beside(snapshot)
         except snapshot_codec.TooLarge as error:
             log.warning(
                 "%s/%s: %s; saved only its version: after a restart, another plan is made",
                 *tracked.key, error,
             )  # fmt: skip
-            return ControlState(
+            tracked.control = ControlState(
                 attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=""
             )
 
@@ -600,40 +603,7 @@ class ClusterStore:
         tracked.written, tracked.conditions = training, conditions
         tracked.recoveries = status.recoveries
         events = tracked.recovery_events.changed(status.recoveries)
-        self._sender.send(about, [*tracked.events.changed(conditions), *events])
-        tracked.key_state = key_state
+        self._sender.send(about, [*tracked.events.changed(conditions, wall), *events])
         tracked.written_at = self._monotonic()
-
-    @staticmethod
-    def _gauge(
-        tracked: TrackedJob, training: TrainingStatus, conditions: Sequence[Condition]
-    ) -> None:
-        rails = training.rails
-        healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
-        worst = max((link.delay_ms for link in training.slow_links), default=0.0)
-        set_job(
-            tracked.namespace,
-            tracked.name,
-            (
-                ("iteration", training.iteration),
-                ("iteration_seconds", training.iteration_seconds),
-                ("bubble_fraction", training.bubble_fraction),
-                ("slow_links", training.slow_link_count),
-                ("unknown_links", training.unknown_link_count),
-                ("slow_reductions", training.slow_reduction_count),
-                ("worst_link_delay_seconds", worst / 1e3),
-                ("wanted_plan_version", training.wanted_plan_version),
-                ("applied_plan_version", training.applied_plan_version),
-                ("adaptations", training.adaptations),
-                ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
-                ("last_report_timestamp_seconds", tracked.reports.reported_at),
-                ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
-                ("slow_stages", training.slow_stage_count),
-                ("rdma_ports", rails.ports if rails is not None else None),
-                ("sick_rdma_ports", rails.sick_count if rails is not None else None),
-                ("congested_rdma_ports", rails.congested_count if rails is not None else None),
-                ("fallen_links", training.fallen_link_count),
-                ("link_fallbacks", training.link_fallbacks),
-                ("link_failbacks", training.link_failbacks),
-            ),
-        )
+        if key_state != tracked.key_state:
+            tracked.key_state, tracked.changed_at = key_state, tracked.written_at

@@ -1,19 +1,36 @@
-"""Rate limits of status writes: at once for state changes, every few seconds for progress.
+"""Says when a job's status is written: at once when its state changes, ever more rarely if not.
 
-A thousand jobs that write every few seconds would be the API server's largest client, so with more
-jobs progress is written less often. State changes do not wait.
+A write takes the API server some ten milliseconds, and every watcher reads the whole job. So
+progress is no series of writes: each waits as long as the state has lasted, and the metrics have it
+meanwhile. What changes within seconds, as a link, the plan for it and what that brought, is one
+write.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipemorph.control import Health, JobView
+from pipemorph.control.generations import Generations
+from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.summary import Source, verdicts
 
+FIGURES_SECONDS = 5.0
+"""Between two updates of a job's metrics, and two visits of one that does not report, whose links
+become unknown with time."""
+FIGURES_PER_SECOND = 20.0
+"""Limit of updates of metrics, all jobs together."""
 PROGRESS_SECONDS = 5.0
-PROGRESS_PER_SECOND = 20.0
+"""From a change of state to the first write of progress, with few jobs."""
+LONGEST_SECONDS = 60.0
+"""The most from one write to the next, with few jobs."""
+PROGRESS_PER_SECOND = 2.0
 """Limit of progress writes, all jobs together."""
+SPACING_SECONDS = 5.0
+"""Least time between two writes of a job, directives aside: what changes meanwhile is one write."""
+DECIDING_SECONDS = 5.0
+"""How long a change waits for a decision under way, whose directive is written anyway."""
 WRITES_PER_SECOND = 40.0
 """Limit of progress and state changes, all jobs together: the API server takes some milliseconds
 for each, and must not make directives, which are not limited, wait behind them."""
@@ -22,6 +39,36 @@ BURST = 80.0
 LOOK_SECONDS = 1.0
 LOOKS_PER_SECOND = 400.0
 """Limit for all jobs together: leaves most of a CPU for reports."""
+
+
+@dataclass
+class ReportLog:
+    """Records when a job's reports arrive."""
+
+    clock: Callable[[], float]
+    generations: Generations
+    reported_at: float | None = None
+    pending: bool = True
+    """Whether status may have changed since the last look."""
+    news: bool = True
+    """Whether more of it than the job's progress may have."""
+    _last: tuple[str, int, int] | None = None
+
+    def record(self, report: LinkHealthReport) -> None:
+        self.reported_at = self.clock()
+        self.pending = True
+        now = report.state, report.observed_plan_version, report.applied_plan_version
+        recovered = self.generations.reported(report, self.reported_at)
+        self.news |= now != self._last or not report.is_progress or recovered
+        self._last = now
+
+    def looked(self) -> None:
+        """Status is as it should be."""
+        self.pending = self.news = False
+
+    def again(self) -> None:
+        """Status may be anything."""
+        self.pending = self.news = True
 
 
 @dataclass(frozen=True)
@@ -58,9 +105,16 @@ def look_interval(jobs: int) -> float:
     return max(LOOK_SECONDS, jobs / LOOKS_PER_SECOND)
 
 
-def progress_interval(jobs: int) -> float:
-    """Seconds between two progress writes of one job, with so many jobs."""
-    return max(PROGRESS_SECONDS, jobs / PROGRESS_PER_SECOND)
+def figures_interval(jobs: int) -> float:
+    """Seconds between two updates of one job's metrics, with so many jobs."""
+    return max(FIGURES_SECONDS, jobs / FIGURES_PER_SECOND)
+
+
+def progress_interval(jobs: int, lasted: float) -> float:
+    """Seconds from a write of one job, of so many, to the next one if its state does not change.
+    ``lasted``: from its last change of state to that write, seconds."""
+    alone = min(LONGEST_SECONDS, max(PROGRESS_SECONDS, lasted))
+    return max(alone, jobs / PROGRESS_PER_SECOND)
 
 
 class Budget:
@@ -88,6 +142,8 @@ class Budget:
         self._at = now
 
 
-def is_due(state_changed: bool, since_write: float, jobs: int) -> bool:
-    """Whether changed figures should be written now."""
-    return state_changed or since_write >= progress_interval(jobs)
+def is_due(changed: bool, since_write: float, jobs: int, lasted: float) -> bool:
+    """Whether a status should be written now. ``changed``: more of it than progress; ``lasted``:
+    see :func:`progress_interval`."""
+    interval = SPACING_SECONDS if changed else progress_interval(jobs, lasted)
+    return since_write >= interval

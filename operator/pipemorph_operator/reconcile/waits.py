@@ -13,7 +13,9 @@ STUCK_SECONDS = 15.0
 """Time until the pods are read to find out why ranks are not ready."""
 MISSING_SECONDS = 4.0
 """The same for a Job without any pods."""
-LOOK_AGAIN_SECONDS = 30.0
+LOOK_AGAIN_SECONDS, LONGEST_SECONDS = 30.0, 300.0
+"""Between two looks: a quarter of the time that an attempt has waited, within these. A thousand
+jobs that wait in a full cluster would else ask the API server for more than all others."""
 
 
 def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> restart.Cause | None:
@@ -36,7 +38,8 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if lost is not None:
         return lost
     leaving = any(p.gone_by is not None for p in seen.pods)
-    draft.requeue_within(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
+    again = min(LONGEST_SECONDS, max(LOOK_AGAIN_SECONDS, age / 4))
+    draft.requeue_within(restart.LOST_SECONDS if leaving else again)
     if seen.no_pod:
         problem = f"{current.missing} pods cannot be created: {seen.no_pod}"
         _refused(draft, current, f"{message}; {problem}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import kopf
 
@@ -26,16 +26,24 @@ half a minute, then delivers what it missed."""
 
 Key = tuple[str, str]
 
-_OTHERS = frozenset({"training", "control", "conditions"})
+_OTHERS = frozenset({"training", "control", "conditions", "attemptNodes"})
+
+
+class _Known(NamedTuple):
+    """Version of a job, a hash of its relevant fields, and its slow links (stage and replica) whose
+    nodes are not noted."""
+
+    version: int
+    fields: int
+    unnoted: frozenset[tuple[int, int]]
 
 
 class Watched:
     """What kopf's watch has delivered. It serves only to ask for turns: decisions read the job."""
 
     def __init__(self) -> None:
-        self._delivered: dict[Key, tuple[int, int]] = {}
-        """Version of each job, and a hash of its relevant fields."""
-        self._at_last_look: dict[Key, tuple[int, int]] = {}
+        self._delivered: dict[Key, _Known] = {}
+        self._at_last_look: dict[Key, _Known] = {}
         self._listed: dict[Key, int] = {}
         self._trouble = ""
 
@@ -53,11 +61,16 @@ class Watched:
         if kind == "DELETED":
             self._delivered.pop(key, None)
             return True
-        now = hash(json.dumps(relevant_fields(body), sort_keys=True))
         known = self._delivered.get(key)
-        # Kubernetes guarantees that versions are increasing integers.
-        self._delivered[key] = int(body["metadata"]["resourceVersion"]), now
-        return kind != "MODIFIED" or known is None or now != known[1]
+        self._delivered[key] = now = _Known(
+            # Kubernetes guarantees that versions are increasing integers.
+            int(body["metadata"]["resourceVersion"]),
+            hash(json.dumps(relevant_fields(body), sort_keys=True)),
+            _unnoted(body),
+        )
+        if kind != "MODIFIED" or known is None or now.fields != known.fields:
+            return True
+        return not now.unnoted <= known.unnoted
 
     def look(self, listed: Iterable[Mapping[str, Any]]) -> set[Key]:
         """Compare with ``listed``, the metadata of all existing jobs. Returns the jobs with a
@@ -68,7 +81,7 @@ class Watched:
         behind = {
             key
             for key in self._listed.keys() & before.keys()
-            if self._delivered.get(key, (0, 0))[0] < before[key]
+            if key not in self._delivered or self._delivered[key].version < before[key]
         }
         gone = {
             key
@@ -88,12 +101,10 @@ class Watched:
 
 
 def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a decision may depend on, without the ingest's figures, which
-    change every few seconds. Slow links count until the nodes at their ends are noted."""
+    """The fields of a job that a decision may depend on, without the ingest's figures and the nodes
+    that are noted for slow links."""
     metadata, status = body["metadata"], body.get("status") or {}
     training = status.get("training") or {}
-    slow = {(at["link"], at["replica"]) for at in training.get("slowLinks") or ()}
-    noted = (status.get("attemptNodes") or {}).get("links") or ()
     return {
         "metadata": {k: metadata.get(k) for k in ("uid", "generation", "labels")},
         "deleting": "deletionTimestamp" in metadata,
@@ -102,8 +113,17 @@ def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
             c for c in status.get("conditions") or () if c.get("type") not in INGEST_CONDITIONS
         ],
         "training": {k: training.get(k) for k in ("attempt", "state")},
-        "slow": sorted(slow - {(at["link"], at["replica"]) for at in noted}),
     }
+
+
+def _unnoted(body: Mapping[str, Any]) -> frozenset[tuple[int, int]]:
+    """The slow links whose nodes a turn has to note. That they are noted asks for no turn."""
+    status = body.get("status") or {}
+    slow = (status.get("training") or {}).get("slowLinks") or ()
+    noted = (status.get("attemptNodes") or {}).get("links") or ()
+    return frozenset((at["link"], at["replica"]) for at in slow) - frozenset(
+        (at["link"], at["replica"]) for at in noted
+    )
 
 
 def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:

@@ -11,7 +11,13 @@ import pytest
 from pipemorph.api.status import Condition
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.events import MAX_MESSAGE, Event
-from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, ConditionEvents, EventSender
+from pipemorph_operator.ingest.condition_events import (
+    BURST,
+    EVENT_SECONDS,
+    MOST_UNDER_WAY,
+    ConditionEvents,
+    EventSender,
+)
 
 JOB = {"name": "gpt", "namespace": "team", "uid": "u1"}
 
@@ -31,7 +37,7 @@ def conditions(**said: str) -> list[Condition]:
 
 
 def told(news: ConditionEvents, **said: str) -> list[tuple[str, str, str]]:
-    return [(e.kind, e.reason, e.message) for e in news.changed(conditions(**said))]
+    return [(e.kind, e.reason, e.message) for e in news.changed(conditions(**said), 0.0)]
 
 
 def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
@@ -79,8 +85,18 @@ def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
 def test_an_ingest_that_starts_over_does_not_repeat_what_status_says() -> None:
     before = conditions(LinksHealthy="SlowLinks: link 2", ScheduleAdapted="PlanInEffect: plan v1")
     news = ConditionEvents(before)
-    assert news.changed(before) == []
+    assert news.changed(before, 0.0) == []
     assert told(news, LinksHealthy="AllLinksHealthy: ok") == [("Normal", "AllLinksHealthy", "ok")]
+
+
+def test_of_a_link_that_comes_and_goes_one_event_a_minute_is_left() -> None:
+    news, events = ConditionEvents([]), []
+    for second in range(3600):
+        word = "SlowLinks: link 2" if second % 2 else "AllLinksHealthy: ok"
+        events += news.changed(conditions(LinksHealthy=word), float(second))
+    assert BURST + 3600 / EVENT_SECONDS - 2 <= len(events) <= BURST + 3600 / EVENT_SECONDS
+    assert events[0].message == "link 2"
+    assert events[-1].message.startswith(f"({int(EVENT_SECONDS) - 1} events before this one were")
 
 
 class Api:

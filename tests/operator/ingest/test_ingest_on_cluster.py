@@ -171,7 +171,7 @@ def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
     (slow,) = status.slow_stages
     assert (slow.stage, slow.replica, slow.microbatch_ms, slow.usual_ms) == (2, None, 60.0, 30.0)
     events = ConditionEvents([])
-    assert [e.reason for e in events.changed(found.values()) if e.kind == "Warning"] == [
+    assert [e.reason for e in events.changed(found.values(), 0.0) if e.kind == "Warning"] == [
         "SlowStages"
     ]
     ended = summarize(Source(controller, now, 1, ended=True), now)
@@ -350,6 +350,80 @@ def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> No
     assert store.lookup("team", "gpt") is controller
 
 
+class Counted(Shared):
+    """An API server that says what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def get(self, url: str) -> dict[str, Any]:
+        self.asked.append("get")
+        return await super().get(url)
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        self.asked.append("apply")
+        return await super().apply(obj, owner, subresource=subresource)
+
+
+def test_a_write_after_the_operators_is_one_request() -> None:
+    api = Counted()
+    store, controller = ingest_of(api)
+
+    async def run() -> None:
+        early = copy.deepcopy(api.job)
+        for plan_version in (3, 5, 8):
+            controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
+            await store.persist("team", "gpt", controller.snapshot())
+            api.write({"state": "Running"})
+            store.changed(("team", "gpt"), copy.deepcopy(api.job))
+            store.changed(("team", "gpt"), early)
+
+    asyncio.run(run())
+    assert api.asked == ["apply"] * 3
+
+
+def test_a_plan_of_another_ingest_that_the_watch_shows_is_not_written_over() -> None:
+    api = Shared()
+    (one, first), (other, second) = ingest_of(api), ingest_of(api)
+    for controller in (first, second):
+        controller.report(report(1, observed_plan_version=4), 1000.0)
+
+    async def run() -> None:
+        await one.persist("team", "gpt", first.snapshot())
+        other.changed(("team", "gpt"), copy.deepcopy(api.job))
+        with pytest.raises(Overtaken):
+            await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
+
+    asyncio.run(run())
+
+
+def test_op_times_that_were_decided_on_are_saved_for_the_next_ingest() -> None:
+    api, now = Counted(), 1000.0
+    cluster: Any = api
+
+    def ingest() -> tuple[ClusterStore, Any]:
+        made = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
+        made.changed(("team", "gpt"), copy.deepcopy(api.job))
+        return made, made.lookup("team", "gpt")
+
+    async def run() -> None:
+        nonlocal now
+        store, controller = ingest()
+        controller.report(report(1), now)
+        await store.look(("team", "gpt"))
+        assert api.asked == ["apply"], "versions are reserved"
+        controller._judgement.profiled_at = 17
+        for sequence in range(2, 2 + int(write_budget.SPACING_SECONDS)):
+            now += 1
+            controller.report(report(sequence), now)
+            await store.look(("team", "gpt"))
+        assert api.asked == ["apply"] * 2, "once, and it waits for no change of state"
+        assert ingest()[1].profiled_at == 17
+
+    asyncio.run(run())
+
+
 def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
     api = Shared()
     store, controller = ingest_of(api)
@@ -375,14 +449,29 @@ def test_a_summary_is_status_as_the_crd_has_it() -> None:
     assert len(training["warmup"]) == 4
 
 
-def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
-    assert write_budget.is_due(state_changed=True, since_write=0.0, jobs=5000)
-    assert not write_budget.is_due(state_changed=False, since_write=1.0, jobs=1)
-    assert write_budget.is_due(state_changed=False, since_write=5.0, jobs=1)
-    assert not write_budget.is_due(state_changed=False, since_write=20.0, jobs=1000)
+def test_turns_are_written_soon_and_progress_ever_more_rarely() -> None:
+    def due(changed: bool, since: float, jobs: int = 1, lasted: float = 0.0) -> bool:
+        return write_budget.is_due(changed, since_write=since, jobs=jobs, lasted=lasted)
+
+    assert due(True, write_budget.SPACING_SECONDS, jobs=5000, lasted=1e6)
+    assert not due(True, write_budget.SPACING_SECONDS - 1), "with what follows at once"
+    assert not due(False, 1.0) and due(False, write_budget.PROGRESS_SECONDS)
+    assert not due(False, 49.0, lasted=50.0) and due(False, 50.0, lasted=50.0)
+    assert due(False, write_budget.LONGEST_SECONDS, lasted=1e6)
+    assert not due(False, 499.0, jobs=1000) and not due(False, 499.0, jobs=1000, lasted=1e6)
     assert write_budget.look_interval(1) == write_budget.LOOK_SECONDS
-    writes_per_second = 1000 / write_budget.progress_interval(1000)
-    assert writes_per_second <= write_budget.WRITES_PER_SECOND
+    assert 1000 / write_budget.progress_interval(1000, 0.0) <= write_budget.PROGRESS_PER_SECOND
+
+
+@pytest.mark.parametrize(("jobs", "least", "most"), [(1, 60, 66), (1000, 7, 8)])
+def test_an_hour_of_progress_is_few_writes(jobs: int, least: int, most: int) -> None:
+    now = written = changed = 0.0
+    writes = 0
+    while now < 3600:
+        now += 1
+        if write_budget.is_due(False, now - written, jobs, written - changed):
+            written, writes = now, writes + 1
+    assert least <= writes <= most
 
 
 def test_decisions_are_counted_by_how_they_were_made() -> None:

@@ -18,7 +18,9 @@ from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
 from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
 from pipemorph_operator.ingest.write_budget import (
     BURST,
+    DECIDING_SECONDS,
     PROGRESS_SECONDS,
+    SPACING_SECONDS,
     WRITES_PER_SECOND,
     Budget,
 )
@@ -66,9 +68,13 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
         changed("status", "conditions", 1, "status", to="False"),
         changed("status", "training", "slowLinks", to=[{"link": 0, "replica": 0}]),
         changed("metadata", "resourceVersion", to="77"),
+        changed("status", "attemptNodes", to={"links": []}),
     ],
-    ids=["iteration", "snapshot", "LinksHealthy", "slow link that is noted", "resourceVersion"],
-)
+    ids=[
+        "iteration", "snapshot", "LinksHealthy", "slow link that is noted", "resourceVersion",
+        "noted nodes",
+    ],
+)  # fmt: skip
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
     watched = Watched()
     assert watched.delivered(KEY, None, BODY)
@@ -94,6 +100,16 @@ def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
     watched.delivered(KEY, "ADDED", BODY)
     assert watched.delivered(KEY, "MODIFIED", body)
     assert not watched.delivered(KEY, "MODIFIED", body)
+
+
+def test_a_slow_link_costs_one_turn_however_it_is_told() -> None:
+    slow = changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}])
+    noted = copy.deepcopy(slow)
+    noted["status"]["attemptNodes"]["links"].append({"link": 1, "replica": 0, "nodes": ["b", "c"]})
+    watched = Watched()
+    watched.delivered(KEY, "ADDED", BODY)
+    turns = [watched.delivered(KEY, "MODIFIED", body) for body in (slow, slow, noted, BODY, slow)]
+    assert turns == [True, False, False, False, True]
 
 
 def test_a_list_and_a_deletion_always_cost_a_turn() -> None:
@@ -154,14 +170,14 @@ def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_
             store.changed(("d", f"j{i}"), job)
         persisted = [
             asyncio.create_task(store.persist("d", f"j{i}", controller_of(store, i).snapshot()))
-            for i in range(50)
+            for i in range(30)
         ]
         await asyncio.sleep(0)
-        for i in range(50, 100):
+        for i in range(30, 100):
             await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
         api.go.set()
         await asyncio.gather(*persisted)
-        assert sorted(api.applied) == sorted(f"j{i}" for i in range(50)), "progress held them up"
+        assert sorted(api.applied) == sorted(f"j{i}" for i in range(30)), "progress held them up"
         assert api.most == MOST_WRITES
         await store.look(("d", "j50"))
         assert api.applied[-1] == "j50", "what waited is written when there is room"
@@ -225,19 +241,54 @@ def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> N
             controller.report(reported(beat), now)
             await store.look(KEY)
         assert (views, len(api.applied)) == (0, 1)
-        slow = {"link": 0, "column": 0, "direction": "forward", "delay": 0.05, "wire_time": 0.051}
-        controller.report(reported(5, directions=[slow]), now)
-        await store.look(KEY)
-        assert len(api.applied) == 2, "a slow link waits for no progress"
         now += PROGRESS_SECONDS
-        controller.report(reported(6), now)
+        controller.report(reported(5), now)
         await store.look(KEY)
-        assert len(api.applied) == 3, "progress is written now and then"
+        assert len(api.applied) == 2, "progress is written now and then"
+        now += PROGRESS_SECONDS
+        slow = {"link": 0, "column": 0, "direction": "forward", "delay": 0.05, "wire_time": 0.051}
+        controller.report(reported(6, directions=[slow]), now)
+        await store.look(KEY)
+        assert len(api.applied) == 2, "the directive for it is written with it"
+        now += DECIDING_SECONDS
+        await store.look(KEY)
+        assert len(api.applied) == 3, "but it does not wait for ever"
+        now += SPACING_SECONDS - 1
+        controller.report(reported(7, applied_plan_version=1, observed_plan_version=1), now)
+        await store.look(KEY)
+        assert len(api.applied) == 3, "what follows at once is written with it"
+        now += 1
+        await store.look(KEY)
+        assert len(api.applied) == 4
         now += 60
         await store.look(KEY)
-        assert len(api.applied) == 4, "an agent that is silent is noticed"
+        assert len(api.applied) == 5, "an agent that is silent is noticed"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("adapts", "writes"), [(True, [1, 2, 2, 2]), (False, [1, 1, 1, 1])])
+def test_a_job_that_begins_to_report_gets_its_versions_at_once(
+    adapts: bool, writes: list[int]
+) -> None:
+    async def run() -> list[int]:
+        api: Any = SlowApi()
+        api.go.set()
+        now, found = 1000.0, []
+        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
+        store.changed(KEY, JOB | {"spec": SPEC | {"adaptation": {"enabled": adapts}}})
+        await store.look(KEY)
+        found.append(len(api.applied))
+        controller: Any = store.lookup(*KEY)
+        for beat in range(1, 4):
+            now += 1
+            controller.report(reported(beat), now)
+            await store.look(KEY)
+            found.append(len(api.applied))
+        assert (store.reserved(*KEY) > 0) == adapts
+        return found
+
+    assert asyncio.run(run()) == writes
 
 
 class LaterPlan:

@@ -10,7 +10,12 @@ from operator_objects import World, body, failed, job_facts, pod
 from pipemorph_operator.cluster.facts import JobFacts, why_no_pod
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy.restart import LOST_SECONDS
-from pipemorph_operator.reconcile.waits import MISSING_SECONDS, STUCK_SECONDS
+from pipemorph_operator.reconcile.waits import (
+    LONGEST_SECONDS,
+    LOOK_AGAIN_SECONDS,
+    MISSING_SECONDS,
+    STUCK_SECONDS,
+)
 
 
 def template(**trainer: Any) -> Any:
@@ -78,6 +83,17 @@ def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
     world.pods = [pod(1, stuck="trainer: ImagePullBackOff: no such image")]
     world.turn()
     assert "rank 1 (stage 1): trainer: ImagePullBackOff" in world.message("PodsReady")
+
+
+def test_what_has_waited_long_is_looked_at_more_rarely() -> None:
+    world, waited, found = World(body()), 0.0, []
+    world.settle()
+    for until in (STUCK_SECONDS + 1, 200.0, 7200.0):
+        world.later(until - waited)
+        waited = until
+        world.pods = [pod(0), pod(1, stuck="trainer: ImagePullBackOff: no such image")]
+        found.append(world.turn().again_in)
+    assert found == [LOOK_AGAIN_SECONDS, 50.0, LONGEST_SECONDS]
 
 
 def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:

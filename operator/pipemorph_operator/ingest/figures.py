@@ -1,0 +1,47 @@
+"""A job's metrics, made of its status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipemorph.api.status import Condition, TrainingStatus
+from pipemorph_operator import names
+from pipemorph_operator.metrics import set_job
+
+
+def show(
+    job: tuple[str, str],
+    training: TrainingStatus,
+    conditions: Sequence[Condition],
+    reported_at: float | None,
+) -> None:
+    """Update the metrics of ``job``, namespace and name. ``reported_at``: wall clock of its newest
+    report."""
+    rails = training.rails
+    healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
+    worst = max((link.delay_ms for link in training.slow_links), default=0.0)
+    set_job(
+        *job,
+        (
+            ("iteration", training.iteration),
+            ("iteration_seconds", training.iteration_seconds),
+            ("bubble_fraction", training.bubble_fraction),
+            ("slow_links", training.slow_link_count),
+            ("unknown_links", training.unknown_link_count),
+            ("slow_reductions", training.slow_reduction_count),
+            ("worst_link_delay_seconds", worst / 1e3),
+            ("wanted_plan_version", training.wanted_plan_version),
+            ("applied_plan_version", training.applied_plan_version),
+            ("adaptations", training.adaptations),
+            ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
+            ("last_report_timestamp_seconds", reported_at),
+            ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
+            ("slow_stages", training.slow_stage_count),
+            ("rdma_ports", rails.ports if rails is not None else None),
+            ("sick_rdma_ports", rails.sick_count if rails is not None else None),
+            ("congested_rdma_ports", rails.congested_count if rails is not None else None),
+            ("fallen_links", training.fallen_link_count),
+            ("link_fallbacks", training.link_fallbacks),
+            ("link_failbacks", training.link_failbacks),
+        ),
+    )
