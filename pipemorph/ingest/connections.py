@@ -47,12 +47,13 @@ class ConnectionLimits:
     """Limits of open connections. Raises ValueError for a limit below 1.
 
     An agent uses two. ``per_source`` is generous, since all agents may share one address behind a
-    NAT or a proxy. ``silent`` limits connections without a complete request head.
+    NAT or a proxy. ``silent`` limits connections without a complete request head, of 60 KiB each:
+    after a restart a thousand agents come back within some seconds, with two connections each.
     """
 
     in_all: int = 4096
     per_source: int = 2048
-    silent: int = 256
+    silent: int = 512
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

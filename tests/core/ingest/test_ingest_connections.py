@@ -161,7 +161,7 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
                 assert await ask(port, tls=tls, query=NO_JOB) == NOT_FOUND
                 assert time.monotonic() - asked < 2.0, "the crowd holds an agent up"
             grown = mebibytes(server.pid) - before
-            assert grown < 20, f"{len(crowd)} silent connections take {grown:.1f} MiB"
+            assert grown < 40, f"{len(crowd)} silent connections take {grown:.1f} MiB"
             await until(lambda: not any(map(is_open, reversed(crowd))), "still connected", 10.0)
         finally:
             for sock in crowd:
