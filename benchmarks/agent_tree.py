@@ -16,16 +16,14 @@ import argparse
 import asyncio
 import json
 import random
-import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plan_handout import Scripted, processor_seconds, slow_link_plan
+from plan_handout import Scripted, hosted, processor_seconds, slow_link_plan
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.observer import (
@@ -34,7 +32,7 @@ from pipemorph.control.observe.observer import (
     JobTelemetry,
     Observer,
 )
-from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.ingest import IngestServer
 from pipemorph.planning import Route
 from pipemorph.wire import (
     Directive,
@@ -45,9 +43,8 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph.wire.parts import PartAnswer
-from pipemorph_trainer.agent import frames, lines, start_agent
+from pipemorph_trainer.agent import frames, lines
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.context import TrainerContext
 
 STAGES, REPLICAS, RANKS, MICROBATCHES = 64, 160, 8, 128
 """Ranks: of a pod."""
@@ -335,57 +332,44 @@ class Host(Scripted):
 
 async def measure(args: argparse.Namespace) -> int:
     mesh = MeshShape(STAGES, REPLICAS)
-    token, secret = secrets.token_hex(16), secrets.token_bytes(16)
-    host, store = Host(), MemoryStore()
-    store.add(NAMESPACE, JOB, host)
+    host = Host()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        token_file = Path(folder) / "token"
-        token_file.write_text(token)
-        async with IngestServer(store, BearerAuthenticator(token)) as server:
-            agent = start_agent(
-                TrainerContext(
-                    rank=0, world_size=mesh.world_size, local_rank=0, master_addr="127.0.0.1",
-                    master_port=1, secret=secret, ingest_url=server.url, token_file=token_file,
-                ),
-                mesh, part_ranks=RANKS,
-            )  # fmt: skip
-            pods = await asyncio.create_subprocess_exec(
-                sys.executable, __file__, "--pods",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            assert pods.stdin is not None
-            assert pods.stdout is not None
-            stdin, stdout = pods.stdin, pods.stdout
+    async with hosted(host, mesh, part_ranks=RANKS) as (agent, server, secret):
+        pods = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--pods",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert pods.stdin is not None
+        assert pods.stdout is not None
+        stdin, stdout = pods.stdin, pods.stdout
 
-            async def say(line: str) -> None:
-                stdin.write(line.encode() + b"\n")
-                await stdin.drain()
+        async def say(line: str) -> None:
+            stdin.write(line.encode() + b"\n")
+            await stdin.drain()
 
-            async def hear() -> dict[str, Any]:
-                line = await stdout.readline()
-                assert line, "the played pods ended; see above"
-                found: dict[str, Any] = json.loads(line)
-                return found
+        async def hear() -> dict[str, Any]:
+            line = await stdout.readline()
+            assert line, "the played pods ended; see above"
+            found: dict[str, Any] = json.loads(line)
+            return found
 
-            seat = {"port": agent.port, "secret": secret.hex(), "noise": args.noise}
-            try:
-                async with asyncio.timeout(DEADLINE_SECONDS):
-                    await say(json.dumps(seat))
-                    await hear()
-                    connected = await hear()
-                    print(f"{connected['connected']} pods of {RANKS} ranks, and one more")
-                    await asyncio.sleep(PAUSE)
-                    for phase in ("healthy", *FAULTS):
-                        rows.append(await one(phase, say, hear, host, agent.process.pid))
-                        if phase != "healthy":
-                            await asyncio.sleep(PAUSE)
-                    await new_plan(say, hear, host, server, agent.process.pid)
-            finally:
-                if pods.returncode is None:
-                    pods.kill()
-                await pods.wait()
-                agent.close(1.0)
+        seat = {"port": agent.port, "secret": secret.hex(), "noise": args.noise}
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await say(json.dumps(seat))
+                await hear()
+                connected = await hear()
+                print(f"{connected['connected']} pods of {RANKS} ranks, and one more")
+                await asyncio.sleep(PAUSE)
+                for phase in ("healthy", *FAULTS):
+                    rows.append(await one(phase, say, hear, host, agent.process.pid))
+                    if phase != "healthy":
+                        await asyncio.sleep(PAUSE)
+                await new_plan(say, hear, host, server, agent.process.pid)
+        finally:
+            if pods.returncode is None:
+                pods.kill()
+            await pods.wait()
     holds = rows[0]["percent"] <= MOST_HEALTHY and rows[1]["percent"] <= MOST_ONSET
     verdict = "holds" if holds else "DOES NOT HOLD"
     print(f"at most {MOST_HEALTHY:.0f} and {MOST_ONSET:.0f} %: {verdict}")

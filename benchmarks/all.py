@@ -40,6 +40,7 @@ NAMES = (
     "observer_cost",
     "agent_tree",
     "ingest_cost",
+    "api_cost",
     "operator_scale",
     "large_jobs",
     "plan_handout",

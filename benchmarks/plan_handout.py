@@ -18,15 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
 from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, StageTimes, plan
 from pipemorph.wire import Directive, DirectiveEnvelope, PlanMessage
-from pipemorph_trainer.agent import frames, start_agent
+from pipemorph_trainer.agent import AgentHandle, frames, start_agent
 from pipemorph_trainer.context import TrainerContext
 
 STAGES, REPLICAS, MICROBATCHES = 64, 160, 128
@@ -45,6 +49,7 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=STAGES)
     parser.add_argument("--replicas", type=int, default=REPLICAS)
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     return asyncio.run(measure(args))
@@ -124,51 +129,79 @@ class Scripted:
         return {}
 
 
-async def measure(args: argparse.Namespace) -> int:
-    mesh = MeshShape(args.stages, args.replicas)
-    chosen = slow_link_plan(args.stages, args.microbatches)
-    whole = len(frames.encode(PlanMessage.of(chosen))) * mesh.world_size
-    token, secret = secrets.token_hex(16), secrets.token_bytes(16)
-    job, store = Scripted(), MemoryStore()
+class Hosted(NamedTuple):
+    """A job's agent, the host that it reports to, and the secret of its ranks."""
+
+    agent: AgentHandle
+    server: IngestServer
+    secret: bytes
+
+
+@asynccontextmanager
+async def hosted(job: Scripted, mesh: MeshShape, *, part_ranks: int = 0) -> AsyncIterator[Hosted]:
+    """The agent of a job, in a process of its own, and its host, here. Raises RuntimeError at the
+    end if the host has answered it with an error: then something else was measured."""
+    token, secret, store = secrets.token_hex(16), secrets.token_bytes(16), MemoryStore()
     store.add(NAMESPACE, JOB, job)
+    errors: Counter[tuple[str, int]] = Counter()
+
+    def answered(kind: str, status: int, seconds: float) -> None:
+        if status != HTTPStatus.OK:
+            errors[kind, status] += 1
+
     with tempfile.TemporaryDirectory() as folder:
         token_file = Path(folder) / "token"
         token_file.write_text(token)
-        async with IngestServer(store, BearerAuthenticator(token)) as server:
+        authenticator = BearerAuthenticator(token)
+        async with IngestServer(store, authenticator, on_answer=answered) as server:
             agent = start_agent(
                 TrainerContext(
                     rank=0, world_size=mesh.world_size, local_rank=0, master_addr="127.0.0.1",
                     master_port=1, secret=secret, ingest_url=server.url, token_file=token_file,
                 ),
-                mesh,
+                mesh, part_ranks=part_ranks,
             )  # fmt: skip
-            ranks = await asyncio.create_subprocess_exec(
-                sys.executable, __file__, "--ranks",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            assert ranks.stdin is not None
-            assert ranks.stdout is not None
-            seat = {"port": agent.port, "secret": secret.hex(), "ranks": mesh.world_size}
-            ranks.stdin.write(json.dumps(seat).encode() + b"\n")
             try:
-                async with asyncio.timeout(DEADLINE_SECONDS):
-                    began = time.monotonic()
-                    line = await ranks.stdout.readline()
-                    assert line == b"connected\n", "the played ranks ended; see above"
-                    connecting = time.monotonic() - began
-                    used, issued = processor_seconds(agent.process.pid), time.monotonic()
-                    job.issued = Directive(
-                        plan_version=1, issued_at=time.time(), reason="link 0 is slow",
-                        plan=PlanMessage.of(chosen),
-                    )  # fmt: skip
-                    await server.handler.tick(NAMESPACE, JOB)
-                    found = json.loads(await ranks.stdout.readline())
-                    used = processor_seconds(agent.process.pid) - used
+                yield Hosted(agent, server, secret)
             finally:
-                if ranks.returncode is None:
-                    ranks.kill()
-                await ranks.wait()
                 agent.close(1.0)
+    if errors:
+        told = ", ".join(f"{n} of kind {kind}: {status}" for (kind, status), n in errors.items())
+        raise RuntimeError(f"the host answered the agent with errors ({told}); expected none")
+
+
+async def measure(args: argparse.Namespace) -> int:
+    mesh = MeshShape(args.stages, args.replicas)
+    chosen = slow_link_plan(args.stages, args.microbatches)
+    whole = len(frames.encode(PlanMessage.of(chosen))) * mesh.world_size
+    job = Scripted()
+    async with hosted(job, mesh) as (agent, server, secret):
+        ranks = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--ranks",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert ranks.stdin is not None
+        assert ranks.stdout is not None
+        seat = {"port": agent.port, "secret": secret.hex(), "ranks": mesh.world_size}
+        ranks.stdin.write(json.dumps(seat).encode() + b"\n")
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                began = time.monotonic()
+                line = await ranks.stdout.readline()
+                assert line == b"connected\n", "the played ranks ended; see above"
+                connecting = time.monotonic() - began
+                used, issued = processor_seconds(agent.process.pid), time.monotonic()
+                job.issued = Directive(
+                    plan_version=1, issued_at=time.time(), reason="link 0 is slow",
+                    plan=PlanMessage.of(chosen),
+                )  # fmt: skip
+                await server.handler.tick(NAMESPACE, JOB)
+                found = json.loads(await ranks.stdout.readline())
+                used = processor_seconds(agent.process.pid) - used
+        finally:
+            if ranks.returncode is None:
+                ranks.kill()
+            await ranks.wait()
     first, last = found["first"] - issued, found["last"] - issued
     print(
         f"{args.stages} stages × {args.replicas} replicas, {args.microbatches} microbatches: "
@@ -178,6 +211,10 @@ async def measure(args: argparse.Namespace) -> int:
         f"processor of the agent: {used:.2f} s\n"
         f"the first rank has its plan after {first:.2f} s, the last after {last:.2f} s"
     )
+    if args.json is not None:
+        figures = {"bytes": found["bytes"], "whole_bytes": whole, "agent_seconds": used}
+        figures |= {"first_seconds": first, "last_seconds": last}
+        args.json.write_text(json.dumps(figures) + "\n")
     holds = found["bytes"] <= MOST_BYTES
     print(f"at most {MOST_BYTES / 1e6:.0f} MB: {'holds' if holds else 'DOES NOT HOLD'}")
     return 1 if args.check and not holds else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.manifest import parse_job
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -61,6 +63,29 @@ def test_every_played_rank_gets_its_part() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "32 ranks, connected" in done.stdout
     assert "at most 20 MB: holds" in done.stdout
+
+
+def test_an_agent_whose_host_refuses_it_fails_the_benchmark() -> None:
+    bench = load("plan_handout")
+
+    class Ended(bench.Scripted):  # type: ignore[misc, name-defined]
+        """A job whose next attempt is in progress."""
+
+        asked = 0
+
+        @property
+        def attempt(self) -> int:
+            self.asked += 1
+            return 7
+
+    async def run() -> None:
+        job = Ended()
+        async with asyncio.timeout(60), bench.hosted(job, MeshShape(2)):
+            while job.asked < 4:
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(RuntimeError, match=r"answered the agent with errors .* 403"):
+        asyncio.run(run())
 
 
 # --- what reports cost ------------------------------------------------------------------------

@@ -206,7 +206,11 @@ FLEET = {
     "directives_missing_end": 0.0,
     "directives_unasked": 0.0,
 }
-WELL = {"pods": {"ratio": 1.2}, "fleet": FLEET, "restart": {"missing": 0.0}}
+WELL = {
+    "pods": {"ratio": 1.2},
+    "fleet": FLEET | {"reconnects": 0.0},
+    "restart": {"missing": 0.0},
+}
 MISSED = [("pods", "ratio", 1.21), ("restart", "missing", 1.0)]
 MISSED += [("fleet", name, most + 1) for name, most in FLEET.items()]
 
@@ -235,3 +239,15 @@ def test_each_goal_of_the_operator_can_be_missed(
     assert outcome("--check") == (0, 0)
     for arguments, expected in (((), 0), (("--check",), 1)):
         assert outcome(*arguments, **{figure: value}) == (expected, 1)
+
+
+def test_an_agent_that_was_hung_up_on_fails_the_benchmark(
+    operator_scale: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {name: defaultdict(lambda: 5.0, figures) for name, figures in WELL.items()}
+    found["jobs"] = defaultdict(lambda: 5.0)
+    found["fleet"]["reconnects"] = 2.0
+    monkeypatch.setattr(operator_scale, "run", lambda _: found)
+    monkeypatch.setattr(sys, "argv", ["operator_scale.py"])
+    assert operator_scale.main() == 1
+    assert "2 reports failed" in capsys.readouterr().err
