@@ -222,8 +222,7 @@ def _cause_is_to_come(ranks: RankSet) -> bool:
 
 def _lost_wait(rank: RankProcess) -> str | None:
     """The wait in which a rank failed; None if it failed for another reason."""
-    killed = rank.status is not None and rank.status < 0 and rank.status != -signal.SIGTERM
-    if rank.status is None or killed:
+    if rank.status is None or _was_killed(rank):
         return None
     return _logged_wait(rank) or _logged_loss(rank)
 
@@ -258,10 +257,14 @@ def _failure(rank: RankProcess) -> Ending:
 
 def _exception(rank: RankProcess) -> str | None:
     """The last exception that Python printed for a rank that failed by itself."""
-    killed = rank.status is not None and rank.status < 0 and rank.status != -END_NOW
-    if rank.status in (None, 0) or killed or _lost_wait(rank) is not None:
+    if rank.status in (None, 0) or _was_killed(rank) or _lost_wait(rank) is not None:
         return None
     return _logged_exception(rank)
+
+
+def _was_killed(rank: RankProcess) -> bool:
+    """Whether a signal ended it, other than that of a host, which a rank that fails may get."""
+    return rank.status is not None and rank.status < 0 and rank.status != -END_NOW
 
 
 def _logged_exception(rank: RankProcess) -> str | None:

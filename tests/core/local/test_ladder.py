@@ -8,6 +8,7 @@ import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.exits import END_NOW
 from pipemorph.local.processes import kept
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import FileLog
@@ -109,8 +110,8 @@ a thread said something afterwards
         (TRACEBACK, -9, None),
         ("RuntimeError: said\n", 1, None),
         (TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"), 1, None),
-        (TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"), -15, None),
-        (TRACEBACK, -15, "ValueError: batch 7 has no labels"),
+        (TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"), -END_NOW, None),
+        (TRACEBACK, -END_NOW, "ValueError: batch 7 has no labels"),
         ("no such file\n", 1, None),
         (
             TRACEBACK + "rank 1 (stage 1) waited 0.0 s for F of microbatch 3 of iteration 7 from "

@@ -91,11 +91,11 @@ def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_pat
     ending = _failure(failed)
     assert ending.lost_peer and ending.error is None
     stopped: list[bool] = []
-    ranks.terminate = lambda: stopped.append(True)  # type: ignore[method-assign]
+    ranks.end = lambda *, save: stopped.append(save)  # type: ignore[method-assign]
     began = time.monotonic()
     common = {"grace": 0.0, "recovers": True}
     _stop(ending, ranks, Events(), lambda: None, told=lambda: "rank 7 was killed", **common)  # type: ignore[arg-type]
-    assert stopped and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
+    assert stopped == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
 
 
 def test_signals_outlive_the_attempt_and_exits_do_not() -> None:
