@@ -25,7 +25,8 @@ class Generations:
     """The generations of one job, which has ``pods`` pods.
 
     ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
-    ``saved``: what is in status. None in an attempt that no launcher has reported a failure of.
+    ``saved``: what is in status; None if no generation has followed a failure. ``done``: iterations
+    that are known to be finished, beside those of reports to come.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Generations:
         most: int,
         attempt: int = 0,
         saved: Recoveries | None = None,
+        *,
         restarts: int = 0,
+        done: int = 0,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.saved = saved or Recoveries()
         """What belongs into status."""
-        self._done = self.saved.finished
+        self._done = max(done, self.saved.finished)
         self._verdict: GenerationState | None = None
         self._recovering: RecoveryRecord | None = None
         self._lost_at = 0.0

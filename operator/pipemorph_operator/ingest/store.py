@@ -352,12 +352,15 @@ class ClusterStore:
             self._plan_first(key, body, spec)
             return
         status = JobStatus.model_validate(body.get("status") or {})
+        seen = status.training
         generations = Generations(
             spec.parallelism.pods,
             spec.failure_policy.max_restarts,
             attempt,
             status.recoveries,
-            status.restarts,
+            restarts=status.restarts,
+            # Agents report what is new: a loss may be the next that this ingest hears of.
+            done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
         )
         reports = write_budget.ReportLog(self._clock, generations)
         try:

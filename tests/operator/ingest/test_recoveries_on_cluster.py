@@ -75,6 +75,14 @@ def test_the_generation_is_in_status_before_it_begins_and_the_next_ingest_counts
     assert operator_part(api.job).recoveries is None, "each writer has its own fields"
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_new_ingest_knows_that_iterations_were_finished(attempt: int) -> None:
+    api = Shared()
+    api.job["status"] |= {"attempt": attempt, "training": {"attempt": 0, "iteration": 17}}
+    told = asyncio.run(lose(an_ingest(api), 0, attempt=attempt))
+    assert told["verdict"] == ("attempt" if attempt else ""), "those of this attempt"
+
+
 def test_restarts_of_the_operator_and_an_edit_of_the_spec_are_minded() -> None:
     api = Shared()
     store = an_ingest(api, restarts=2)
