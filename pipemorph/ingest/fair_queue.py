@@ -88,6 +88,8 @@ class FairQueue(Generic[Item]):
         self._namespaces: dict[str, _Namespace[Item]] = {}
         self._waiting: dict[Key, tuple[_Namespace[Item], _Job[Item]]] = {}
         """The jobs with decisions that wait, among a thousand without."""
+        self._indebted: set[Key] = set()
+        """The jobs that may be over their budget, among a thousand that wait."""
         self._clock = 0.0
         self._numbered = 0
         self._swept_at = 0.0
@@ -128,8 +130,9 @@ class FairQueue(Generic[Item]):
         """The next decision of at most ``longest`` seconds whose job is within its budget; None if
         there is none. Charges its estimated cost until :meth:`settle`."""
         firsts: dict[str, tuple[float, int, Entry[Item]]] = {}
-        for (name, _), (_, job) in self._waiting.items():
-            if self._left(job, now) <= 0:
+        over = {key for key, _ in self._over_budget(now)}
+        for (name, job_name), (_, job) in self._waiting.items():
+            if over and (name, job_name) in over:
                 continue
             for each in job.entries:
                 if each.cost <= longest:
@@ -161,6 +164,8 @@ class FairQueue(Generic[Item]):
             share.used_at = now
         # At most a minute's worth of debt, so that no job waits longer than that.
         job.left = max(-self._budget, self._left(job, now) - used)
+        if job.left <= 0:
+            self._indebted.add(entry.key)
         job.ratio = max(1.0, used / estimate) if estimate > 0 else 1.0
 
     def drop(self, entry: Entry[Item]) -> None:
@@ -169,16 +174,30 @@ class FairQueue(Generic[Item]):
 
     def newly_over_budget(self, now: float) -> Iterator[Key]:
         """Jobs whose decisions wait for their budget, each once until its budget is full again."""
-        for key, (_, job) in self._waiting.items():
-            if not job.said and self._left(job, now) <= 0:
+        for key, job in self._over_budget(now):
+            if not job.said:
                 job.said = True
                 yield key
 
     def due(self, now: float) -> float | None:
         """Seconds until the next job has a budget again; None if none waits for it."""
-        waits = [-self._left(job, now) for _, job in self._waiting.values()]
-        over = [short for short in waits if short >= 0]
+        over = [-job.left for _, job in self._over_budget(now)]
         return min(over) * MINUTE / self._budget if over else None
+
+    def _over_budget(self, now: float) -> list[tuple[Key, _Job[Item]]]:
+        """The jobs whose decisions wait for their budget."""
+        if not self._indebted:
+            return []
+        found = []
+        for key in [*self._indebted]:
+            if key not in self._waiting:
+                continue
+            _, job = self._waiting[key]
+            if self._left(job, now) <= 0:
+                found.append((key, job))
+            else:
+                self._indebted.discard(key)
+        return found
 
     def _remove(self, entry: Entry[Item]) -> tuple[_Namespace[Item], _Job[Item]]:
         space, job = self._of(entry)
@@ -211,5 +230,6 @@ class FairQueue(Generic[Item]):
             for job_name, job in list(space.jobs.items()):
                 if not job.entries and idle(job):
                     del space.jobs[job_name]
+                    self._indebted.discard((name, job_name))
             if not space.jobs and idle(space):
                 del self._namespaces[name]

@@ -93,8 +93,8 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, node_jo
     """By the clock, so with the machine to itself. What does not need one the tests beside this
     show; `tests/trainer/runs/test_run.py` holds the same loop to times without Kubernetes."""
     before = {node.name: addresses(node) for node in release.nodes}
-    # Status is written every 5 s, and more often only where something turns: each of the three
-    # parts of the run takes longer than that on a fast machine.
+    # Status is written where something turns, and 5 and 10 s after that: each of the three parts of
+    # the run takes longer than 5 s on a fast machine.
     begin, end, iterations = 30, 70, 135
     slow = {"link": 1, "fromIteration": begin, "toIteration": end, "delayMs": 80.0}
     node_jobs.apply(manifest("slow", iterations=iterations, faults=[slow]))
