@@ -61,7 +61,7 @@ class PlayedApi:
             }
             for name, spec in specs.items()
         }  # fmt: skip
-        self._lease: Object | None = None
+        self._leases: dict[str, Object] = {}
         self._watching: set[asyncio.Queue[Object | None]] = set()
 
     async def serve(self, tls: ssl.SSLContext) -> tuple[web.AppRunner, int]:
@@ -71,6 +71,7 @@ class PlayedApi:
             ("GET", f"{JOBS_URL}/pipemorphjobs", self._list),
             ("GET", f"{JOBS_URL}{one}/pipemorphjobs/{{name}}", self._get),
             ("PATCH", f"{JOBS_URL}{one}/pipemorphjobs/{{name}}/status", self._apply),
+            ("GET", LEASES_URL, self._list_leases),
             ("GET", f"{LEASES_URL}/{{name}}", self._get_lease),
             ("POST", LEASES_URL, self._put_lease),
             ("PUT", f"{LEASES_URL}/{{name}}", self._put_lease),
@@ -141,14 +142,16 @@ class PlayedApi:
             queue.put_nowait(changed)
         return web.json_response(changed)
 
-    async def _get_lease(self, _: web.Request) -> web.StreamResponse:
-        if self._lease is None:
-            return web.json_response({"reason": "NotFound"}, status=404)
-        return web.json_response(self._lease)
+    async def _list_leases(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"metadata": {}, "items": [*self._leases.values()]})
+
+    async def _get_lease(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._leases[request.match_info["name"]])
 
     async def _put_lease(self, request: web.Request) -> web.StreamResponse:
-        self._lease = await request.json()
-        return web.json_response(self._lease)
+        lease = await request.json()
+        self._leases[lease["metadata"]["name"]] = lease
+        return web.json_response(lease)
 
     async def _review(self, request: web.Request) -> web.StreamResponse:
         asked = (await request.json())["spec"]

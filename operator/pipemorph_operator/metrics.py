@@ -40,7 +40,7 @@ RECONCILES = Histogram(
 )
 LEADS = {
     component: Gauge(
-        f"{component.replace('-', '_')}_leads", "1 if this replica leads, 0 if it stands by."
+        f"{component.replace('-', '_')}_leads", "1 if this replica acts, 0 if it stands by."
     )
     for component in (OPERATOR_OWNER, INGEST_OWNER)
 }
@@ -88,7 +88,8 @@ OVER_BUDGET = Counter(
 )
 PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for a process.")
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
-JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
+JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report to this replica.")
+MEMBERS = Gauge("pipemorph_ingest_members", "Replicas that serve, as far as this one knows.")
 TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
 
 FABRIC_PAIRS = Gauge(

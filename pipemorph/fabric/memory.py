@@ -9,8 +9,8 @@ after it was slow, in whatever job, has recovered.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 HALF_LIFE = 2 * 3600.0
@@ -78,6 +78,21 @@ class FabricMemory:
         """Whether any pair was slow as far as the memory goes."""
         return any(seen.slow_at > NEVER for seen in self._seen.values())
 
+    @property
+    def sick_nodes(self) -> set[str]:
+        """Nodes at the ends of pairs that were slow as far as the memory goes."""
+        slow = (key for key, seen in self._seen.items() if seen.slow_at > NEVER)
+        return {end.node for (_, a, b) in slow for end in (a, b)}
+
+    def merge(self, other: FabricMemory) -> None:
+        """Take in what another one remembers, of the same links or of others."""
+        for key, theirs in other._seen.items():
+            mine = self._seen.get(key)
+            self._seen[key] = replace(theirs) if mine is None else _merged(mine, theirs)
+        # In the order in which they were last seen.
+        newest = sorted(self._seen.items(), key=lambda item: item[1].seen_at)[-self._most :]
+        self._seen = dict(newest)
+
     def observe(self, job: str, a: End, b: End, *, slow: bool, now: float) -> None:
         """Take in how a link of ``job`` is between two ends. Ignores links within a node, which use
         no network. ``now``: seconds since the Unix epoch."""
@@ -110,15 +125,10 @@ class FabricMemory:
 
     # --- persistence ----------------------------------------------------------------------
 
-    def dump(self, now: float) -> dict[str, Any]:
+    def dump(self, now: float, also: Collection[str] = ()) -> dict[str, Any]:
         """JSON of the records that a restart must not lose: those of nodes with slow links, newest
-        first. Times in whole seconds."""
-        sick = {
-            end.node
-            for (_, a, b), seen in self._seen.items()
-            if seen.slow_at > NEVER
-            for end in (a, b)
-        }
+        first, and of the nodes ``also``. Times in whole seconds."""
+        sick = self.sick_nodes.union(also)
         names: dict[str, int] = {}
         named = 0
         rows: list[list[Any]] = []
@@ -149,6 +159,15 @@ class FabricMemory:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"not a dump of a fabric's memory: {error!r}") from error
         return memory
+
+
+def _merged(one: _Sighting, other: _Sighting) -> _Sighting:
+    older, newer = sorted((one, other), key=lambda seen: seen.seen_at)
+    slow_at, well_since = max(one.slow_at, other.slow_at), newer.well_since
+    if well_since is not None and older.well_since is not None and older.well_since >= slow_at:
+        # Its job has moved: the newer one has not seen since when it is healthy.
+        well_since = min(well_since, older.well_since)
+    return _Sighting(slow_at, newer.seen_at, well_since)
 
 
 def _weigh(ends: tuple[End, End], found: Sequence[_Sighting], now: float) -> PairEvidence:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -91,12 +92,14 @@ def make_app(
             await authenticator.authenticate(token.strip(), namespace, name, request.remote or "")
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
-            log.warning(
-                "refused %s for %s from %s: %s",
+            elsewhere = refusal.status == HTTPStatus.MISDIRECTED_REQUEST
+            log.log(
+                logging.INFO if elsewhere else logging.WARNING, "refused %s for %s from %s: %s",
                 request.method, wanted, request.remote, refusal.reason,
             )  # fmt: skip
-            # Disconnect unauthorized callers.
-            return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
+            # Disconnect unauthorized callers, and those whose next connection may lead elsewhere.
+            reply = Reply.error(refusal.status, refusal.reason, owner=refusal.owner)
+            return reply._replace(hangs_up=True)
         return None
 
     async def reports(request: web.Request) -> Reply:

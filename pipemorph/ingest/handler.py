@@ -17,6 +17,7 @@ status meaning
 409    a sequence number that was used before; ``last`` is the highest used one. For a plan: none is
        wanted
 413    more than ``MAX_REPORT_BYTES`` or ``MAX_PLAN_BYTES``
+421    another replica serves the job; ``owner`` is its ``host:port``, if it is known
 422    JSON that is not a report of this job, or no plan for it; ``field`` names the field
 429    more reports or polls than the limits allow
 ====== ===============================================================
@@ -73,13 +74,20 @@ class Reply(NamedTuple):
 
     @staticmethod
     def error(
-        status: int, message: str, *, field: str | None = None, last: int | None = None
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        last: int | None = None,
+        owner: str | None = None,
     ) -> Reply:
         content: dict[str, str | int] = {"error": " ".join(message.split())[:500]}
         if field is not None:
             content["field"] = field[:200]
         if last is not None:
             content["last"] = last
+        if owner is not None:
+            content["owner"] = owner
         headers = (("Retry-After", "1"),) if status == 429 else ()
         return Reply(status, json.dumps(content).encode(), headers)
 
@@ -326,6 +334,8 @@ class IngestHandler:
             if left <= 0:
                 break
             await self._wait(session, left)
+            if self._store.lookup(namespace, name) is None:
+                return Reply.error(404, f"job {namespace}/{name} has ended here")
         if wanted_attempt != job.attempt:
             return Reply.error(
                 403,
@@ -359,6 +369,12 @@ class IngestHandler:
         """Wait until what was served is persisted, or ``seconds`` have passed."""
         if self._persists:
             await asyncio.wait(self._persists, timeout=seconds)
+
+    def dropped(self, job: ControlledJob) -> None:
+        """Answer the polls of a job that the host has dropped, as when it is another host's now."""
+        session = self._sessions.get(job)
+        if session is not None:
+            session.release()
 
     def _session(self, job: ControlledJob) -> _JobSession:
         session = self._sessions.get(job)

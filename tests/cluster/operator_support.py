@@ -160,8 +160,10 @@ class Installation:
         self.operator = self.replica("operator", self.account())
         self.ingest, self.port = self.ingest_replica("ingest")
 
-    def ingest_replica(self, identity: str, kube: Path | None = None) -> tuple[Program, int]:
-        """A replica of the ingest, and its port. One that starts again has its Lease at once.
+    def ingest_replica(
+        self, identity: str, kube: Path | None = None, *, seats: int = 1
+    ) -> tuple[Program, int]:
+        """A replica of the ingest, and its port. One that starts again has its seat at once.
         ``kube``: its way to the API server, if not the usual one."""
         port = free_port()
         arguments = [
@@ -171,6 +173,8 @@ class Installation:
             f"--lease={LEASE}-ingest",
             f"--fabric-map={FABRIC_MAP}",
             f"--identity={identity}",
+            f"--seats={seats}",
+            "--address=127.0.0.1",
         ]
         kube = kube or self.account(f"{FULL_NAME}-ingest")
         return (
@@ -505,14 +509,19 @@ class Ranks:
     def send(self, **telemetry: Any) -> None:
         """Post a report of telemetry, which must be taken, and take up what is answered."""
         self._pace()
-        self.sequence += 1
-        now, observer = time.time(), self.agent.observer
+        now = time.time()
         self.agent.observe(
             now,
             iteration=self.iteration,
             applied_plan_version=self.plan.version,
             **telemetry,
         )
+        self.deliver(now)
+
+    def deliver(self, now: float) -> None:
+        """Post what the agent has to tell."""
+        self.sequence += 1
+        observer = self.agent.observer
         report = observer.report(self.sequence, now, self.observed)
         began = time.monotonic()
         status, answer = self.post(report.body())

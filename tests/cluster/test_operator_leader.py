@@ -227,8 +227,9 @@ def test_the_api_server_is_away_for_a_while_and_one_leads_when_it_is_back(jobs: 
 def test_another_ingest_serves_when_the_one_that_serves_is_killed(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks reach the replicas by one name, as a Service gives it: any of them, until one serves.
-    Plan versions only grow, and the directive that was served last is the one in status."""
+    """There is one seat. Ranks reach the replicas by one name, as a Service gives it: any of them,
+    until one serves. Plan versions only grow, and the directive that was served last is the one in
+    status."""
     installation = jobs.installation
     first = installation.ingest
     second, port = installation.ingest_replica("second-ingest")
@@ -258,7 +259,7 @@ def test_another_ingest_serves_when_the_one_that_serves_is_killed(
     try:
         ranks = jobs.ranks("dealt", pods[0])
         ranks.run(3)
-        assert turned_away[0] == "second-ingest stands by; ingest leads; connect again"
+        assert turned_away[0] == "second-ingest stands by; 1 replica serves; connect again"
         seen = [0]
 
         def adapted() -> bool:
@@ -272,13 +273,13 @@ def test_another_ingest_serves_when_the_one_that_serves_is_killed(
         ranks.run(1)
         took = time.monotonic() - began
         assert took < 10.0 * patience(), f"another served after {took:.1f} s"
-        assert second.says() == "ok\nsecond-ingest leads\n"
+        assert second.says() == f"ok\nsecond-ingest has {FULL_NAME}-ingest-0; 1 replica serves\n"
         wait_for("a directive", adapted, DEADLINE, interval=0.0)
         seen.append(ranks.observed)
         assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed
         first.start()
         ranks.delays[1] = 0.0
-        second.process.stop()  # A clean end: the Lease is free at once.
+        second.process.stop()  # A clean end: the seat is free at once.
         wait_for("another directive", adapted, DEADLINE, interval=0.0)
         assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed > seen[-1]
     finally:

@@ -141,27 +141,36 @@ def test_what_neither_process_may_do_in_a_namespace(
         assert not may(jobs, account, asked | {"namespace": jobs.namespace}), account
 
 
-def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
-    asked = {"verb": "update", "group": "coordination.k8s.io", "resource": "leases"}
-    accounts = (FULL_NAME, f"{FULL_NAME}-ingest")
+def test_each_process_may_touch_its_own_leases_only(jobs: Jobs) -> None:
+    asked = {"group": "coordination.k8s.io", "resource": "leases", "namespace": SYSTEM}
+    ingest = f"{FULL_NAME}-ingest"
+    seats = [f"{ingest}-{i}" for i in range(17)]
     allowed = {
-        (account, lease)
-        for account in accounts
-        for lease in (*accounts, "another")
-        if may(jobs, account, asked | {"namespace": SYSTEM, "name": lease})
+        (account, verb, lease)
+        for account in (FULL_NAME, ingest)
+        for verb in ("get", "update", "patch", "delete")
+        for lease in (FULL_NAME, ingest, "another", *seats)
+        if may(jobs, account, asked | {"verb": verb, "name": lease})
     }
-    assert allowed == {(account, account) for account in accounts}
+    own = {(FULL_NAME, FULL_NAME)} | {(ingest, seat) for seat in seats[:16]}
+    assert allowed == {(account, verb, name) for account, name in own for verb in ("get", "update")}
+    # It sees who holds the others of its namespace, and nothing elsewhere.
+    assert may(jobs, ingest, asked | {"verb": "list"})
+    assert not may(jobs, ingest, asked | {"verb": "list", "namespace": jobs.namespace})
+    assert not may(jobs, FULL_NAME, asked | {"verb": "list"})
 
 
 def test_the_memory_of_the_network_is_written_by_the_ingest_alone(jobs: Jobs) -> None:
     place, accounts = FABRIC_MAP.partition("/")[2], (FULL_NAME, f"{FULL_NAME}-ingest")
+    parts = [f"{place}-0", f"{place}-15", f"{place}-16"]
     asked = {"group": "", "resource": "configmaps", "namespace": SYSTEM}
     allowed = {
         (account, verb, name)
         for account in accounts
         for verb in ("get", "list", "watch", "update", "patch")
-        for name in (place, "another")
+        for name in (place, *parts, "another")
         if may(jobs, account, asked | {"verb": verb, "name": name})
     }
     ingest = accounts[1]
-    assert allowed == {(FULL_NAME, "get", place), (ingest, "get", place), (ingest, "patch", place)}
+    written = {(ingest, verb, name) for verb in ("get", "patch") for name in (place, *parts[:2])}
+    assert allowed == written | {(FULL_NAME, "get", place)}

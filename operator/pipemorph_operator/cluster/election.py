@@ -14,38 +14,29 @@ import asyncio
 import logging
 import random
 import socket
-import time
 import uuid
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.cluster.events import Event, emit
+from pipemorph_operator.cluster.lease import (
+    ACT_PART,
+    API_VERSION,
+    CONFLICT,
+    DURATION_SECONDS,
+    KIND,
+    RETRY_PART,
+    Lease,
+    NotLeader,
+    clock,
+)
 from pipemorph_operator.metrics import LEADS
 from pipemorph_operator.names import OPERATOR_OWNER
 
 log = logging.getLogger("pipemorph.election")
 
-API_VERSION, KIND = "coordination.k8s.io/v1", "Lease"
-DURATION_SECONDS = 6
-"""Default duration. Longer ones, as of controllers that exit when they lose their lease, would only
-delay a takeover: a replica that loses it stands by and goes on when the API server is back."""
-ACT_PART, RETRY_PART = 2 / 3, 1 / 6
-"""Parts of the duration: how long the holder may act after a renewal; the time between tries."""
-CONFLICT = 409
-
-
 Work = Callable[[], Coroutine[Any, Any, None]]
-
-
-class NotLeader(ConnectionError):
-    """This process may not write: it does not hold the Lease, or could not renew it in time."""
-
-
-def clock() -> float:
-    """Seconds that also pass while the machine is suspended, unlike those of time.monotonic."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Election:
@@ -61,46 +52,37 @@ class Election:
         *,
         component: str = OPERATOR_OWNER,
         seconds: int = DURATION_SECONDS,
-        goes_on: bool = False,
         clock: Callable[[], float] = clock,
     ) -> None:
-        """``component``: who elects. ``seconds``: duration of the Lease. ``goes_on``: for a leader
-        whose writes are fenced otherwise; while it cannot renew the Lease, it works until it sees
-        another holder."""
+        """``component``: who elects. ``seconds``: duration of the Lease."""
         self._cluster = cluster
-        self._about = {"namespace": namespace, "name": name}
         self._identity = identity
         self._component = component
         self._seconds = seconds
-        self._goes_on = goes_on
         self._clock = clock
         self._act_until = float("-inf")
-        self.acts = False
-        """Whether ``lead`` runs."""
-        self._lease: dict[str, Any] | None = None
-        """As last read or written; None if it does not exist, or must be read again."""
-        self._spec: dict[str, Any] | None = None
-        self._changed_at = 0.0
+        self._lease = Lease(
+            cluster, namespace, name, identity, component=component, seconds=seconds, clock=clock
+        )
         self._failing = False
-        self.known = False
-        """Whether the Lease has been read once."""
 
     @staticmethod
-    def configured(
-        cluster: Cluster, options: argparse.Namespace, component: str, *, goes_on: bool = False
-    ) -> Election:
+    def configured(cluster: Cluster, options: argparse.Namespace, component: str) -> Election:
         """The candidate of ``options`` (:func:`add_options`)."""
         namespace, name = options.lease
-        identity = options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
         return Election(
             cluster,
             namespace,
             name,
-            identity,
+            identity_of(options),
             component=component,
             seconds=options.lease_seconds,
-            goes_on=goes_on,
         )
+
+    @property
+    def known(self) -> bool:
+        """Whether the Lease has been read once."""
+        return self._lease.known
 
     @property
     def leads(self) -> bool:
@@ -114,16 +96,11 @@ class Election:
             raise NotLeader(f"this replica does not lead any more: {self.state()}")
         return left
 
-    @property
-    def holder(self) -> str:
-        """Identity of the leader, as far as known; empty if nobody leads."""
-        return (self._spec or {}).get("holderIdentity") or ""
-
     def state(self) -> str:
         """Who leads, in one line."""
-        if self.leads or (self.acts and self._has_turn()):
+        if self.leads:
             return f"{self._identity} leads"
-        other = self.holder if self.holder != self._identity else ""
+        other = "" if self._lease.is_mine else self._lease.holder
         return f"{self._identity} stands by; {other or 'nobody'} leads"
 
     async def run(self, lead: Work, stop: asyncio.Event) -> None:
@@ -140,11 +117,10 @@ class Election:
     async def _lead(self, lead: Work, stop: asyncio.Event) -> None:
         log.info("%s leads", self._identity)
         LEADS[self._component].set(1)
-        self.acts = True
         work = asyncio.create_task(lead())
         tell = asyncio.create_task(self._tell())
         try:
-            while self._has_turn() and not stop.is_set() and not work.done():
+            while self.leads and not stop.is_set() and not work.done():
                 await self._pause(stop, work)
                 if not stop.is_set():
                     await self._round()
@@ -156,18 +132,14 @@ class Election:
                 task.cancel()
             await asyncio.wait((work, tell))
             LEADS[self._component].set(0)
-            self.acts = False
             if self.leads:
                 await self._release()
             log.warning("%s does not lead any more", self._identity)
 
-    def _has_turn(self) -> bool:
-        return self.leads or (self._goes_on and self.holder == self._identity)
-
     async def _pause(self, stop: asyncio.Event, *ends: asyncio.Future[None]) -> None:
         """Wait for the next try, ``stop``, or the first of ``ends``."""
         seconds = self._seconds * RETRY_PART * random.uniform(0.8, 1.2)
-        left = (self._act_until if self.leads else self._free_at()) - self._clock()
+        left = (self._act_until if self.leads else self._lease.free_at) - self._clock()
         if left > 0:
             seconds = min(seconds, left + 0.01)
         stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
@@ -184,14 +156,14 @@ class Election:
             limit = min(limit, self._act_until - began)
         try:
             async with asyncio.timeout(limit):
-                if not self.leads or self._lease is None:
-                    self._observe(await self._cluster.get(path(KIND, **self._about)))
-                if not self._may_take():
+                if not self.leads or self._lease.read is None:
+                    await self._lease.look()
+                if not self._lease.may_be_taken:
                     self._act_until = float("-inf")
                     return False
-                await self._write(self._identity)
+                await self._lease.write(self._identity)
         except REQUEST_ERRORS as error:
-            self._lease = None  # Somebody else may have written it: read it again.
+            self._lease.read = None  # Somebody else may have written it: read it again.
             conflict = isinstance(error, ApiRefused) and error.status == CONFLICT
             if not (conflict or self._failing):
                 self._failing = True
@@ -201,57 +173,21 @@ class Election:
         self._act_until = began + self._seconds * ACT_PART
         return True
 
-    def _observe(self, lease: dict[str, Any] | None) -> None:
-        self.known = True
-        self._lease = lease
-        spec = lease.get("spec") or {} if lease is not None else None
-        if spec != self._spec:
-            self._spec, self._changed_at = spec, self._clock()
-
-    def _free_at(self) -> float:
-        """When the Lease of another holder may be taken, if it does not change until then."""
-        return self._changed_at + ((self._spec or {}).get("leaseDurationSeconds") or self._seconds)
-
-    def _may_take(self) -> bool:
-        return self.holder in ("", self._identity) or self._clock() >= self._free_at()
-
-    async def _write(self, holder: str) -> None:
-        """Write the Lease, based on what was read. Raises :class:`ApiRefused` with 409 if somebody
-        else has written it since."""
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # For people to read.
-        before = self._spec or {}
-        spec: dict[str, Any] = before | {
-            "holderIdentity": holder,
-            "leaseDurationSeconds": self._seconds if holder else 1,
-            "renewTime": now,
-        }
-        if holder and self.holder != holder:
-            spec["acquireTime"] = now
-            spec["leaseTransitions"] = before.get("leaseTransitions", -1) + 1
-        if self._lease is not None:
-            self._observe(await self._cluster.replace(self._lease | {"spec": spec}))
-            return
-        lease = {"apiVersion": API_VERSION, "kind": KIND, "metadata": self._about, "spec": spec}
-        made = await self._cluster.create(lease, self._component)
-        if made is None:
-            raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
-        self._observe(made)
-
     async def _release(self) -> None:
         """Let another replica take the Lease at once. It takes it a little later if this fails."""
         limit = self._act_until - self._clock()
         self._act_until = float("-inf")
         try:
             async with asyncio.timeout(limit):
-                if self._lease is None:
-                    self._observe(await self._cluster.get(path(KIND, **self._about)))
-                if self.holder == self._identity:
-                    await self._write("")
+                if self._lease.read is None:
+                    await self._lease.look()
+                if self._lease.is_mine:
+                    await self._lease.write("")
         except REQUEST_ERRORS as error:
             log.warning("the Lease could not be released: %s", reason_of(error))
 
     async def _tell(self) -> None:
-        about = dict((self._lease or {}).get("metadata") or {})
+        about = self._lease.metadata
         said = Event("Normal", "LeaderElection", f"{self._identity} became leader")
         try:
             await emit(
@@ -261,14 +197,18 @@ class Election:
             log.warning("the event could not be written: %s", reason_of(error))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of :meth:`Election.configured`."""
+def identity_of(options: argparse.Namespace) -> str:
+    """The name of this process in Leases."""
+    return options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    lease: str = "the Lease that the acting replica holds; it is made if it does not exist",
+) -> None:
+    """Add the options of :meth:`Election.configured`. ``lease``: what the one of that name is."""
     parser.add_argument(
-        "--lease",
-        type=_namespaced,
-        required=True,
-        metavar="NAMESPACE/NAME",
-        help="the Lease that the acting replica holds; it is made if it does not exist",
+        "--lease", type=_namespaced, required=True, metavar="NAMESPACE/NAME", help=lease
     )
     parser.add_argument(
         "--lease-seconds",

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.fabric.findings import Finding
+from pipemorph.fabric.findings import MOST_PORTS, MOST_TOLD, Finding
 from pipemorph.fabric.memory import FabricMemory
 
 log = logging.getLogger("pipemorph.fabric")
 
-FINDINGS, MEMORY = "findings", "memory"
-"""Keys of the ConfigMap's data."""
+FINDINGS, MEMORY, PORTS = "findings", "memory", "ports"
+"""Keys of the ConfigMap's data; ``ports`` in that of a part."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Place:
 
     namespace: str
     name: str
+
+    def part(self, number: str) -> Place:
+        """Where the replica of the ingest with this number of a seat tells what it knows."""
+        return Place(self.namespace, f"{self.name}-{number}")
 
     @staticmethod
     def of(text: str) -> Place:
@@ -40,15 +44,43 @@ def config_map(
 ) -> dict[str, Any]:
     """The object to apply."""
     told = [finding.record() for finding in findings]
+    dumped = json.dumps(memory.dump(now), separators=(",", ":"))
+    return _body(place, {FINDINGS: json.dumps(told, indent=1), MEMORY: dumped})
+
+
+def part_map(
+    place: Place, dumped: Mapping[str, Any], ports: Mapping[str, Iterable[str]]
+) -> dict[str, Any]:
+    """The object with what one replica knows of the links of its jobs: a dump of its memory, and
+    the ports of each node that report errors."""
+    told = {node: sorted(found)[:MOST_PORTS] for node, found in sorted(ports.items())}
+    data = {
+        MEMORY: json.dumps(dumped, separators=(",", ":")),
+        PORTS: json.dumps({"at": dumped["at"], "nodes": dict(list(told.items())[:MOST_TOLD])}),
+    }
+    return _body(place, data)
+
+
+def _body(place: Place, data: Mapping[str, str]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": place.name, "namespace": place.namespace},
-        "data": {
-            FINDINGS: json.dumps(told, indent=1),
-            MEMORY: json.dumps(memory.dump(now), separators=(",", ":")),
-        },
+        "data": dict(data),
     }
+
+
+def ports_of(body: Mapping[str, Any], since: float) -> dict[str, list[str]]:
+    """The published ports, by node; none if they are older than ``since``, or, with a line in the
+    log, if they cannot be read."""
+    try:
+        found = json.loads(_data(body, PORTS) or "{}")
+        if not found or float(found["at"]) < since:
+            return {}
+        return {str(node): [str(port) for port in ports] for node, ports in found["nodes"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        log.error("%s cannot be read; ignoring it: %s", PORTS, error)
+        return {}
 
 
 def findings_of(body: Mapping[str, Any]) -> list[Finding]:

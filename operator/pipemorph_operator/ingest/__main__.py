@@ -29,13 +29,15 @@ from pipemorph.ingest import (
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.election import add_options
 from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
-from pipemorph_operator.ingest.fabric import FabricWatch
+from pipemorph_operator.ingest.fabric import FabricWatch, Part
+from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats, number_of
+from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.write_budget import look_interval
 from pipemorph_operator.metrics import (
@@ -48,7 +50,7 @@ from pipemorph_operator.metrics import (
     REPORT_SECONDS,
     REPORTS,
 )
-from pipemorph_operator.names import INGEST_OWNER, KIND
+from pipemorph_operator.names import KIND
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -61,6 +63,24 @@ ROUND_SECONDS = 300.0
 """Longest round over all jobs; a round over 10,000 jobs takes 25 s."""
 CERTIFICATE_SECONDS = 60.0
 """Interval of checks of the certificate's files, which are renewed in place."""
+
+
+PERSIST_SECONDS = 1.0
+"""How long a replica that stops goes on writing what it has served: its seat lasts longer."""
+
+
+def misdirected(reason: str, why: str, owner: str | None) -> Refused:
+    """Counts a request for a job that this replica does not serve. The connection is closed, and
+    the next may lead to the one that does."""
+    REFUSED.labels(reason=reason).inc()
+    return Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{why}; connect again", owner=owner or None)
+
+
+def part_of(seats: Seats) -> Part:
+    """What this replica does of the work for all jobs."""
+    others = sorted(number_of(seat) for seat in seats.members if seat != seats.mine)
+    own = number_of(seats.mine) if seats.mine is not None else 0
+    return Part(seats.first, str(own), tuple(map(str, others)))
 
 
 def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
@@ -157,7 +177,11 @@ async def run(options: argparse.Namespace) -> None:
     context = certificate(options)
     async with await Cluster.configured() as cluster:
         first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
-        store = ClusterStore(cluster, first_plan=first)
+        seats = Seats.configured(cluster, options)
+        # An API server that is away stops writes, and not adaptation.
+        seated = cluster.permitted(seats.permit)
+        store = ClusterStore(seated, first_plan=first)
+        share = Share(cluster, store, seats.serves)
         processes = options.planners or most_planners()
         planner = PlannerPool(
             processes,
@@ -165,24 +189,25 @@ async def run(options: argparse.Namespace) -> None:
             on_over_budget=lambda key: OVER_BUDGET.labels(job_namespace=key[0]).inc(),
         )
         PLANS_WAITING.set_function(lambda: planner.waiting)
-        # Its writes are fenced; an API server that is away must not stop adaptation.
-        election = Election.configured(cluster, options, INGEST_OWNER, goes_on=True)
         fabric: FabricWatch | None = None
         if options.fabric_map is not None:
-            # What it writes is based on nothing that was read: only while this replica leads.
-            leading = cluster.permitted(election.permit)
-            fabric = FabricWatch(leading, store.jobs, options.fabric_map, options.rack_label)
+            fabric = FabricWatch(
+                seated, store.jobs, options.fabric_map, options.rack_label, lambda: part_of(seats)
+            )
 
         def expected(namespace: str, job: str) -> Expected | None:
-            if not election.acts:
-                REFUSED.labels(reason="standby").inc()
-                # The connection is closed, and the next may lead to the replica that leads.
-                raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{election.state()}; connect again")
+            if not seats.acts:
+                raise misdirected("standby", seats.state(), None)
+            uid = share.elsewhere(namespace, job)
+            if uid is not None:
+                owner = seats.owner(uid)
+                who = "another replica serves this job" if owner else "nobody serves this job yet"
+                raise misdirected("elsewhere", who, owner.address if owner else None)
             return store.expected(namespace, job)
 
         server = IngestServer(
             store,
-            PodTokenAuthenticator(cluster, expected, store.arrival),
+            PodTokenAuthenticator(cluster, expected, share.arrival),
             host=options.host,
             port=options.port,
             tls=context,
@@ -194,9 +219,10 @@ async def run(options: argparse.Namespace) -> None:
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
             desk=GenerationDesk(store),
         )
+        store.on_dropped = server.handler.dropped
         serving = False
         jobs = [
-            Informer(cluster, KIND, store.changed, namespace=namespace)
+            Informer(cluster, KIND, share.changed, namespace=namespace)
             for namespace in options.namespace or [None]
         ]
 
@@ -213,17 +239,24 @@ async def run(options: argparse.Namespace) -> None:
             return all(each.synced.is_set() for each in jobs)
 
         def problem() -> str:
-            return "; ".join(found for each in work if (found := each())) if election.acts else ""
+            return "; ".join(found for each in work if (found := each())) if seats.acts else ""
+
+        def dealt() -> None:
+            store.replicas = len(seats.members)
+            share.redeal()
+
+        seats.on_change = dealt
 
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: serving and (synced() if election.acts else election.known),
+            lambda: serving and (synced() if seats.acts else seats.known),
             (loop_monitor, problem),
-            election.state,
+            seats.state,
         )
 
-        async def lead() -> None:
+        async def serve() -> None:
+            store.replicas = len(seats.members)
             for each in work:
                 each.beat()
             try:
@@ -236,8 +269,8 @@ async def run(options: argparse.Namespace) -> None:
                     if fabric is not None:
                         group.create_task(fabric.run())
             finally:
-                # What this replica knows of jobs is out of date from now on: start again.
-                stop.set()
+                # Before the seat is left to others, and with it the right to write.
+                await server.handler.persisted(PERSIST_SECONDS)
 
         tasks = [asyncio.create_task(loop_monitor.run()), asyncio.create_task(warm_up())]
         if context is not None:
@@ -246,19 +279,20 @@ async def run(options: argparse.Namespace) -> None:
             async with server:
                 serving = True
                 log.info("serving at %s", server.url)
-                electing = asyncio.create_task(election.run(lead, stop))
+                seating = asyncio.create_task(seats.run(serve, stop))
                 stopping = asyncio.create_task(stop.wait())
                 try:
                     # A background task that ends before ``stop`` has failed: exit with its error.
+                    # Without its seat, what this replica knows of jobs is out of date: start again.
                     await asyncio.wait(
-                        [electing, *tasks, stopping], return_when=asyncio.FIRST_COMPLETED
+                        [seating, *tasks, stopping], return_when=asyncio.FIRST_COMPLETED
                     )
-                    for task in (electing, *tasks):
+                    for task in (seating, *tasks):
                         if task.done():
                             task.result()
                 finally:
                     stop.set()
-                    await asyncio.wait([electing])  # It releases the Lease.
+                    await asyncio.wait([seating])  # It leaves the seat.
         finally:
             for task in tasks:
                 task.cancel()
@@ -282,7 +316,20 @@ def parser() -> argparse.ArgumentParser:
         "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh with TLS"
     )
     made.add_argument("--metrics-port", type=int, default=8081)
-    add_options(made)
+    add_options(made, "the seats of the replicas are the Leases NAME-0, NAME-1 and so on")
+    made.add_argument(
+        "--seats",
+        type=_seats,
+        default=1,
+        help=f"how many replicas may serve at a time, up to {MOST_SEATS}; others stand by"
+        " (default: %(default)s)",
+    )
+    made.add_argument(
+        "--address",
+        default="",
+        help="IP address at which agents reach this replica, to which others send them with the"
+        " jobs that it serves (default: they are not sent, and find it by the Service)",
+    )
     made.add_argument(
         "--fabric-map",
         type=Place.of,
@@ -318,6 +365,12 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _seats(text: str) -> int:
+    if (number := _positive(text)) > MOST_SEATS:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_SEATS}")
+    return number
 
 
 def main() -> None:

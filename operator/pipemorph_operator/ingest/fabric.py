@@ -2,6 +2,9 @@
 finds. See :mod:`pipemorph.fabric.triangulation`.
 
 A rank's node is read from its pod, not from a report: a job can accuse only nodes that it runs on.
+
+Of several replicas each takes in the links of its own jobs. One of them judges and publishes; the
+others tell it what they remember, each in a ConfigMap of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
@@ -26,7 +30,14 @@ from pipemorph_operator.cluster.client import (
     path,
     reason_of,
 )
-from pipemorph_operator.cluster.fabric_map import Place, config_map, findings_of, memory_of
+from pipemorph_operator.cluster.fabric_map import (
+    Place,
+    config_map,
+    findings_of,
+    memory_of,
+    part_map,
+    ports_of,
+)
 from pipemorph_operator.cluster.facts import PodFacts
 from pipemorph_operator.ingest.store import TrackedJob
 from pipemorph_operator.metrics import FABRIC_PAIRS, FABRIC_SUSPECTS
@@ -75,15 +86,24 @@ class Placed:
         return Placed(attempt, nodes, tuple(ways))
 
 
+class Part(NamedTuple):
+    """This replica's part: whether it is the one that judges, its number, and the others'."""
+
+    judges: bool
+    own: str
+    others: tuple[str, ...]
+
+
 @dataclass
 class FabricWatch:
-    """``jobs``: those that may report; ``rack_label``: label of a node that names its rack, empty
-    if nodes have none."""
+    """``jobs``: this replica's that may report; ``rack_label``: label of a node that names its
+    rack, empty if nodes have none; ``part``: of several replicas."""
 
     cluster: Cluster
     jobs: Callable[[], Collection[TrackedJob]]
     place: Place
     rack_label: str = ""
+    part: Callable[[], Part] = lambda: Part(True, "0", ())
     clock: Callable[[], float] = time.time
     memory: FabricMemory = field(default_factory=FabricMemory)
     findings: Findings = field(default_factory=Findings)
@@ -93,7 +113,7 @@ class FabricWatch:
     _round: int = 0
     _racks: Mapping[str, str] = field(default_factory=dict)
     _racks_at: float = float("-inf")
-    _saved: list[tuple[object, ...]] = field(default_factory=list)
+    _saved: Sequence[tuple[object, ...]] = field(default_factory=list)
     _saved_at: float = float("-inf")
     _known: bool = False
 
@@ -112,10 +132,14 @@ class FabricWatch:
     async def look(self) -> None:
         """Take in the links of all jobs, judge, and publish what has changed. Raises
         :data:`REQUEST_ERRORS`."""
-        if not self._known:
-            body = await self.cluster.get(path("ConfigMap", self.place.namespace, self.place.name))
-            self.memory, self.findings = memory_of(body or {}), Findings(findings_of(body or {}))
-            self._known, self._saved = True, _told(self.findings)
+        part = self.part()
+        if not part.judges:
+            self._known = False  # Somebody else knows more from now on.
+        elif not self._known:
+            body = await self._read(self.place)
+            known, self.findings = memory_of(body), Findings(findings_of(body))
+            known.merge(self.memory)
+            self.memory, self._known, self._saved = known, True, _told(self.findings)
         now = self.clock()
         if self.rack_label and now - self._racks_at > RACKS_SECONDS:
             self._racks, self._racks_at = await self._read_racks(), now
@@ -126,7 +150,17 @@ class FabricWatch:
             if placed is not None and placed.attempt == job.controller.attempt:
                 self._take(job, placed, sick_ports, now)
                 await asyncio.sleep(0)
+        if part.judges:
+            for other in part.others:
+                body = await self._read(self.place.part(other))
+                self.memory.merge(memory_of(body))
+                for node, ports in ports_of(body, now - 2 * SAVE_SECONDS).items():
+                    sick_ports[node].update(ports)
         self.memory.forget_old(now)
+        if not part.judges:
+            FABRIC_SUSPECTS.clear()
+            await self._tell(part.own, sick_ports, now)
+            return
         # Beside the event loop: of a large cluster it takes up to a second.
         evidence = await asyncio.to_thread(self.memory.evidence, now)
         found = await asyncio.to_thread(suspects, evidence, self._racks)
@@ -140,6 +174,24 @@ class FabricWatch:
         for finding in self.findings.all:
             FABRIC_SUSPECTS.labels(kind=finding.kind, name=finding.name).set(finding.confidence)
         await self._publish(now)
+
+    async def _read(self, place: Place) -> Mapping[str, Any]:
+        return await self.cluster.get(path("ConfigMap", place.namespace, place.name)) or {}
+
+    async def _tell(self, own: str, ports: Mapping[str, set[str]], now: float) -> None:
+        """Tell the replica that judges about pairs of nodes that were slow, and about others of the
+        nodes that it suspects."""
+        suspected = memory_of(await self._read(self.place)).sick_nodes
+        dumped = self.memory.dump(now, also=suspected)
+        told: list[tuple[object, ...]] = [(node, *sorted(ports[node])) for node in ports]
+        for row in dumped["sightings"]:
+            slow, _, well = (age is not None for age in row[5:])
+            told.append((*(dumped["names"][number] for number in row[:5]), slow, well))
+        told.sort(key=str)
+        if told != self._saved or (told and now - self._saved_at >= SAVE_SECONDS):
+            body = part_map(self.place.part(own), dumped, ports)
+            await self.cluster.apply(body, names.INGEST_OWNER)
+            self._saved, self._saved_at = told, now
 
     async def _read_racks(self) -> dict[str, str]:
         nodes = self.cluster.metadata(path("Node", None))

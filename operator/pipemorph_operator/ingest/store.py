@@ -1,9 +1,9 @@
 """Tracks the jobs that may report, and writes the ingest's part of their status.
 
-Kept up to date by an informer of PipeMorphJobs: a job is tracked while it has an attempt and has
-not finished. The ingest owns ``training``, ``control``, ``recoveries`` and six conditions (field
-owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every
-write contains all owned fields.
+Kept up to date by an informer of PipeMorphJobs: a job of this replica is tracked while it has an
+attempt and has not finished. The ingest owns ``training``, ``control``, ``recoveries`` and six
+conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
+other. Every write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -175,6 +175,13 @@ class TrackedJob:
         return Source(self.controller, self.reports.reported_at, self.generation, self.ended)
 
 
+def _has_ended(status: Mapping[str, Any]) -> bool:
+    return any(
+        c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
+        for c in status.get("conditions") or ()
+    )
+
+
 class ClusterStore:
     """A :class:`~pipemorph.ingest.JobStore` that keeps jobs in the Kubernetes API."""
 
@@ -187,6 +194,10 @@ class ClusterStore:
         first_plan: FirstPlanner | None = None,
     ) -> None:
         """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
+        self.on_dropped: Callable[[JobController], None] = lambda _: None
+        """Told of jobs that are not tracked any more."""
+        self.replicas = 1
+        """How many there are: each may write its part of what all may."""
         self._cluster = cluster
         self._first_plan = first_plan
         self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
@@ -265,7 +276,7 @@ class ClusterStore:
         if tracked is None:
             raise LookupError(f"job {namespace}/{job} is no longer tracked")
         started = self._monotonic()
-        self._budget.charge(started)
+        self._budget.charge(started, replicas=self.replicas)
         async with tracked.writing:
             await self._pack(tracked, snapshot)
             tracked.versions.reserve(tracked.controller.plan_version)
@@ -304,13 +315,16 @@ class ClusterStore:
         else:
             self._take(key, body)
 
+    def wants(self, key: Key, body: Mapping[str, Any]) -> bool:
+        """Whether there is anything to do for the job: it may report, or lacks its final write."""
+        raw = body.get("status") or {}
+        began = raw.get("attempt") is not None
+        return began and (not _has_ended(raw) or self._is_unfinished(key, raw))
+
     def _take(self, key: Key, body: Mapping[str, Any]) -> None:
         metadata, raw = body["metadata"], body.get("status") or {}
         tracked = self._tracked.get(key)
-        ended = any(
-            c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
-            for c in raw.get("conditions") or ()
-        )
+        ended = _has_ended(raw)
         attempt = raw.get("attempt")
         ours = is_ours((body.get("spec") or {}).get("managedBy"))
         if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
@@ -459,6 +473,8 @@ class ClusterStore:
         tracked = self._tracked.pop(key, None)
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
+        if tracked is not None:
+            self.on_dropped(tracked.controller)
         if tracked is not None and final:
             tracked.ended = True
             self._final_writes[key] = task = asyncio.create_task(self._write_final(tracked))
@@ -483,6 +499,11 @@ class ClusterStore:
 
     # --- status ---------------------------------------------------------------------------
 
+    @property
+    def _in_all(self) -> int:
+        """Jobs of all replicas, about."""
+        return len(self._tracked) * self.replicas
+
     async def look(self, key: Key) -> None:
         """Write the job's status if it is due. Failures are logged and retried."""
         tracked = self._tracked.get(key)
@@ -491,16 +512,17 @@ class ClusterStore:
             return
         if tracked.awaits_directive(now):
             return
-        jobs, lasted = len(self._tracked), tracked.written_at - tracked.changed_at
+        lasted = tracked.written_at - tracked.changed_at
         # A job that has begun to report is written at once: its directives would wait for that.
         begins = tracked.reserves_early and not tracked.versions.granted
         since = float("inf") if begins else now - tracked.written_at
-        due = partial(write_budget.is_due, since_write=since, jobs=jobs, lasted=lasted)
+        due = partial(write_budget.is_due, since_write=since, jobs=self._in_all, lasted=lasted)
         unseen = now - tracked.looked_at
         if not tracked.reports.pending:
             visits = unseen >= write_budget.FIGURES_SECONDS
         else:
-            visits = due(tracked.has_news) or unseen >= write_budget.figures_interval(jobs)
+            figures_due = write_budget.figures_interval(len(self._tracked))
+            visits = due(tracked.has_news) or unseen >= figures_due
         if not visits:
             return
         tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
@@ -522,7 +544,7 @@ class ClusterStore:
         if (
             not due(state_changed or saves)
             or self._writing >= (MOST_WRITES // 2 if urgent else 1)
-            or not self._budget.allows(now, state_changed=urgent)
+            or not self._budget.allows(now, state_changed=urgent, replicas=self.replicas)
         ):
             return  # Retried in the next round.
         tracked.reports.looked()

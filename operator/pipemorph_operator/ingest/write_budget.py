@@ -124,21 +124,22 @@ class Budget:
     def __init__(self, now: float) -> None:
         self._left, self._at = BURST, now
 
-    def allows(self, now: float, *, state_changed: bool) -> bool:
-        """Whether a status may be written now; if so, charges it."""
-        self._refill(now)
+    def allows(self, now: float, *, state_changed: bool, replicas: int = 1) -> bool:
+        """Whether a status may be written now; if so, charges it. ``replicas`` share the rate."""
+        self._refill(now, replicas)
         if self._left < (1.0 if state_changed else BURST / 2):
             return False
         self._left -= 1.0
         return True
 
-    def charge(self, now: float) -> None:
+    def charge(self, now: float, *, replicas: int = 1) -> None:
         """Charge a directive, which is written regardless of the budget."""
-        self._refill(now)
+        self._refill(now, replicas)
         self._left = max(-BURST, self._left - 1.0)
 
-    def _refill(self, now: float) -> None:
-        self._left = min(BURST, self._left + max(0.0, now - self._at) * WRITES_PER_SECOND)
+    def _refill(self, now: float, replicas: int) -> None:
+        rate = WRITES_PER_SECOND / replicas
+        self._left = min(BURST, self._left + max(0.0, now - self._at) * rate)
         self._at = now
 
 

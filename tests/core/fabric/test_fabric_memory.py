@@ -91,6 +91,36 @@ def test_a_restart_keeps_what_concerns_nodes_with_slow_links() -> None:
     assert weights(found, 700.0)["a", "b"][0] == 0.0, "since when it was healthy is kept"
 
 
+def test_two_memories_of_the_same_links_are_as_one() -> None:
+    """Whichever host a job had when: each has seen a part."""
+    whole, first, second = FabricMemory(), FabricMemory(), FabricMemory()
+    seen = [(0.0, True), (30.0, False), (60.0, False), (400.0, False), (700.0, False)]
+    for at, slow in seen:
+        whole.observe("j", A, B, slow=slow, now=at)
+        (first if at < 100 else second).observe("j", A, B, slow=slow, now=at)
+    second.observe("k", A, C, slow=True, now=700.0)
+    whole.observe("k", A, C, slow=True, now=700.0)
+    for into, other in ((first, second), (second, first)):
+        merged = FabricMemory.restore(into.dump(700.0))
+        merged.merge(other)
+        assert weights(merged, 700.0) == weights(whole, 700.0) == {
+            ("a", "b"): (0.0, 1.0), ("a", "c"): (1.0, 0.0)
+        }  # fmt: skip
+    # What was slow later is not overruled by an older one that was well.
+    second.observe("j", A, B, slow=True, now=800.0)
+    first.merge(second)
+    assert weights(first, 800.0)["a", "b"][0] == 1.0
+
+
+def test_a_merged_memory_is_bounded_too() -> None:
+    memory, other = FabricMemory(most=3), FabricMemory()
+    memory.observe("j", A, B, slow=True, now=5.0)
+    for at in range(4):
+        other.observe("j", A, End(f"n{at}"), slow=True, now=float(at))
+    memory.merge(other)
+    assert set(weights(memory, 5.0)) == {("a", "b"), ("a", "n3"), ("a", "n2")}
+
+
 def test_what_a_restart_keeps_is_bounded_however_long_the_names_are() -> None:
     """A ConfigMap holds 1 MiB."""
     memory = FabricMemory()

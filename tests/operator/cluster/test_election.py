@@ -11,7 +11,8 @@ import pytest
 from kubernetes.aio.client import Configuration
 
 from pipemorph_operator.cluster.client import ApiRefused, Cluster
-from pipemorph_operator.cluster.election import Election, NotLeader
+from pipemorph_operator.cluster.election import Election
+from pipemorph_operator.cluster.lease import NotLeader
 
 PATIENCE = 15.0
 SECONDS = 6
@@ -87,12 +88,11 @@ class Candidate:
         *,
         clock: float = 0.0,
         seconds: int = SECONDS,
-        goes_on: bool = False,
     ) -> None:
         self.now = clock
         self.election = Election(
             Client(api), "system", "operator", name,
-            seconds=seconds, goes_on=goes_on, clock=lambda: self.now,
+            seconds=seconds, clock=lambda: self.now,
         )  # fmt: skip
 
     def tries(self, *, after: float = 0.0) -> bool:
@@ -275,37 +275,6 @@ def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
 
     run(test)
     assert turns == ["begun", "ended", "begun", "ended"]
-
-
-def test_one_that_goes_on_works_until_it_sees_another_holder() -> None:
-    api = Api()
-    first = Candidate(api, "a", seconds=1, goes_on=True)
-    turns: list[str] = []
-
-    async def test() -> None:
-        stop = asyncio.Event()
-        turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
-        while not turns:
-            await asyncio.sleep(0.01)
-        api.away = True
-        first.now += 100.0
-        tries = asyncio.get_running_loop().time() + 1.0
-        while asyncio.get_running_loop().time() < tries:
-            await asyncio.sleep(0.05)
-        assert turns == ["begun"]
-        assert 2 < api.asked < 20, "it does not ask six times a second"
-        assert first.election.acts
-        assert first.election.state() == "a leads"
-        spec = {"holderIdentity": "b", "leaseDurationSeconds": 60}
-        api.written({"metadata": {}, "spec": spec})
-        api.away = False
-        while len(turns) < 2:
-            await asyncio.sleep(0.01)
-        assert first.election.state() == "a stands by; b leads"
-        stop.set()
-        await turn
-
-    run(test)
 
 
 def test_work_that_fails_is_raised() -> None:

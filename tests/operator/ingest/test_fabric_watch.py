@@ -17,7 +17,7 @@ from pipemorph.fabric.findings import nodes
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.fabric_map import Place, findings_of
 from pipemorph_operator.ingest import fabric
-from pipemorph_operator.ingest.fabric import SAVE_SECONDS, FabricWatch
+from pipemorph_operator.ingest.fabric import SAVE_SECONDS, FabricWatch, Part
 from pipemorph_operator.metrics import FABRIC_SUSPECTS
 
 PLACE = Place("system", "fabric")
@@ -30,13 +30,22 @@ class Api:
     def __init__(self) -> None:
         self.pods: dict[str, list[Object]] = {}
         self.racks: dict[str, str] = {}
-        self.saved: Object | None = None
+        self.maps: dict[str, Object] = {}
         self.writes = self.lists = 0
         self.forbidden = ""
 
+    @property
+    def saved(self) -> Object | None:
+        return self.maps.get("fabric")
+
+    @saved.setter
+    def saved(self, body: Object) -> None:
+        self.maps["fabric"] = body
+
     async def get(self, url: str) -> Object | None:
-        assert url == "/api/v1/namespaces/system/configmaps/fabric"
-        return self.saved
+        place, _, name = url.rpartition("/")
+        assert place == "/api/v1/namespaces/system/configmaps"
+        return self.maps.get(name)
 
     async def list(self, url: str, *, labels: str) -> list[Object]:
         self.lists += 1
@@ -54,7 +63,7 @@ class Api:
     async def apply(self, obj: Object, owner: str) -> Object:
         assert owner == "pipemorph-ingest"
         self.writes += 1
-        self.saved = obj
+        self.maps[obj["metadata"]["name"]] = obj
         return obj
 
 
@@ -302,3 +311,82 @@ def test_pods_that_cannot_be_read_do_not_hide_those_of_other_jobs(damage: str) -
     world.sick_node()
     world.look()
     assert world.found() == ["bad"]
+
+
+class Replicas(World):
+    """Two replicas, each with some of the jobs: the first judges, until another one is said to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = 0
+        self.of: list[list[Job]] = [[], []]
+        self.watches = [self.another(i) for i in range(2)]
+
+    def another(self, number: int) -> FabricWatch:
+        api: Any = self.api
+
+        def part() -> Part:
+            return Part(self.judge == number, str(number), (str(1 - number),))
+
+        return FabricWatch(api, lambda: self.of[number], PLACE, "", part, clock=lambda: self.now)
+
+    def both_look(self, times: int = 2) -> None:
+        for _ in range(times):
+            self.now += 30.0
+            for watch in reversed(self.watches):
+                asyncio.run(watch.look())
+
+    def add(self, number: int, job: Job) -> Job:
+        self.of[number].append(job)
+        return job
+
+
+def test_jobs_of_different_replicas_accuse_the_node_they_share() -> None:
+    world = Replicas()
+    one = world.add(0, Job("one", ["a", "bad", "b", "c"], world.api))
+    two = world.add(1, Job("two", ["d", "e", "f", "bad"], world.api))
+    world.both_look()
+    assert world.api.writes == 0, "all is well"
+    one.slow = {(0, 0), (1, 0)}
+    world.both_look()
+    assert (world.found(), world.found(accused=False)) == ([], ["bad"])
+    two.slow = {(2, 0)}
+    two.sick = (SimpleNamespace(stage=3, replica=0, device="mlx5_0", port=1),)
+    world.both_look()
+    assert world.found() == ["bad"]
+    (finding,) = findings_of(world.api.saved or {})
+    assert (finding.slow, finding.ports) == (3, ("mlx5_0/1",))
+    writes = world.api.writes
+    world.both_look()
+    assert world.api.writes == writes, "nothing is new"
+    # Another one judges: it knows what was published, and what it has seen itself.
+    world.judge, world.of[0] = 1, []
+    world.watches[0] = world.another(0)
+    world.both_look()
+    assert world.found() == ["bad"]
+    assert len(world.watches[1].memory) == 6
+
+
+def test_links_of_another_replicas_jobs_clear_a_node() -> None:
+    world = Replicas()
+    world.add(0, Job("one", ["a", "bad", "b", "c"], world.api)).slow = {(0, 0), (1, 0)}
+    world.both_look()
+    assert world.found(accused=False) == ["bad"]
+    # Of a job none of whose links is slow, but some are at a suspected node.
+    for i in range(4):
+        world.add(1, Job(f"well-{i}", [f"x{i}", "bad", f"y{i}", f"z{i}"], world.api))
+    world.both_look()
+    assert world.found(accused=False) == []
+
+
+def test_what_a_replica_said_about_ports_long_ago_counts_no_more() -> None:
+    world = Replicas()
+    world.add(0, Job("one", ["a", "bad", "b", "c"], world.api)).slow = {(0, 0), (1, 0)}
+    other = world.add(1, Job("two", ["d", "e", "f", "bad"], world.api))
+    other.slow = {(2, 0)}
+    other.sick = (SimpleNamespace(stage=3, replica=0, device="mlx5_0", port=1),)
+    world.both_look()
+    assert findings_of(world.api.saved or {})[0].ports
+    world.watches.pop()
+    world.both_look(25)
+    assert findings_of(world.api.saved or {})[0].ports == ()

@@ -3,9 +3,10 @@
 There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
 the host has to know something at once, at most 20 a second, and at least one a second, so that
 silence indicates a fault. The third keeps a long poll open, so that a directive arrives as soon as
-it is made. Both answers may bring a directive; the higher plan version wins. An ingest that does
-not know the newest one, as after the crash of another, is handed it. If the ingest is unreachable,
-the last two retry with backoff forever.
+it is made. Both go to the replica that serves the job (:mod:`.replicas`). Both answers may bring a
+directive; the higher plan version wins. An ingest that does not know the newest one, as after the
+crash of another, is handed it. If the ingest is unreachable, the last two retry with backoff
+forever.
 
 If no ingest has answered for a while, a fourth loop reports to a :class:`~.deputy.Deputy`, which
 decides within the plan versions that an ingest has reserved for this agent. When an ingest answers
@@ -23,6 +24,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.uplinks.deputy import Deputy
 from pipemorph_trainer.agent.uplinks.observing import OBSERVE_SECONDS, Observing, wait
+from pipemorph_trainer.agent.uplinks.replicas import Replicas
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -52,7 +55,8 @@ HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1
-LAST_BACKOFF_SECONDS = 5.0
+LAST_BACKOFF_SECONDS = 1.0
+"""As often as it reports when all is well: another replica serves seconds after one is lost."""
 AUTONOMY_SECONDS = 10.0
 """Silence of the ingest after which the agent decides by itself: longer than another replica needs
 to take over."""
@@ -86,7 +90,8 @@ class Uplink:
         on_observed: Callable[[], None] = lambda: None,
         autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
-        self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
+        self._replicas = Replicas(base_url)
+        self._path = f"/v1/jobs/{namespace}/{job}"
         self._namespace, self._job, self._attempt = namespace, job, attempt
         self._token_file = token_file
         self._observer = observer
@@ -253,10 +258,10 @@ class Uplink:
                 "after": str(self._plan_version),
                 "wait": str(POLL_SECONDS),
             }
-            timeout = aiohttp.ClientTimeout(total=POLL_SECONDS + REQUEST_SECONDS)
-            async with session.get(
-                f"{self._base}/directive", params=query, headers=self._headers(), timeout=timeout
-            ) as answer:
+            async with self._replicas.request(
+                session, "GET", f"{self._path}/directive", params=query, headers=self._headers(),
+                seconds=POLL_SECONDS + REQUEST_SECONDS,
+            ) as answer:  # fmt: skip
                 self._take(await _envelope(answer))
             worked()
 
@@ -266,11 +271,7 @@ class Uplink:
             self._sequence += 1
             report = self._observer.report(self._sequence, time.time(), self._plan_version)
             body = report.body()
-            timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-            headers = self._headers() | {"Content-Type": "application/json"}
-            async with session.post(
-                f"{self._base}/reports", data=body, headers=headers, timeout=timeout
-            ) as answer:
+            async with self._post_to(session, "reports", body) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
                     # The clock of an earlier agent was ahead. This report was refused; the next one
                     # counts on from the highest accepted number.
@@ -286,11 +287,7 @@ class Uplink:
     async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
         """Give the ingest the plan in force, which it does not know."""
         message = self._message(directive)
-        headers = self._headers() | {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-        async with session.post(
-            f"{self._base}/plan", data=message.body(), headers=headers, timeout=timeout
-        ) as answer:
+        async with self._post_to(session, "plan", message.body()) as answer:
             try:
                 await _envelope(answer)
             except Refused as refusal:
@@ -298,6 +295,15 @@ class Uplink:
                 log.warning("plan v%d was not taken: %s", directive.plan_version, refusal)
             else:
                 log.info("handed in plan v%d: the ingest did not know it", directive.plan_version)
+
+    def _post_to(
+        self, session: aiohttp.ClientSession, what: str, body: bytes
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = self._headers() | {"Content-Type": "application/json"}
+        return self._replicas.request(
+            session, "POST", f"{self._path}/{what}", data=body, headers=headers,
+            seconds=REQUEST_SECONDS,
+        )  # fmt: skip
 
     def _message(self, directive: Directive) -> HandIn:
         return HandIn(

@@ -1,0 +1,1 @@
+"""Which replicas of the ingest serve, and which jobs are whose."""

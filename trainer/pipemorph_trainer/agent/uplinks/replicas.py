@@ -1,0 +1,110 @@
+"""Finds the replica of the ingest that serves the job.
+
+Requests go to the Service's address, which leads to any replica. One that does not serve the job
+answers 421, with the address of the one that does, its owner. From then on requests go there, until
+one of them fails.
+
+An answer may name any address. So the token is sent only over TLS, and only to who has a
+certificate for the *Service's* name that the authority of the job's ingest has signed. Without TLS
+no owner is followed: the agent tries the Service again, which leads to the owner now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+log = logging.getLogger("pipemorph.agent")
+
+CONNECT_SECONDS = 5.0
+"""Limit of connecting, also where an answer may take longer. That of a node which is lost is never
+answered."""
+
+
+class Replicas:
+    """``base_url``: the Service's. One for all of the agent's requests, in one event loop."""
+
+    def __init__(self, base_url: str) -> None:
+        self._service = base_url.rstrip("/")
+        parts = urlsplit(base_url)
+        self._name = parts.hostname if parts.scheme == "https" else None
+        self._owner: str | None = None
+        """``host:port`` of the replica that serves the job, if it is not left to the Service."""
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        seconds: float,
+        **more: Any,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request, of the owner if a replica names one; the owner is asked once.
+        ``seconds``: limit for an answer. Raises what aiohttp raises."""
+        for last in (False, True):
+            owner = self._owner
+            where: dict[str, Any] = {"url": f"{self._service}{path}"}
+            if owner is not None:
+                # By its address, but it must prove that it has the Service's name.
+                where = {"url": f"https://{owner}{path}", "server_hostname": self._name}
+            limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+            try:
+                async with session.request(
+                    method, headers=headers, timeout=limit, allow_redirects=False, **where, **more
+                ) as answer:
+                    if answer.status != HTTPStatus.MISDIRECTED_REQUEST:
+                        yield answer
+                        return
+                    named = self._named(await answer.read())
+                    if last or named is None or named == owner:
+                        self._left(owner)
+                        yield answer
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                self._left(owner)
+                raise
+            if self._owner == owner:
+                log.info("the replica of the ingest at %s serves this job", named)
+                self._owner = named
+
+    def _left(self, owner: str | None) -> None:
+        """This owner does not serve the job any more: back to the Service, unless another request
+        has found another owner."""
+        if owner is not None and self._owner == owner:
+            log.info("the replica of the ingest at %s does not serve this job any more", owner)
+            self._owner = None
+
+    def _named(self, answer: bytes) -> str | None:
+        """The owner that an answer names; None if none that may be followed."""
+        if self._name is None:
+            return None
+        try:
+            owner = json.loads(answer).get("owner")
+        except (ValueError, AttributeError):
+            return None
+        if owner is None or _is_address(owner):
+            return None if owner is None else str(owner)
+        log.warning("a replica of the ingest names %.100r as owner; expected ADDRESS:PORT", owner)
+        return None
+
+
+def _is_address(text: object) -> bool:
+    """Whether this is an IP address and a port, and nothing else that a URL may contain."""
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    shown = f"[{address}]" if address.version == 6 else str(address)
+    return shown == host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
