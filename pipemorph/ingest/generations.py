@@ -67,6 +67,8 @@ class _Session:
     refilled: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    gone: bool = False
+    """Whether the host has dropped the job."""
 
     def release(self) -> None:
         for waiter in self.waiters:
@@ -154,6 +156,13 @@ class GenerationDesk:
         known = GenerationState(attempt=numbers["attempt"], generation=numbers["generation"])
         return await self._when_past(found, known, seconds)
 
+    def dropped(self, found: Generations) -> None:
+        """Answer the polls of a job that the host has dropped, as when it is another host's now."""
+        session = self._sessions.get(found)
+        if session is not None:
+            session.gone = True
+            session.release()
+
     def close(self) -> None:
         """Answer waiting and later polls at once."""
         self._closing = True
@@ -175,6 +184,8 @@ class GenerationDesk:
                     again = max(limits.soon_seconds, found.pods / 100)
                 break
             await self._wait(session, left)
+            if session.gone:
+                return Reply.error(404, "the job has ended here")
         state = session.served.model_copy(update={"again": again})
         return Reply(200, state.model_dump_json().encode())
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from pipemorph.control import JobController
+from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import (
     ConnectionLimits,
@@ -205,6 +207,7 @@ async def run(options: argparse.Namespace) -> None:
                 raise misdirected("elsewhere", who, owner.address if owner else None)
             return store.expected(namespace, job)
 
+        desk = GenerationDesk(store)
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, expected, share.arrival),
@@ -217,9 +220,14 @@ async def run(options: argparse.Namespace) -> None:
                 in_all=options.max_connections, per_source=options.max_connections_per_source
             ),
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
-            desk=GenerationDesk(store),
+            desk=desk,
         )
-        store.on_dropped = server.handler.dropped
+
+        def dropped(job: JobController, generations: Generations) -> None:
+            server.handler.dropped(job)
+            desk.dropped(generations)
+
+        store.on_dropped = dropped
         serving = False
         jobs = [
             Informer(cluster, KIND, share.changed, namespace=namespace)

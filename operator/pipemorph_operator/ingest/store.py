@@ -194,7 +194,7 @@ class ClusterStore:
         first_plan: FirstPlanner | None = None,
     ) -> None:
         """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
-        self.on_dropped: Callable[[JobController], None] = lambda _: None
+        self.on_dropped: Callable[[JobController, Generations], None] = lambda *_: None
         """Told of jobs that are not tracked any more."""
         self.replicas = 1
         """How many there are: each may write its part of what all may."""
@@ -474,7 +474,7 @@ class ClusterStore:
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
         if tracked is not None:
-            self.on_dropped(tracked.controller)
+            self.on_dropped(tracked.controller, tracked.generations)
         if tracked is not None and final:
             tracked.ended = True
             self._final_writes[key] = task = asyncio.create_task(self._write_final(tracked))

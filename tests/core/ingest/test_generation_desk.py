@@ -193,6 +193,19 @@ def test_requests_for_other_jobs_and_attempts_are_refused() -> None:
     run(work())
 
 
+def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
+    async def work() -> None:
+        host = OneJob()
+        desk = GenerationDesk(host)
+        polling = asyncio.create_task(poll(desk))
+        while not server_waits(desk):
+            await asyncio.sleep(0)
+        desk.dropped(host.job)
+        assert (await polling).status == 404, "so that it asks elsewhere"
+
+    run(work())
+
+
 def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
     async def work() -> None:
         host = OneJob()

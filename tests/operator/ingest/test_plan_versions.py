@@ -705,7 +705,7 @@ class Replica(Host):
         super().__init__(api, clock)
         cluster: Any = self
         self.share = Share(cluster, self.store, lambda _: self.has_it)
-        self.store.on_dropped = self.handler.dropped
+        self.store.on_dropped = lambda job, _: self.handler.dropped(job)
         self.share.changed(KEY, copy.deepcopy(api.job))
         assert self.share.elsewhere(*KEY) == api.job["metadata"]["uid"]
 

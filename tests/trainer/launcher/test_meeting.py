@@ -1,7 +1,8 @@
-"""A launcher whose ingest is away, or refuses it."""
+"""A launcher whose ingest is away, refuses it, or is another replica."""
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch import free_port
+from played_replica import Replica, certificate
 
 from pipemorph.wire import GenerationState
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
@@ -55,7 +57,7 @@ def meeting(tmp_path: Path, port: int, notes: list[str]) -> Meeting:
     endpoint = Endpoint.from_env(
         {"PIPEMORPH_INGEST_URL": url, "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token")}, "a", "b"
     )
-    assert endpoint.url == f"{url}/v1/jobs/a/b/generation"
+    assert endpoint.path == "/v1/jobs/a/b/generation"
     return Meeting(endpoint, 1, 0, notes.append)
 
 
@@ -101,3 +103,44 @@ def test_a_generation_that_is_over_before_this_pod_heard_of_it_is_not_started(
     assert met == "the wait was interrupted"
     told = [json.loads(text).get("generation") for _, text in host.asked]
     assert told[:2] == [2, 3]
+
+
+def test_a_launcher_goes_to_the_owner_that_a_replica_names_and_stays_there(tmp_path: Path) -> None:
+    made = certificate(tmp_path, "localhost")
+    first, second, stranger = Replica(made), Replica(made), Replica(None)
+    second.says = GenerationState(attempt=0, generation=4).model_dump()
+    first.says = GenerationState(attempt=0, generation=5).model_dump()
+    first.serves = False
+    (tmp_path / "token").write_text("secret")
+
+    async def work() -> None:
+        async with first.running(), second.running(), stranger.running():
+            endpoint = Endpoint.from_env(
+                {
+                    "PIPEMORPH_INGEST_URL": f"https://localhost:{first.port}",
+                    "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token"),
+                    "PIPEMORPH_CA_FILE": str(made[0]),
+                },
+                "a",
+                "b",
+            )
+
+            async def asks() -> int:
+                state = await asyncio.to_thread(endpoint.ask, {}, b"{}", 5.0)
+                return state.generation
+
+            first.owner = f"127.0.0.1:{stranger.port}"
+            with pytest.raises(OSError):
+                await asks()
+            assert stranger.asked == [], "the token is for the ingest alone"
+            first.owner = f"127.0.0.1:{second.port}"
+            assert [await asks() for _ in range(3)] == [4] * 3
+            assert (len(first.asked), len(second.asked)) == (2, 3)
+            second.serves, second.owner = False, f"127.0.0.1:{first.port}"
+            with pytest.raises(OSError, match="answered 421"):
+                await asks()
+            assert (len(first.asked), len(second.asked)) == (3, 4), "each is asked once"
+            first.serves = True
+            assert await asks() == 5
+
+    asyncio.run(asyncio.wait_for(work(), 30.0))

@@ -9,18 +9,17 @@ import logging
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import SplitResult, urlencode, urlsplit
 
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
+from pipemorph.wire.owner import owner_in
 
 log = logging.getLogger("pipemorph.launcher")
 
@@ -40,26 +39,41 @@ class Refused(Exception):
     """The ingest does not take this pod's word."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the ingest answers launchers of the job, and how they prove to be some."""
+_NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
 
-    url: str
+
+@dataclass
+class Endpoint:
+    """Where the ingest answers launchers of the job, and how they prove to be some. For any thread.
+
+    Requests go to the Service's address, ``base``, which leads to any replica, until one names the
+    one that serves the job (:mod:`pipemorph.wire.owner`), and then to that one until it fails.
+    """
+
+    base: SplitResult
+    path: str
     token_file: Path | None
     authority: str | None
     """PEM file with the authority of the ingest's certificate; None: the system's."""
+    owner: str | None = None
 
     @staticmethod
     def from_env(environ: Mapping[str, str], namespace: str, job: str) -> Endpoint:
         """Raises :class:`InputError` if the operator's variable is missing."""
-        base = environ.get("PIPEMORPH_INGEST_URL", "")
-        if not base.startswith(("http://", "https://")):
+        text = environ.get("PIPEMORPH_INGEST_URL", "")
+        try:
+            base = urlsplit(text.rstrip("/"))
+            known = base.scheme in ("http", "https") and base.hostname and base.port != 0
+        except ValueError:
+            known = False
+        if not known:
             raise InputError(
-                f"PIPEMORPH_INGEST_URL is {one_line(base)!r}; expected http(s)://HOST:PORT"
+                f"PIPEMORPH_INGEST_URL is {one_line(text)!r}; expected http(s)://HOST:PORT"
             )
         token = environ.get("PIPEMORPH_TOKEN_FILE")
         return Endpoint(
-            f"{base.rstrip('/')}/v1/jobs/{namespace}/{job}/generation",
+            base,
+            f"{base.path}/v1/jobs/{namespace}/{job}/generation",
             Path(token) if token else None,
             environ.get("PIPEMORPH_CA_FILE") or None,
         )
@@ -67,38 +81,74 @@ class Endpoint:
     def ask(self, query: Mapping[str, str], body: bytes | None, seconds: float) -> GenerationState:
         """One request: POST with a ``body``, else GET. Raises OSError, ValueError or
         http.client.HTTPException if there is no answer, and :class:`Refused`."""
+        asked = self.owner
+        status, said = self._request(asked, query, body, seconds)
+        if status == HTTPStatus.MISDIRECTED_REQUEST:
+            named = owner_in(said) if self.base.scheme == "https" else None
+            self.owner = None
+            if named is not None and named != asked:
+                status, said = self._request(named, query, body, seconds)
+                if status != HTTPStatus.MISDIRECTED_REQUEST:
+                    self.owner = named
+        if status == HTTPStatus.OK:
+            try:
+                return GenerationState.model_validate_json(said)
+            except ValidationError as error:
+                raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
+        why = f"the ingest answered {status}: {_reason(said)}"
+        if status in FINAL:
+            raise Refused(why)
+        raise OSError(why)
+
+    def _request(
+        self, owner: str | None, query: Mapping[str, str], body: bytes | None, seconds: float
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer. Without proxies, as the agent."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self.token_file is not None:
             # Projected tokens are renewed in place.
             headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
-        trust = ssl.create_default_context(cafile=self.authority)
-        # Without proxies, as the agent.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
-        )
-        url = f"{self.url}?{urllib.parse.urlencode(query)}"
-        request = urllib.request.Request(url, data=body, headers=headers)
+        connection = self._connection(owner, seconds)
         try:
-            with opener.open(request, timeout=seconds) as answer:
-                return GenerationState.model_validate_json(answer.read(MOST_ANSWER_BYTES))
-        except urllib.error.HTTPError as error:
-            why = _why(error)
-            if error.code in FINAL:
-                raise Refused(why) from None
-            raise OSError(why) from None
-        except ValidationError as error:
-            raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
+            where = f"{self.path}?{urlencode(query)}"
+            connection.request("GET" if body is None else "POST", where, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(MOST_ANSWER_BYTES)
+        except _NO_ANSWER:
+            if owner is not None and self.owner == owner:
+                self.owner = None
+            raise
+        finally:
+            connection.close()
+
+    def _connection(self, owner: str | None, seconds: float) -> http.client.HTTPConnection:
+        name = self.base.hostname or ""
+        at = urlsplit(f"//{owner}") if owner is not None else self.base
+        if self.base.scheme == "http":
+            return http.client.HTTPConnection(name, self.base.port, timeout=seconds)
+        trust = ssl.create_default_context(cafile=self.authority)
+        return _Replica(name, at.hostname or "", at.port, context=trust, timeout=seconds)
 
 
-def _why(error: urllib.error.HTTPError) -> str:
+class _Replica(http.client.HTTPSConnection):
+    """A connection to an address that has to prove the name of the Service, ``name``."""
+
+    def __init__(
+        self, name: str, host: str, port: int | None, *, context: ssl.SSLContext, timeout: float
+    ) -> None:
+        super().__init__(host, port, context=context, timeout=timeout)
+        self._name, self._trust = name, context
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._trust.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _reason(said: bytes) -> str:
     try:
-        said = str(json.loads(error.read(4096))["error"])
-    except (ValueError, TypeError, KeyError, OSError):
-        said = str(error.reason)
-    return f"the ingest answered {error.code}: {one_line(said)}"
-
-
-_NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
+        return one_line(str(json.loads(said)["error"]))
+    except (ValueError, TypeError, KeyError):
+        return "without a reason"
 
 
 class Meeting:

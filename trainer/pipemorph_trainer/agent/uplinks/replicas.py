@@ -4,16 +4,13 @@ Requests go to the Service's address, which leads to any replica. One that does 
 answers 421, with the address of the one that does, its owner. From then on requests go there, until
 one of them fails.
 
-An answer may name any address. So the token is sent only over TLS, and only to who has a
-certificate for the *Service's* name that the authority of the job's ingest has signed. Without TLS
-no owner is followed: the agent tries the Service again, which leads to the owner now and then.
+What is followed is in :mod:`pipemorph.wire.owner`. Without TLS no owner is: the agent tries the
+Service again, which leads to the owner now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
@@ -21,6 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+
+from pipemorph.wire.owner import owner_in
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -66,7 +65,7 @@ class Replicas:
                     if answer.status != HTTPStatus.MISDIRECTED_REQUEST:
                         yield answer
                         return
-                    named = self._named(await answer.read())
+                    named = owner_in(await answer.read()) if self._name else None
                     if last or named is None or named == owner:
                         self._left(owner)
                         yield answer
@@ -84,27 +83,3 @@ class Replicas:
         if owner is not None and self._owner == owner:
             log.info("the replica of the ingest at %s does not serve this job any more", owner)
             self._owner = None
-
-    def _named(self, answer: bytes) -> str | None:
-        """The owner that an answer names; None if none that may be followed."""
-        if self._name is None:
-            return None
-        try:
-            owner = json.loads(answer).get("owner")
-        except (ValueError, AttributeError):
-            return None
-        if owner is None or _is_address(owner):
-            return None if owner is None else str(owner)
-        log.warning("a replica of the ingest names %.100r as owner; expected ADDRESS:PORT", owner)
-        return None
-
-
-def _is_address(text: object) -> bool:
-    """Whether this is an IP address and a port, and nothing else that a URL may contain."""
-    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    shown = f"[{address}]" if address.version == 6 else str(address)
-    return shown == host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
