@@ -15,6 +15,7 @@ from pipemorph.api.base import FieldError as FieldError  # noqa: PLC0414 - publi
 from pipemorph.api.base import SpecModel as SpecModel  # noqa: PLC0414
 from pipemorph.api.parallelism import Parallelism as Parallelism  # noqa: PLC0414
 from pipemorph.api.placement import Placement
+from pipemorph.api.recovery import Recovery
 from pipemorph.api.template import check_template
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.problem import MAX_CELLS
@@ -445,6 +446,7 @@ class JobSpec(SpecModel):
         default=None, description="Where and how a cluster places the ranks."
     )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
+    recovery: Recovery = Field(default_factory=Recovery)
     suspend: bool = False
     managed_by: str | None = None
     active_deadline_seconds: int | None = Field(default=None, ge=1)

@@ -42,7 +42,8 @@ from pipemorph_trainer.preparation import (
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.gradients import Replicas
-from pipemorph_trainer.state.kept.keeper import Keeper, Resumed
+from pipemorph_trainer.state.kept.keeper import Keeper
+from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
@@ -198,7 +199,7 @@ class Parts:
         self.extra = Extra(state or {}, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
-        if context.kept_dir is not None:
+        if context.kept_dir is not None and self.settings.snapshot_iterations > 0:
             self.keeper = self._open_keeper(context.kept_dir)
 
     def _reducer(self) -> Reducer | None:
@@ -247,7 +248,7 @@ class Parts:
         )
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
-            generation=self._generation,
+            generation=self._generation, every=self.settings.snapshot_iterations,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper
@@ -277,19 +278,28 @@ class Parts:
     def resume(self) -> Resumed:
         """Go on with the state that an earlier generation has kept, or else with the newest
         checkpoint, if requested."""
-        why = ""
-        if self.keeper is not None and self._generation > 0:
-            found = self.keeper.resume()
+        asked, why, iteration = self.settings.checkpoint, "", 0
+        checkpoints = self.checkpoints if asked is not None and asked.resume else None
+        if self.keeper is None and self._generation > 0:
+            why = "ranks keep nothing in memory"
+        elif self.keeper is not None and self._generation > 0:
+            found = self.keeper.resume(checkpoints.newest() if checkpoints is not None else 0)
             if isinstance(found, Resumed):
+                self.keeper.began_with(found.iteration)
                 return found
             why = found
         elif self.keeper is not None:
             self.keeper.clear()
-        asked = self.settings.checkpoint
-        iteration = 0
-        if self.checkpoints is not None and asked is not None and asked.resume:
-            iteration = self.checkpoints.resume()
+        if checkpoints is not None:
+            iteration = checkpoints.resume()
+        if self.keeper is not None:
+            self.keeper.began_with(iteration)
         return Resumed(iteration, "checkpoint" if iteration else "beginning", why)
+
+    def meet_neighbours(self) -> None:
+        """Begin to send copies of the state to another pod, if that is wanted."""
+        if self.keeper is not None and self.settings.neighbours_hold_copies:
+            self.keeper.meet_neighbours(self.settings.deadline_seconds)
 
     def leave_traces(self, iterations: int) -> None:
         """Write the rest of the traces. ``iterations``: number of finished ones. Idempotent."""
@@ -309,6 +319,8 @@ class Parts:
         self.control.close()
         if self.agent is not None:
             self.agent.close()
+        if self.keeper is not None:
+            self.keeper.close(goodbye=goodbye)
         if self.links.staging is not None:
             self.links.staging.close(abandon=not goodbye)
         if self.links.engine is not None:

@@ -38,7 +38,7 @@ from pipemorph_trainer.settings import (
 )
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
-from pipemorph_trainer.state.kept.keeper import Resumed, leave_word
+from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -111,6 +111,9 @@ class Pipeline:
             they have one name in checkpoints. Their optimizers have to be equal.
         state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
             with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
+        snapshot_iterations: iterations from one copy of the state in memory to the next, if the
+            host has given a folder for them; 0: none; default: 1.
+        neighbour: whether pods hold copies of each other's state; default: with one replica.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
@@ -146,6 +149,8 @@ class Pipeline:
         split: str = "auto",
         tied: Sequence[Any] | None = None,
         state: Mapping[str, Any] | None = None,
+        snapshot_iterations: int | None = None,
+        neighbour: bool | None = None,
         scaler: GradScaler | None = None,
         control: ControlClient | None = None,
     ) -> None:
@@ -160,6 +165,7 @@ class Pipeline:
             "engine": engine, "queues": queues, "direct_duplex": direct_duplex,
             "direct_sends": direct_sends, "checkpoint": checkpoint, "host_memory": host_memory,
             "recompute": recompute,
+            "snapshot_iterations": snapshot_iterations, "neighbour": neighbour,
         }  # fmt: skip
         self._parts = Parts(
             stage, context, given,
@@ -187,12 +193,13 @@ class Pipeline:
         self.start_iteration = resumed.iteration
         self._parts.iterations.adopt(resumed.unreported)
         self.iteration = self._over = self._saved = self.start_iteration
-        if resumed.rung in ("kept", "replica") and self.start_iteration > 0:
+        if resumed.from_memory and self.start_iteration > 0:
             # If a checkpoint of this iteration is due, it may not have been finished.
             self._saved -= 1
         self._mark()
-        if resumed.rung not in ("kept", "replica"):
+        if not resumed.from_memory:
             self._keep()
+        self._parts.meet_neighbours()
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         self._parts.reporter.publish(message=self._told(resumed))
@@ -603,12 +610,13 @@ class Pipeline:
 
     def _mark(self) -> None:
         """Say that the batch of the next iteration has not been drawn yet."""
+        keeper = self._parts.keeper
+        if keeper is not None and keeper.mark(self.iteration):
+            return
         if self._leaving or self._due(self.iteration, after=self._saved):
             self._parts.extra.mark()
         else:
             self._parts.extra.unmark()
-        if self._parts.keeper is not None:
-            self._parts.keeper.mark()
 
     def _keep(self) -> None:
         """Copy the state before the next iteration. Before anybody is told that the last one is

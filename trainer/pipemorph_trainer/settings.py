@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.recovery import Recovery
 from pipemorph.api.spec import Checkpoint, Fault, JobSpec
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -55,8 +56,19 @@ class Settings:
     host_memory: int | None = None
     recompute: RecomputeChoice = "never"
     direct_sends: int | None = None
+    snapshot_iterations: int = 1
+    neighbour: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.snapshot_iterations < 0:
+            raise InputError(
+                f"snapshot_iterations is {self.snapshot_iterations}; expected 0 or more"
+            )
+        if self.neighbour and self.snapshot_iterations == 0:
+            raise InputError(
+                "neighbour is True, and snapshot_iterations is 0: nothing is kept; expected at"
+                " least 1"
+            )
         if self.recompute not in get_args(RecomputeChoice):
             raise InputError(f"recompute is {self.recompute!r}; expected never or auto")
         if self.direct_sends is not None and self.direct_sends < 1:
@@ -81,11 +93,19 @@ class Settings:
             checkpoint=spec.checkpoint,
             host_memory=adaptation.host_memory if adaptation.allow_offload else None,
             recompute=spec.schedule.recompute,
+            snapshot_iterations=spec.recovery.snapshot_iterations,
+            neighbour=spec.recovery.neighbour,
         )
 
     @property
     def stages(self) -> int:
         return self.mesh.stages
+
+    @property
+    def neighbours_hold_copies(self) -> bool:
+        """Whether pods hold copies of each other's state."""
+        asked = Recovery(snapshot_iterations=self.snapshot_iterations, neighbour=self.neighbour)
+        return asked.with_neighbours(self.mesh.replicas)
 
     @property
     def stages_per_rank(self) -> int:
@@ -177,6 +197,8 @@ MANIFEST = {
     "checkpoint": "checkpoint",
     "host_memory": "adaptation.hostMemory",
     "recompute": "schedule.recompute",
+    "snapshot_iterations": "recovery.snapshotIterations",
+    "neighbour": "recovery.neighbour",
 }
 """Field in ``spec`` of each setting."""
 

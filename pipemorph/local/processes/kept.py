@@ -13,8 +13,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a generation began with, as rank 0 says. ``rung``: ``kept``, ``replica``, ``checkpoint``
-    or ``beginning``. ``why``: why not with something newer; empty if there was nothing."""
+    """What a generation began with, as rank 0 says. ``rung``: ``kept``, ``replica``, ``neighbour``,
+    ``checkpoint`` or ``beginning``. ``why``: why not with something newer; empty if there was
+    nothing."""
 
     iteration: int
     rung: str
@@ -24,6 +25,7 @@ class Resumed:
         where = {
             "kept": "the ranks' own copies",
             "replica": "copies of other replicas",
+            "neighbour": "copies in other pods",
             "checkpoint": "a checkpoint",
             "beginning": "the beginning",
         }.get(self.rung, self.rung)

@@ -112,7 +112,8 @@ class Reports(NoControl):
 @dataclass(frozen=True)
 class Case:
     """``mesh``: its sizes by dimension. ``early``: steps do not wait for their gradient norm.
-    ``accumulate``: steps of an accumulation. ``drawn``: random numbers are drawn."""
+    ``accumulate``: steps of an accumulation. ``drawn``: random numbers are drawn. ``every``,
+    ``neighbour``: the pipeline's ``snapshot_iterations`` and ``neighbour``."""
 
     mesh: dict[str, int] = field(default_factory=lambda: {"pp": 2, "dp_replicate": 2})
     per_rank: int = 1
@@ -120,6 +121,8 @@ class Case:
     accumulate: int = 1
     bounds: tuple[float, ...] = (1.0,) * UNTIL
     drawn: bool = True
+    every: int = 1
+    neighbour: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -184,6 +187,7 @@ def train(
         build, context=context, mesh=mesh, stages_per_rank=case.per_rank, microbatches=N,
         loss_fn=nn.functional.mse_loss, optimizer=optimizer_of, checkpoint=checkpoint,
         state={"scheduler": Scheduler(), "data": loader}, deadline_seconds=60,
+        snapshot_iterations=case.every, neighbour=case.neighbour,
         control=Reports(context.kept_dir / "reports") if context.kept_dir is not None else None,
     ) as pipe:  # fmt: skip
         batches = iter(loader)
@@ -347,6 +351,34 @@ def test_a_rank_without_memory_takes_that_of_its_replica(
     assert (word["rung"], word["iteration"]) == ("replica", 3)
     assert "of rank 0, 3 nothing was left" in word["why"]
     compare(found, whole, 3)
+
+
+def test_copies_of_every_few_iterations(tmp_path: Path) -> None:
+    """Iterations since the last copy run again, at most as many as lie between two copies."""
+    case = Case({"pp": 2}, every=4)
+    whole = run_ranks(case.ranks, train, case, {})
+    kills = [(1, "backward", 6), (0, "optimized", 7), (1, "drawn", 8)]
+    found, words = survive(case, kills, tmp_path / "kept")
+    assert [(word["rung"], word["iteration"]) for word in words] == [("kept", 4)] * 3
+    compare(found, whole, 4)
+
+
+def test_a_checkpoint_that_is_newer_than_the_copies(tmp_path: Path) -> None:
+    case, folder = Case({"pp": 2}, every=8, drawn=False), str(tmp_path / "checkpoints")
+    whole = run_ranks(case.ranks, train, case, {})
+    found, (word,) = survive(case, [(1, "backward", 7)], tmp_path / "kept", folder)
+    assert (word["rung"], word["iteration"]) == ("checkpoint", 6)
+    assert word["why"] == "the newest that all ranks have kept is iteration 0"
+    compare(found, whole, 6)
+
+
+def test_nothing_is_kept_if_that_is_asked(tmp_path: Path) -> None:
+    case = Case({"pp": 2}, every=0)
+    whole = run_ranks(case.ranks, train, case, {})
+    found, (word,) = survive(case, [(1, "backward", 3)], tmp_path / "kept")
+    assert (word["rung"], word["why"]) == ("beginning", "ranks keep nothing in memory")
+    assert not list((tmp_path / "kept").glob("rank-*"))
+    compare(found, whole, 0)
 
 
 def test_a_lost_shard_without_a_replica_comes_from_the_checkpoint(tmp_path: Path) -> None:

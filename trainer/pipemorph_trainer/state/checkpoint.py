@@ -172,6 +172,11 @@ class Checkpoints:
             for old in self._finished()[: -self._asked.keep]:
                 _remove(old)
 
+    def newest(self) -> int:
+        """The iteration of the newest finished checkpoint that this rank sees; 0 without one."""
+        finished = self._finished()
+        return int(finished[-1].name.removeprefix("iteration-")) if finished else 0
+
     def resume(self) -> int:
         """Load the newest finished checkpoint; returns the iteration to continue with, 0 if there
         is none.

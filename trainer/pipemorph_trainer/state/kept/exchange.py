@@ -1,11 +1,14 @@
-"""Sends copies of a rank's state to ranks that lack one, over the control group."""
+"""Sends copies of a rank's state to other ranks, over a group: hashed, and in pieces.
+
+First the *head*: what a copy is of and its form, so that the receiver makes room; then the bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +22,38 @@ PIECE_BYTES = 16 << 20
 """Bytes per message."""
 
 
-def send(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
-    """Send a copy to a rank, which calls :func:`receive`."""
-    content = copy.object
-    head = [[list(entry) for entry in copy.form], len(content), copy.mark]
+class Head(NamedTuple):
+    """What is to come. ``length``: bytes of what is no tensor."""
+
+    entries: list[list[Any]]
+    length: int
+    mark: dict[str, Any]
+
+    def make(self, path: Path) -> Copy:
+        """A file for it. Raises :class:`OSError` if there is no memory for it."""
+        return Copy.create(path, form_of(self.entries), self.length)
+
+    def fits(self, copy: Copy) -> bool:
+        return copy.fits(form_of(self.entries), self.length)
+
+
+def send_head(copy: Copy | None, to: int, group: dist.ProcessGroup) -> None:
+    """``copy``: the one to be sent; None: there is none."""
+    head = None
+    if copy is not None:
+        head = Head([list(entry) for entry in copy.form], len(copy.object), copy.mark)
     dist.send_object_list([head], to, group=group)
+
+
+def receive_head(source: int, group: dist.ProcessGroup) -> Head | None:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, source, group=group)
+    head: Head | None = box[0]
+    return head
+
+
+def send_body(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
+    content = copy.object
     digest = hashlib.blake2b(content, digest_size=32)
     _post(dist.isend, torch.frombuffer(bytearray(content), dtype=torch.uint8), to, group, wait)
     for piece in _pieces(copy.raw()):
@@ -33,18 +63,11 @@ def send(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
     _post(dist.isend, sent, to, group, wait)
 
 
-def receive(
-    path: Path, source: int, group: dist.ProcessGroup, wait: Wait
-) -> tuple[Copy, dict[str, Any]]:
-    """Receive a copy into the file ``path``. Returns it, not whole yet, and its mark.
-
-    Raises :class:`OSError` if there is no memory for it, and :class:`PipelineError` if its bytes
-    are not those that were sent.
-    """
-    box: list[Any] = [None]
-    dist.recv_object_list(box, source, group=group)
-    entries, length, mark = box[0]
-    copy = Copy.create(path, form_of(entries), length)
+def receive_body(
+    copy: Copy, length: int, source: int, group: dist.ProcessGroup, wait: Wait
+) -> bool:
+    """Receive into ``copy``, which is not whole. Returns whether its bytes are those that were
+    sent."""
     content = torch.empty(length, dtype=torch.uint8)
     _post(dist.irecv, content, source, group, wait)
     digest = hashlib.blake2b(content.numpy().data, digest_size=32)
@@ -53,10 +76,28 @@ def receive(
         digest.update(piece.numpy().data)
     told = torch.empty(32, dtype=torch.uint8)
     _post(dist.irecv, told, source, group, wait)
-    if told.numpy().tobytes() != digest.digest():
-        raise PipelineError(f"the state that rank {source} sent arrived with other bytes")
     copy.write_object(content.numpy().tobytes())
-    return copy, mark
+    return told.numpy().tobytes() == digest.digest()
+
+
+def send(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
+    """Send a copy to a rank, which calls :func:`receive`."""
+    send_head(copy, to, group)
+    send_body(copy, to, group, wait)
+
+
+def receive(
+    source: int, group: dist.ProcessGroup, wait: Wait, room: Callable[[Head], Copy]
+) -> dict[str, Any]:
+    """Receive a copy into the one that ``room`` makes. Returns its mark.
+
+    Raises :class:`PipelineError` if its bytes are not those that were sent.
+    """
+    head = receive_head(source, group)
+    assert head is not None, "this rank was told that there is a copy"
+    if not receive_body(room(head), head.length, source, group, wait):
+        raise PipelineError(f"the state that rank {source} sent arrived with other bytes")
+    return head.mark
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -66,5 +107,5 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _post(how: Any, piece: Tensor, other: int, group: dist.ProcessGroup, wait: Wait) -> None:
-    # The control group has all ranks, so its numbers are theirs.
+    # The group has all ranks, so its numbers are theirs.
     wait(how(piece, other, group=group))

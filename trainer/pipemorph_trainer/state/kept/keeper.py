@@ -8,42 +8,43 @@ of one iteration all ranks have one. A rank writes them itself, before it begins
 are in files of the host's in memory, and outlive a process that is killed at any moment.
 
 A rank whose memory is gone too, with its machine or pod, takes the copy of another that holds the
-same part of the model: of another replica.
+same part of the model: of another replica. Or it gets its own from another pod (:mod:`.neighbour`).
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import logging
 import os
 import pickle
 import re
 import time
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipemorph.api.mesh import DATA, DIMENSIONS
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.gradients import levelled_over
-from pipemorph_trainer.state.kept.choice import Choice, Offer, choose
-from pipemorph_trainer.state.kept.copies import Copy, remove, room
-from pipemorph_trainer.state.kept.exchange import receive, send
+from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
+from pipemorph_trainer.state.kept.copies import Copy, Form, form_of, room
+from pipemorph_trainer.state.kept.exchange import Head, receive, send
+from pipemorph_trainer.state.kept.held import HeldCopies
+from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
+from pipemorph_trainer.state.kept.resumed import Resumed
+from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values
+from pipemorph_trainer.topology.machine import this_machine
 from pipemorph_trainer.topology.placement import Placement
 from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
-
-Rung = Literal["kept", "replica", "checkpoint", "beginning"]
-"""Where the state of a generation comes from: the ranks' own copies, some of other replicas', a
-checkpoint, or nowhere."""
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
@@ -53,38 +54,21 @@ _numbers = itertools.count(1)
 """Of the pipelines of this process."""
 
 
-class Resumed(NamedTuple):
-    """Where the state of this generation comes from. ``why``: why not from a newer iteration, or
-    from a higher rung; empty if there was none."""
-
-    iteration: int
-    rung: Rung
-    why: str = ""
-    unreported: Sequence[IterationSample] = ()
-    """Earlier iterations that may not have been reported."""
-
-    def __str__(self) -> str:
-        told = {
-            "kept": f"went on with iteration {self.iteration} from its ranks' memory",
-            "replica": f"went on with iteration {self.iteration} from memory of other replicas",
-            "checkpoint": f"resumed from the checkpoint of iteration {self.iteration}",
-            "beginning": "began from the beginning",
-        }[self.rung]
-        return f"{told} ({self.why})" if self.why else told
-
-
 class _Told(NamedTuple):
-    """What a rank tells of its copies. ``size``: bytes of the largest; ``room``: that it has."""
+    """What a rank tells of its copies. ``held``: of other ranks; ``size``: bytes of the largest;
+    ``room``: that it has; ``saved``: the iteration of the newest checkpoint."""
 
-    mesh: str
     offers: tuple[Offer, ...]
+    held: Held
     size: int
     room: int
+    saved: int
     reason: str
 
 
 class Keeper:
-    """The copies of this rank's state, in ``folder``. Main thread only.
+    """The copies of this rank's state, in ``folder``, before every ``every`` iterations. Main
+    thread only.
 
     They are in a subfolder ``rank-<RANK>.generation-<G>``, which every generation takes over.
     """
@@ -98,28 +82,60 @@ class Keeper:
         wait: CollectiveWait,
         *,
         generation: int,
+        every: int = 1,
     ) -> None:
         self._number = next(_numbers)
-        self._values, self._world, self._wait = values, world, wait
-        self._paths: list[Path] = []
-        self._slots = _slots(world, placements, shared=values.shared)
-        self._copies: list[Copy | None] = [None, None]
-        self._newest = 0
-        """Index of the copy that was written last."""
-        self._why = values.refusal() or self._open(folder, generation)
+        self._folder, self._values, self._world, self._wait = folder, values, world, wait
+        self._every, self._began_with = every, 0
+        self._alike = _slots(world, placements, shared=values.shared)
+        mine = folder / f"rank-{world.coordinate.rank}.generation-{generation}"
+        self._slots, self._held = Slots(mine), HeldCopies(mine)
+        self._neighbour: Neighbour | None = None
+        self._why = values.refusal() or self._open(folder, mine)
         """Why this rank keeps nothing; empty if it does."""
         self._inside = False
         """Whether an iteration runs, in which a step may be taken again."""
+        self._due_next = True
         if self._why:
             self._tell()
         elif values.optimizer is not None:
             # It may draw random numbers, such as for stochastic rounding.
             values.optimizer.register_step_post_hook(self._after_step)
 
-    def _open(self, folder: Path, generation: int) -> str:
+    def meet_neighbours(self, deadline: float) -> None:
+        """Begin to send copies to another pod, if the job has several, from the next one on.
+        Collective over all ranks. ``deadline``: longest wait for a message, seconds."""
+        pod = "" if self._why else _pod(self._folder)
+        told = self._world.tell_all(pod)
+        ring = Ring(told)
+        if ring.pods < 2 or not all(told):
+            if ring.pods > 1 and self._world.coordinate.rank == 0:
+                without = [rank for rank, each in enumerate(told) if not each]
+                log.warning("no pod holds copies of another: rank %d keeps nothing", without[0])
+            return
+        group = self._world.groups.new(backend="gloo", group_desc="pipemorph copies")
+        self._neighbour = Neighbour(
+            str(self._world.coordinate), ring, self._slots, self._held, group=group,
+            deadline=deadline,
+        )  # fmt: skip
+
+    @property
+    def neighbour(self) -> Neighbour | None:
+        """What sends copies to another pod, if anything does."""
+        return self._neighbour
+
+    def close(self, *, goodbye: bool) -> None:
+        """End what runs beside. ``goodbye``: all ranks do so."""
+        if self._neighbour is not None:
+            self._neighbour.close(goodbye=goodbye)
+
+    def _due(self, iteration: int) -> bool:
+        """Whether the state before an iteration is kept: the same on all ranks."""
+        return iteration % self._every == 0 or iteration == self._began_with
+
+    def _open(self, folder: Path, mine: Path) -> str:
         """Take over this rank's subfolder, or make one. Returns why that is not possible."""
         rank = self._world.coordinate.rank
-        mine = folder / f"rank-{rank}.generation-{generation}"
         try:
             found = {
                 int(match[2]): path
@@ -133,7 +149,6 @@ class Keeper:
                 path.rename(mine)
         except OSError as error:
             return f"{folder}: {error.strerror}"
-        self._paths = [mine / "a", mine / "b"]
         return why
 
     def _lock(self, path: Path) -> str:
@@ -155,14 +170,18 @@ class Keeper:
     def _tell(self) -> None:
         log.warning("%s keeps no state in memory: %s", self._world.coordinate, self._why)
 
-    def mark(self) -> None:
-        """Say that an iteration is over, and the batch of the next one has not been drawn yet."""
+    def mark(self, iteration: int) -> bool:
+        """Say that an iteration is over, and the batch of the next one, ``iteration``, has not been
+        drawn yet. Returns whether the state is kept before that, with what batches are drawn from
+        as it is now."""
         self._inside = False
-        if not self._why:
+        self._due_next = self._due(iteration) and not self._why
+        if self._due_next:
             self._values.mark()
+        return self._due_next
 
     def _after_step(self, *_: Any) -> None:
-        if not self._inside and not self._why:
+        if self._due_next and not self._inside and not self._why:
             self._values.mark_random()
 
     def begin(
@@ -173,35 +192,54 @@ class Keeper:
         synchronized: bool,
         pending: bool,
     ) -> None:
-        """Copy the state before an iteration. ``unreported``: iterations that have not been
-        reported. ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
+        """Copy the state before an iteration, if it is one that is kept. ``unreported``: iterations
+        that have not been reported. ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
         if self._why:
             return
         self._inside = True
-        index = 1 - self._newest
+        if not self._due(iteration):
+            return
         offer = Offer(iteration, "pending" if pending else "final", synchronized)
         try:
             form, values, content = self._values.take(unreported)
-            copy = self._copies[index]
-            if copy is None or not copy.fits(form, len(content)):
-                self._copies[index] = None
-                copy = self._copies[index] = Copy.create(self._paths[index], form, len(content))
+            slot = self._make_room(form, len(content))
         except (OSError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
             # Of pickling: any of the last four.
             self._stop(error)
             return
-        copy.begin()
-        copy.write(values)
-        copy.write_object(content)
-        copy.finish(self._mark_of(offer))
-        self._newest = index
+        self._write(slot, values, content, offer)
 
-    def _mark_of(self, offer: Offer) -> dict[str, Any]:
+    def _make_room(self, form: Form, object_bytes: int) -> Slot:
+        try:
+            return self._slots.begin(form, object_bytes)
+        except OSError as error:
+            if self._neighbour is None or not self._slots.pinned:
+                raise
+            # A copy that another pod needs takes the place of one that this rank needs.
+            self._neighbour.end(str(error.strerror))
+            self._slots.unpin_all()
+            return self._slots.begin(form, object_bytes)
+
+    def _write(
+        self, slot: Slot, values: Mapping[str, Tensor], content: bytes, offer: Offer
+    ) -> None:
+        assert slot.copy is not None
+        slot.copy.begin()
+        slot.copy.write(values)
+        slot.copy.write_object(content)
+        self._finish(slot, offer)
+
+    def _finish(self, slot: Slot, offer: Offer) -> None:
+        """A slot holds a whole copy."""
         mesh = self._world.coordinate.mesh.described()
-        return {"offer": list(offer), "mesh": mesh, "pipeline": self._number}
+        self._slots.finish(slot, offer, {"mesh": mesh, "pipeline": self._number})
+        if self._neighbour is not None and offer.step != "pending":
+            self._neighbour.offer(offer.iteration)
 
     def _stop(self, error: Exception) -> None:
         self._why = str(error.strerror if isinstance(error, OSError) else error)
+        if self._neighbour is not None:
+            self._neighbour.end("this rank keeps nothing")
         self._remove()
         self._tell()
 
@@ -211,105 +249,106 @@ class Keeper:
             self._remove()
 
     def _remove(self) -> None:
-        self._copies = [None, None]
-        for path in self._paths:
-            remove(path)
+        self._slots.remove()
+        self._held.remove()
 
-    def _pending(self) -> tuple[Copy, Offer] | None:
+    def began_with(self, iteration: int) -> None:
+        """The first iteration of this generation, which is kept as well."""
+        self._began_with = iteration
+
+    def _pending(self) -> tuple[Slot, Offer] | None:
         """The newest copy, if the optimizer's step before it was not known to stand."""
-        copy = self._copies[self._newest]
-        if copy is None or not copy.whole:
+        slot = self._slots.newest()
+        if slot is None or slot.offer is None:
             return None
-        offer = Offer(*copy.mark["offer"])
-        return (copy, offer) if offer.step == "pending" else None
+        return (slot, slot.offer) if slot.offer.step == "pending" else None
 
     def stood(self) -> None:
         """Say that the optimizer's step before this iteration stands as it was taken."""
         found = self._pending()
         if found is not None:
-            copy, offer = found
-            copy.finish(self._mark_of(offer._replace(step="early")))
+            slot, offer = found
+            self._finish(slot, offer._replace(step="early"))
 
     def taken_again(self) -> None:
         """Copy what the optimizer's step before this iteration has changed, which was taken
         again."""
         found = self._pending()
-        if found is None:
-            return
-        copy, offer = found
-        copy.begin()
-        values, content = self._values.take_step()
-        copy.write(values)
-        copy.write_object(content)
-        copy.finish(self._mark_of(offer._replace(step="final")))
+        if found is not None:
+            slot, offer = found
+            values, content = self._values.take_step()
+            self._write(slot, values, content, offer._replace(step="final"))
 
-    def resume(self) -> Resumed | str:
+    def resume(self, saved: int = 0) -> Resumed | str:
         """Go on with the state that was kept; or why that is not possible, and then nothing is
-        changed and all copies are removed. Collective over all ranks.
+        changed and all copies are removed. Collective over all ranks. ``saved``: the iteration of
+        the newest checkpoint, which goes before what is older.
 
         Raises :class:`PipelineError` on all ranks if a copy cannot be used after all.
         """
-        told = self._world.tell_all(self._told())
+        told = self._world.tell_all(self._told(saved))
         found = self._choose(told)
         if isinstance(found, str):
             self._remove()
             return found
         rank, control = self._world.coordinate.rank, self._world.control
-        source = found.sources[rank]
         # In one order on all ranks, so that no two wait for each other.
         for to, other in enumerate(found.sources):
             if other == rank != to:
                 self._wait.waiting.begin(f"rank {to} to take its state")
-                send(self._of(found.iteration), to, control, self._wait)
+                copy = self._of(found.iteration, to if to in found.neighbours else rank)
+                send(copy, to, control, self._wait)
                 self._wait.waiting.end()
             elif to == rank != other:
                 self._wait.waiting.begin(f"its state from rank {other}")
                 self._take(other)
                 self._wait.waiting.end()
-        copy = self._of(found.iteration)
+        copy = self._of(found.iteration, rank)
         misfit = self._values.misfit(copy.form, copy.object)
         for each, why in enumerate(self._world.tell_all(misfit)):
             if why:
                 self._remove()
                 return f"the kept state of rank {each} does not fit its stage: {why}"
-        unreported = self._values.apply(copy, own=source == rank)
-        if source != rank:
+        unreported = self._values.apply(copy, own=found.own(rank))
+        slot = self._slots.of(found.iteration)
+        assert slot is not None
+        # Others are older, or of an iteration that runs again.
+        self._slots.keep_only(slot)
+        self._held.keep_only(found.iteration)
+        if not found.own(rank):
             # It has the random state of the other rank.
             self._values.mark()
             copy.begin()
             copy.write_object(self._values.take()[2])
-            copy.finish(self._mark_of(Offer(found.iteration)))
-        # The other is older, or of an iteration that runs again.
-        self._copies[1 - self._newest] = None
-        remove(self._paths[1 - self._newest])
+            self._finish(slot, Offer(found.iteration))
         return Resumed(
             found.iteration,
-            "kept" if found.exact else "replica",
+            "kept" if found.exact else "neighbour" if found.neighbours else "replica",
             self._inexact(found) or found.why_not_newer,
             unreported,
         )
 
-    def _told(self) -> _Told:
+    def _told(self, saved: int) -> _Told:
         if self._why:
-            return _Told("", (), 0, 0, self._why)
-        offers, size, mesh = [], 0, self._world.coordinate.mesh.described()
-        for index, path in enumerate(self._paths):
-            copy = Copy.open(path)
-            if copy is None or not copy.whole:
-                continue
-            mark = copy.mark
-            if (mark["mesh"], mark["pipeline"]) != (mesh, self._number):
-                continue
-            self._copies[index] = copy
-            offers.append(Offer(*mark["offer"]))
-            size = max(size, path.stat().st_size)
-        return _Told(mesh, tuple(offers), size, room(self._paths[0]), "")
+            return _Told((), {}, 0, 0, saved, self._why)
+        mesh = self._world.coordinate.mesh.described()
+
+        def fits(mark: Mapping[str, Any]) -> bool:
+            return (mark["mesh"], mark["pipeline"]) == (mesh, self._number)
+
+        offers = tuple(self._slots.find(fits))
+        held, size = self._held.offers(fits)
+        left = room(self._slots.folder / "a")
+        return _Told(offers, held, max(size, self._slots.size), left, saved, "")
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
-        found = choose([each.offers for each in told], self._slots)
+        found = choose([each.offers for each in told], self._alike, [each.held for each in told])
         if isinstance(found, str):
             reasons = [f"rank {r}: {each.reason}" for r, each in enumerate(told) if each.reason]
             return "; ".join([found, *reasons[:1]])
+        saved = told[0].saved
+        if saved > found.iteration:
+            return f"the newest that all ranks have kept is iteration {found.iteration}"
         for rank, source in enumerate(found.sources):
             if rank != source and told[source].size > told[rank].room // 2:
                 return (
@@ -318,27 +357,36 @@ class Keeper:
                 )
         return found
 
-    def _of(self, iteration: int) -> Copy:
-        """The copy of an iteration, which is the newest from now on."""
-        for index, copy in enumerate(self._copies):
-            if copy is None or not copy.whole:
-                continue
-            if Offer(*copy.mark["offer"]).iteration == iteration:
-                self._newest = index
-                return copy
-        raise PipelineError(f"{self._world.coordinate} has no copy of iteration {iteration}")
+    def _of(self, iteration: int, owner: int) -> Copy:
+        """The copy of an iteration of a rank: of this one, or one that this one holds."""
+        rank = self._world.coordinate.rank
+        if owner != rank:
+            found = self._held.of(owner, iteration)
+        else:
+            slot = self._slots.of(iteration)
+            found = slot.copy if slot is not None else None
+        if found is None:
+            raise PipelineError(
+                f"{self._world.coordinate} has no copy of iteration {iteration} of rank {owner}"
+            )
+        return found
 
     def _take(self, source: int) -> None:
-        """Take a copy from another rank, in place of one that is of no use."""
-        index = next((i for i, copy in enumerate(self._copies) if copy is None), 0)
-        self._copies[index] = None
-        copy, mark = receive(self._paths[index], source, self._world.control, self._wait)
-        copy.finish(mark)
-        self._copies[index] = copy
+        """Take a copy from another rank."""
+        slots = []
+
+        def make_room(head: Head) -> Copy:
+            slots.append(self._slots.begin(form_of(head.entries), head.length))
+            made = slots[0].copy
+            assert made is not None
+            return made
+
+        mark = receive(source, self._world.control, self._wait, make_room)
+        self._finish(slots[0], Offer(*mark["offer"]))
 
     def _inexact(self, choice: Choice) -> str:
         """What is not as it was if ranks took the state of others."""
-        ranks = [str(rank) for rank, source in enumerate(choice.sources) if rank != source]
+        ranks = [str(rank) for rank in range(len(choice.sources)) if not choice.own(rank)]
         if not ranks:
             return ""
         return (
@@ -347,16 +395,10 @@ class Keeper:
         )
 
 
-def leave_word(folder: Path, generation: int, resumed: Resumed) -> None:
-    """Write where the state of this generation comes from, for the host:
-    ``resumed.generation-<G>``, JSON."""
-    path = folder / f"resumed.generation-{generation}"
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        unfinished.write_text(json.dumps(resumed._replace(unreported=())._asdict()))
-        unfinished.rename(path)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", path, error.strerror)
+def _pod(folder: Path) -> str:
+    """The memory that a folder is in: ranks of one pod share it."""
+    found = folder.stat()
+    return f"{this_machine().boot_id} {found.st_dev} {found.st_ino}"
 
 
 def _slots(world: World, placements: Iterable[Placement], *, shared: bool) -> list[Hashable]:

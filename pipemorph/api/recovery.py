@@ -1,0 +1,43 @@
+"""``spec.recovery``: how ranks keep their state in memory for those that come after them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from pipemorph.api.base import FieldError, SpecModel
+
+
+class Recovery(SpecModel):
+    """What ranks keep in memory, so that a failure repeats little. Needs a host that starts ranks
+    again (``failurePolicy.maxRestarts``)."""
+
+    snapshot_iterations: int = Field(
+        default=1,
+        ge=0,
+        le=1_000_000,
+        description="Each rank copies its state into shared memory before every so many "
+        "iterations. With more than 1, iterations since the last copy run again after a failure. "
+        "0: nothing is kept, and ranks go on from the newest checkpoint.",
+    )
+    neighbour: bool | None = Field(
+        default=None,
+        description="Whether each pod also holds copies of the state of the pod before it, for "
+        "when that is lost with its memory. Ignored in a job of one pod. Default: true with one "
+        "replica; the ranks of several replicas have each other's state.",
+    )
+
+    @model_validator(mode="after")
+    def _copies_what_is_kept(self) -> Recovery:
+        if self.neighbour and self.snapshot_iterations == 0:
+            raise FieldError(
+                "neighbour",
+                "is true, and snapshotIterations is 0: nothing is kept that a neighbour could"
+                " hold; expected snapshotIterations of at least 1",
+            )
+        return self
+
+    def with_neighbours(self, replicas: int) -> bool:
+        """Whether pods hold copies of each other's state, in a job of this many replicas."""
+        if self.neighbour is None:
+            return replicas == 1 and self.snapshot_iterations > 0
+        return self.neighbour

@@ -1,0 +1,211 @@
+"""A pod whose memory is lost goes on from the copies that the next pod holds, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks, run_ranks
+from test_kept import Case, compare, train
+
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import neighbour
+from pipemorph_trainer.state.kept.choice import Choice, Offer, choose
+from pipemorph_trainer.state.kept.copies import Copy, Entry
+from pipemorph_trainer.state.kept.neighbour import Ring
+from pipemorph_trainer.state.kept.slots import Slot, Slots
+
+ALONE = Case({"pp": 4}, every=2)
+
+
+def test_the_ring() -> None:
+    ring = Ring(["a", "a", "b", "b", "c", "c"])
+    assert ring.pods == 3
+    assert [ring.target(rank) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+    assert [ring.sources(rank) for rank in range(6)] == [[4], [5], [0], [1], [2], [3]]
+    # Somebody receives first in every ring, so that they do not all wait to send.
+    assert [ring.sends_first(rank) for rank in (0, 2, 4)] == [True, False, True]
+    uneven = Ring(["a", "b", "b", "b"])
+    assert [uneven.target(rank) for rank in range(4)] == [1, 0, 0, 0]
+    assert [uneven.sources(rank) for rank in range(4)] == [[1, 2, 3], [0], [], []]
+
+
+FORM = (Entry("weight", "float32", (3,)),)
+
+
+def put(slots: Slots, iteration: int, step: Any = "final") -> Slot:
+    slot = slots.begin(FORM, 10)
+    assert slot.copy is not None
+    slot.copy.write({"weight": torch.full((3,), float(iteration))})
+    slots.finish(slot, Offer(iteration, step), {})
+    return slot
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The whole copies in a folder: the iteration of each file."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        copy = Copy.open(path)
+        assert copy is not None
+        if copy.whole:
+            found[path.name] = Offer(*copy.mark["offer"]).iteration
+            assert copy.tensors["weight"].tolist() == [found[path.name]] * 3
+    return found
+
+
+def test_two_files_are_enough_while_nobody_reads(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    for iteration in range(5):
+        put(slots, iteration)
+    assert kept(tmp_path) == {"a": 4, "b": 3}
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    put(slots, 0), put(slots, 1, "pending")
+    (safe,) = slots.pin()
+    for iteration in range(2, 7):
+        put(slots, iteration)
+        assert slots.of(iteration - 1) is not None, "the one before stays while one is written"
+    assert kept(tmp_path) == {"a": 0, "b": 5, "c": 6}
+    slots.unpin(safe)
+    put(slots, 7)
+    assert kept(tmp_path) == {"a": 7, "b": 5, "c": 6}
+
+
+def test_while_copies_are_written_late_two_more_stay(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, whole=2)
+    for iteration in range(5):
+        put(slots, iteration)
+    slots.begin(FORM, 10)
+    assert sorted(kept(tmp_path).values()) == [3, 4]
+
+
+def test_its_own_copy_from_a_neighbour() -> None:
+    own = [[Offer(4), Offer(5)], [], [Offer(4), Offer(5)]]
+    held: list[dict[int, list[Offer]]] = [{2: [Offer(4)]}, {}, {1: [Offer(3), Offer(4)]}]
+    found = choose(own, (0, 1, 2), held)
+    why = "nobody has the state of rank 1 before iteration 5"
+    assert found == Choice(4, (0, 2, 2), why, frozenset({1}))
+    assert found.own(1) and not found.exact
+    assert choose(own, (0, 1, 2), [{}, {}, {1: [Offer(3)]}]) == why
+
+
+def test_a_replica_goes_before_a_neighbour() -> None:
+    """It has begun the newest iteration."""
+    own = [[Offer(5)], [], [Offer(5)], [Offer(5)]]
+    held: list[dict[int, list[Offer]]] = [{1: [Offer(5)]}, {}, {}, {}]
+    found = choose(own, (0, 1, 0, 1), held)
+    assert isinstance(found, Choice) and found.sources == (0, 3, 2, 3) and not found.own(1)
+
+
+@dataclass(frozen=True)
+class Pods:
+    """``per_pod``: ranks. ``awaited``: which iteration is safe before which begins. ``stuck``:
+    rank 1 never sends its copies from this iteration on."""
+
+    per_pod: int = 1
+    awaited: tuple[int, int] | None = None
+    stuck: int | None = None
+
+
+def in_pods(
+    context: TrainerContext, case: Case, kill: dict[int, tuple[str, int]], pods: Pods
+) -> dict[str, Any]:
+    """Train, with a folder for every pod."""
+    assert context.kept_dir is not None
+    own = context.kept_dir / f"pod-{context.rank // pods.per_pod}"
+    own.mkdir(exist_ok=True)
+    sends = []
+    step, send = Pipeline.step, neighbour.send_body
+
+    def waiting(self: Pipeline, *args: Any, **options: Any) -> Any:
+        keeper = self._parts.keeper
+        of = None if keeper is None else keeper.neighbour
+        sends.append(of is not None)
+        if pods.awaited is not None and self.iteration == pods.awaited[1]:
+            assert of is not None and of.await_safe(pods.awaited[0], 60), "no copies in other pods"
+        if pods.stuck is not None and self.iteration == pods.stuck + 5:
+            assert of is not None and of.skipped > 0, "none was skipped"
+        return step(self, *args, **options)
+
+    def late(copy: Copy, *args: Any) -> None:
+        offer = Offer(*copy.mark["offer"])
+        if pods.stuck is not None and context.rank == 1 and offer.iteration >= pods.stuck:
+            threading.Event().wait(60)
+        send(copy, *args)
+
+    Pipeline.step, neighbour.send_body = waiting, late  # type: ignore[method-assign]
+    found = train(replace(context, kept_dir=own), case, kill)
+    return {**found, "sends": any(sends)}
+
+
+@cache
+def undisturbed() -> list[Any]:
+    return run_ranks(ALONE.ranks, train, ALONE, {})
+
+
+def lose_pod(folder: Path, case: Case, pods: Pods, lost: int, moment: tuple[str, int]) -> None:
+    """Train until all ranks of a pod are killed and its folder is gone."""
+    of = range(lost * pods.per_pod, (lost + 1) * pods.per_pod)
+    folder.mkdir()
+    context = {"kept_dir": folder, "generation": 0}
+    kill = dict.fromkeys(of, moment)
+    ended = Ranks(case.ranks, in_pods, case, kill, pods, context=context).wait()
+    killed = [each for each in ended if each.exitcode == -signal.SIGKILL]
+    assert {each.rank for each in killed} & set(of), [each.error for each in ended]
+    shutil.rmtree(folder / f"pod-{lost}")
+
+
+def go_on(folder: Path, case: Case, pods: Pods) -> tuple[list[Any], dict[str, Any]]:
+    """The next generation: what its ranks return, and what it went on with."""
+    context = {"kept_dir": folder, "generation": 1}
+    found = run_ranks(case.ranks, in_pods, case, {}, Pods(pods.per_pod), context=context)
+    word: dict[str, Any] = json.loads((folder / "pod-0/resumed.generation-1").read_text())
+    return found, word
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("per_pod", "lost"), [(1, 1), (2, 0)])
+def test_a_lost_pod(per_pod: int, lost: int, tmp_path: Path) -> None:
+    """Of seven finished iterations one runs again, since every second one is kept."""
+    folder, pods = tmp_path / "kept", Pods(per_pod, awaited=(6, 7))
+    lose_pod(folder, ALONE, pods, lost, ("backward", 7))
+    found, word = go_on(folder, ALONE, pods)
+    assert (word["rung"], word["iteration"]) == ("neighbour", 6)
+    assert word["why"].endswith("no copy of iteration 6"), word
+    assert all(each["sends"] for each in found)
+    compare(found, undisturbed(), 6)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
+    """That of rank 1 of iteration 4 is on its way for ever: all ranks keep theirs of 2."""
+    folder, pods = tmp_path / "kept", Pods(awaited=(2, 3), stuck=4)
+    lose_pod(folder, ALONE, pods, 1, ("backward", 9))
+    found, word = go_on(folder, ALONE, pods)
+    assert (word["rung"], word["iteration"]) == ("neighbour", 2)
+    assert word["why"] == "nobody has the state of rank 1 before iteration 8"
+    compare(found, undisturbed(), 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_without_copies_of_neighbours(tmp_path: Path) -> None:
+    folder, case = tmp_path / "kept", replace(ALONE, neighbour=False)
+    lose_pod(folder, case, Pods(), 1, ("backward", 3))
+    found, word = go_on(folder, case, Pods())
+    assert word["rung"] == "beginning"
+    assert word["why"] == "nobody has the state of rank 1 before iteration 2"
+    assert not any(each["sends"] for each in found)
+    compare(found, undisturbed(), 0)

@@ -1,0 +1,54 @@
+"""Where the state of a generation comes from, and the word that rank 0 leaves of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pipemorph.wire import IterationSample
+
+log = logging.getLogger("pipemorph.trainer")
+
+Rung = Literal["kept", "replica", "neighbour", "checkpoint", "beginning"]
+"""Where the state of a generation comes from: the ranks' own copies in their own memory, some of
+other replicas', some in the memory of another pod, a checkpoint, or nowhere."""
+
+
+class Resumed(NamedTuple):
+    """Where the state of this generation comes from. ``why``: why not from a newer iteration, or
+    from a higher rung; empty if there was none."""
+
+    iteration: int
+    rung: Rung
+    why: str = ""
+    unreported: Sequence[IterationSample] = ()
+    """Earlier iterations that may not have been reported."""
+
+    @property
+    def from_memory(self) -> bool:
+        return self.rung in ("kept", "replica", "neighbour")
+
+    def __str__(self) -> str:
+        told = {
+            "kept": f"went on with iteration {self.iteration} from its ranks' memory",
+            "replica": f"went on with iteration {self.iteration} from memory of other replicas",
+            "neighbour": f"went on with iteration {self.iteration} from memory of other pods",
+            "checkpoint": f"resumed from the checkpoint of iteration {self.iteration}",
+            "beginning": "began from the beginning",
+        }[self.rung]
+        return f"{told} ({self.why})" if self.why else told
+
+
+def leave_word(folder: Path, generation: int, resumed: Resumed) -> None:
+    """Write where the state of this generation comes from, for the host:
+    ``resumed.generation-<G>``, JSON."""
+    path = folder / f"resumed.generation-{generation}"
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        unfinished.write_text(json.dumps(resumed._replace(unreported=())._asdict()))
+        unfinished.rename(path)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error.strerror)
