@@ -11,13 +11,14 @@ class Recovery(SpecModel):
     """What ranks keep in memory, so that a failure repeats little. Needs a host that starts ranks
     again (``failurePolicy.maxRestarts``)."""
 
-    snapshot_iterations: int = Field(
-        default=1,
+    snapshot_iterations: int | None = Field(
+        default=None,
         ge=0,
         le=1_000_000,
         description="Each rank copies its state into shared memory before every so many "
         "iterations. With more than 1, iterations since the last copy run again after a failure. "
-        "0: nothing is kept, and ranks go on from the newest checkpoint.",
+        "0: nothing is kept, and ranks go on from the newest checkpoint. Default: 1, but ranks "
+        "on a GPU keep nothing unless this is set.",
     )
     neighbour: bool | None = Field(
         default=None,
@@ -39,5 +40,5 @@ class Recovery(SpecModel):
     def with_neighbours(self, replicas: int) -> bool:
         """Whether pods hold copies of each other's state, in a job of this many replicas."""
         if self.neighbour is None:
-            return replicas == 1 and self.snapshot_iterations > 0
+            return replicas == 1 and self.snapshot_iterations != 0
         return self.neighbour

@@ -43,6 +43,7 @@ from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.kept.keeper import Keeper
+from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.optimistic import OptimisticSteps
@@ -53,7 +54,7 @@ from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
-from pipemorph_trainer.topology.accelerator import accelerator_of
+from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -199,8 +200,8 @@ class Parts:
         self.extra = Extra(state or {}, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
-        if context.kept_dir is not None and self.settings.snapshot_iterations > 0:
-            self.keeper = self._open_keeper(context.kept_dir)
+        if context.kept_dir is not None and self.settings.snapshot_iterations != 0:
+            self.keeper = self._open_keeper(context.kept_dir, accelerator)
 
     def _reducer(self) -> Reducer | None:
         """What averages the gradients over replicas, if there are any."""
@@ -238,7 +239,7 @@ class Parts:
             engine=prepared.engine,
         )  # fmt: skip
 
-    def _open_keeper(self, folder: Path) -> Keeper:
+    def _open_keeper(self, folder: Path, accelerator: Accelerator | None) -> Keeper:
         keepers = {stage: own.keeper for stage, own in self.stages.items()}
         values = Values(
             {s: each for s, each in keepers.items() if isinstance(each, nn.Module)},
@@ -246,9 +247,11 @@ class Parts:
             self.optimizer,
             self.extra,
         )
+        every = self.settings.snapshot_iterations
+        late = LateCopies(accelerator) if accelerator is not None and every is not None else None
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
-            generation=self._generation, every=self.settings.snapshot_iterations,
+            generation=self._generation, every=every or 1, late=late,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper

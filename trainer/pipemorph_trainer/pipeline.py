@@ -112,7 +112,7 @@ class Pipeline:
         state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
             with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
         snapshot_iterations: iterations from one copy of the state in memory to the next, if the
-            host has given a folder for them; 0: none; default: 1.
+            host has given a folder for them; 0: none; default: 1, and none on a GPU.
         neighbour: whether pods hold copies of each other's state; default: with one replica.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         control: source of plans and sink of telemetry; default: the job's agent, if any.

@@ -56,11 +56,11 @@ class Settings:
     host_memory: int | None = None
     recompute: RecomputeChoice = "never"
     direct_sends: int | None = None
-    snapshot_iterations: int = 1
+    snapshot_iterations: int | None = None
     neighbour: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.snapshot_iterations < 0:
+        if self.snapshot_iterations is not None and self.snapshot_iterations < 0:
             raise InputError(
                 f"snapshot_iterations is {self.snapshot_iterations}; expected 0 or more"
             )

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipemorph_trainer.state.weights import bytes_of
-
 _MAGIC = b"PMKEPT\x00\x01"
 _HEAD = struct.Struct("<8s6Q")
 """Magic, whole, length of the mark, of the form, room for the object, length of the object, total
@@ -72,7 +70,7 @@ class Copy:
         self._object_at = _aligned(4096 + len(_encoded(form)))
         self.tensors: dict[str, Tensor] = {}
         """The tensors by name. They are the shared memory itself."""
-        at = _aligned(self._object_at + object_room)
+        at = self._tensors_at = _aligned(self._object_at + object_room)
         for entry in form:
             self.tensors[entry.name] = _view(memory, at, entry)
             at += _aligned(entry.nbytes)
@@ -181,9 +179,15 @@ class Copy:
         _WHOLE.pack_into(self._memory, 16, len(encoded))
         _WHOLE.pack_into(self._memory, 8, 1)
 
-    def raw(self) -> Sequence[Tensor]:
-        """The bytes of all tensors with any, in order. They are the shared memory itself."""
-        return [bytes_of(tensor) for tensor in self.tensors.values() if tensor.numel()]
+    def raw(self) -> Tensor:
+        """The bytes of all tensors, in order, each from a multiple of 64 on. They are the shared
+        memory itself. Copies of one form have as many."""
+        count = sum(_aligned(entry.nbytes) for entry in self.form)
+        if not count:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(
+            self._memory, dtype=torch.uint8, count=count, offset=self._tensors_at
+        )
 
 
 def form_of(entries: Sequence[Any]) -> Form:

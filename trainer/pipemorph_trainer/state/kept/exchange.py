@@ -6,7 +6,7 @@ First the *head*: what a copy is of and its form, so that the receiver makes roo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,10 +100,9 @@ def receive(
     return head.mark
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    for raw in tensors:
-        for start in range(0, raw.numel(), PIECE_BYTES):
-            yield raw[start : start + PIECE_BYTES]
+def _pieces(raw: Tensor) -> Iterator[Tensor]:
+    for start in range(0, raw.numel(), PIECE_BYTES):
+        yield raw[start : start + PIECE_BYTES]
 
 
 def _post(how: Any, piece: Tensor, other: int, group: dist.ProcessGroup, wait: Wait) -> None:

@@ -13,12 +13,14 @@ same part of the model: of another replica. Or it gets its own from another pod 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
 import os
 import pickle
 import re
+import threading
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,10 +38,11 @@ from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
 from pipemorph_trainer.state.kept.copies import Copy, Form, form_of, room
 from pipemorph_trainer.state.kept.exchange import Head, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
+from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.slots import Slot, Slots
-from pipemorph_trainer.state.kept.values import Values
+from pipemorph_trainer.state.kept.values import Values, changes_within_iterations
 from pipemorph_trainer.topology.machine import this_machine
 from pipemorph_trainer.topology.placement import Placement
 from pipemorph_trainer.topology.world import World
@@ -48,6 +51,8 @@ log = logging.getLogger("pipemorph.trainer")
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
+WRITE_SECONDS = 300.0
+"""Longest wait for the copy before, which is being written beside."""
 _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
 
 _numbers = itertools.count(1)
@@ -66,9 +71,16 @@ class _Told(NamedTuple):
     reason: str
 
 
+class _Writing:
+    """A copy that is being written beside. ``offer``: what it will be of. Both under ``lock``."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.lock, self.offer, self.done = threading.Lock(), offer, False
+
+
 class Keeper:
     """The copies of this rank's state, in ``folder``, before every ``every`` iterations. Main
-    thread only.
+    thread only. ``late``: writes those of a device; None: all is in host memory.
 
     They are in a subfolder ``rank-<RANK>.generation-<G>``, which every generation takes over.
     """
@@ -83,15 +95,19 @@ class Keeper:
         *,
         generation: int,
         every: int = 1,
+        late: LateCopies | None = None,
     ) -> None:
         self._number = next(_numbers)
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0
         self._alike = _slots(world, placements, shared=values.shared)
         mine = folder / f"rank-{world.coordinate.rank}.generation-{generation}"
-        self._slots, self._held = Slots(mine), HeldCopies(mine)
+        self._late = late
+        # A copy is finished later than its iteration begins, by up to one copy.
+        self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
+        self._writing: _Writing | None = None
         self._neighbour: Neighbour | None = None
-        self._why = values.refusal() or self._open(folder, mine)
+        self._why = values.refusal(on_device=late is not None) or self._open(folder, mine)
         """Why this rank keeps nothing; empty if it does."""
         self._inside = False
         """Whether an iteration runs, in which a step may be taken again."""
@@ -101,6 +117,8 @@ class Keeper:
         elif values.optimizer is not None:
             # It may draw random numbers, such as for stochastic rounding.
             values.optimizer.register_step_post_hook(self._after_step)
+            if late is not None:
+                values.optimizer.register_step_pre_hook(lambda *_: late.before_step())
 
     def meet_neighbours(self, deadline: float) -> None:
         """Begin to send copies to another pod, if the job has several, from the next one on.
@@ -126,6 +144,10 @@ class Keeper:
 
     def close(self, *, goodbye: bool) -> None:
         """End what runs beside. ``goodbye``: all ranks do so."""
+        if self._late is not None and goodbye:
+            with contextlib.suppress(PipelineError):
+                # Nobody needs it any more, but its thread uses the device.
+                self._late.finish(WRITE_SECONDS)
         if self._neighbour is not None:
             self._neighbour.close(goodbye=goodbye)
 
@@ -201,13 +223,29 @@ class Keeper:
             return
         offer = Offer(iteration, "pending" if pending else "final", synchronized)
         try:
+            if self._late is not None:
+                self._late.finish(WRITE_SECONDS)
             form, values, content = self._values.take(unreported)
             slot = self._make_room(form, len(content))
-        except (OSError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
-            # Of pickling: any of the last four.
+        except (
+            OSError, ValueError, TypeError, AttributeError, pickle.PicklingError, PipelineError
+        ) as error:  # fmt: skip
+            # Of pickling: any of those in the middle.
             self._stop(error)
             return
-        self._write(slot, values, content, offer)
+        if self._late is None:
+            self._write(slot, values, content, offer)
+            return
+        writing = self._writing = _Writing(offer)
+
+        def write(found: Mapping[str, Tensor]) -> None:
+            """In another thread."""
+            self._fill(slot, found, content)
+            with writing.lock:
+                self._finish(slot, writing.offer)
+                writing.done = True
+
+        self._late.begin(values, changes_within_iterations, write)
 
     def _make_room(self, form: Form, object_bytes: int) -> Slot:
         try:
@@ -223,11 +261,15 @@ class Keeper:
     def _write(
         self, slot: Slot, values: Mapping[str, Tensor], content: bytes, offer: Offer
     ) -> None:
+        self._fill(slot, values, content)
+        self._finish(slot, offer)
+
+    @staticmethod
+    def _fill(slot: Slot, values: Mapping[str, Tensor], content: bytes) -> None:
         assert slot.copy is not None
         slot.copy.begin()
         slot.copy.write(values)
         slot.copy.write_object(content)
-        self._finish(slot, offer)
 
     def _finish(self, slot: Slot, offer: Offer) -> None:
         """A slot holds a whole copy."""
@@ -265,6 +307,12 @@ class Keeper:
 
     def stood(self) -> None:
         """Say that the optimizer's step before this iteration stands as it was taken."""
+        writing = self._writing
+        if writing is not None:
+            with writing.lock:
+                if not writing.done and writing.offer.step == "pending":
+                    writing.offer = writing.offer._replace(step="early")
+                    return
         found = self._pending()
         if found is not None:
             slot, offer = found
@@ -273,6 +321,11 @@ class Keeper:
     def taken_again(self) -> None:
         """Copy what the optimizer's step before this iteration has changed, which was taken
         again."""
+        if self._late is not None:
+            try:
+                self._late.finish(WRITE_SECONDS)
+            except PipelineError as error:
+                self._stop(error)
         found = self._pending()
         if found is not None:
             slot, offer = found

@@ -150,9 +150,11 @@ class Neighbour:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        whole = False
         try:
             while self._round():
                 pass
+            whole = True
         except (RuntimeError, OSError) as error:
             # A lost rank ends the iteration as well, with a better message.
             if not self._abandoned:
@@ -161,6 +163,9 @@ class Neighbour:
                     self._name, first_sentence(error),
                 )  # fmt: skip
         finally:
+            if not whole and not self._abandoned:
+                # So that the others do not wait for this rank.
+                abandon(self._group, "gloo")
             self._slots.unpin_all()
             with self._changed:
                 self._changed.notify_all()

@@ -28,6 +28,11 @@ _STEPPED = ("parameter.", "loose.", "optimizer.")
 """What the names of values begin with that an optimizer's step changes."""
 
 
+def changes_within_iterations(name: str) -> bool:
+    """Whether a value changes before the next step of the optimizer: a buffer or a gradient."""
+    return not name.startswith(_STEPPED)
+
+
 class Values:
     """The state of one rank.
 
@@ -57,12 +62,16 @@ class Values:
         """Whether the ranks of other replicas hold the same: not those of emulated stages."""
         return not self._emulated
 
-    def refusal(self) -> str:
-        """Why this state cannot be kept; empty if it can."""
+    def refusal(self, *, on_device: bool) -> str:
+        """Why this state cannot be kept; empty if it can. ``on_device``: what is on a device
+        can."""
         if not self._modules and not self._emulated:
             return "its stage belongs to another trainer"
-        if self._devices:
-            return "its stage is on a device, and a copy in every iteration would hold it up"
+        if self._devices and not on_device:
+            return (
+                "its stage is on a device, where state is kept if spec.recovery.snapshotIterations"
+                " says how often"
+            )
         trained = any(p.requires_grad for m in self._modules.values() for p in m.parameters())
         if trained and self.optimizer is None:
             return "Pipeline was given no optimizer"
@@ -172,7 +181,8 @@ class Values:
         ]
         for name, parameter in parameters:
             if parameter.grad is not None:
-                some = bool(local(parameter.grad).count_nonzero())
+                # A device is not asked, since that would wait for all its work.
+                some = parameter.grad.is_cuda or bool(local(parameter.grad).count_nonzero())
                 found[name] = "value" if some else "zero"
         self._accumulates = self._accumulates or "value" in found.values()
         if not self._accumulates:
