@@ -1,12 +1,16 @@
 """How long a job takes to go on after a rank was killed, and whether it goes on as if nothing was.
 
-    python benchmarks/recovery.py [--kills 50] [--seed 0] [--out FOLDER] [--json FILE] [--check]
+    python benchmarks/recovery.py [--kills 50] [--pods 10] [--seed 0] [--out FOLDER] [--json FILE]
+                                  [--check]
 
 Runs a small GPT, 2 stages × 2 replicas, under ``pipemorph run``: once undisturbed, and once with
 ``kill -9`` of a drawn rank at a drawn moment of an iteration, again when the job has gone on.
 Prints the seconds from each kill to the end of the next iteration (as the host hears of it, a
 fraction of a second later), how many finished iterations were run again, and whether all losses are
 the same to the bit.
+
+Then the same with 4 stages of one replica, each rank in a pod of its own, as far as its memory
+goes: with the rank its folder is lost, so that its state comes from the next pod's.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import argparse
 import json
 import os
 import random
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,28 +31,39 @@ from statistics import median
 from typing import Any
 
 STAGES, REPLICAS = 2, 2
+POD_STAGES, EVERY = 4, 4
+"""Of the second job: stages, and iterations from one copy of its state to the next."""
 MEDIAN, WORST = 5.0, 10.0
 """Goals, seconds from a kill to the end of the next iteration."""
 DEADLINE = 120.0
 """Seconds without an iteration after which the run is given up."""
 
 
-def manifest(iterations: int, restarts: int, folder: Path, every: int) -> dict[str, Any]:
+def manifest(
+    iterations: int, restarts: int, folder: Path, every: int, *, pods: bool = False
+) -> dict[str, Any]:
+    """``pods``: of the second job, whose ranks have folders of their own."""
+    stages, replicas = (POD_STAGES, 1) if pods else (STAGES, REPLICAS)
+    program: dict[str, Any] = {"module": "pipemorph_trainer.examples.gpt"}
+    if pods:
+        program = {"command": ["python", str(Path(__file__).resolve()), "--rank", str(folder)]}
+    checkpoint = {"checkpoint": {"directory": str(folder / "checkpoints"), "every": every}}
     return {
         "apiVersion": "pipemorph.io/v1alpha1",
         "kind": "PipeMorphJob",
         "metadata": {"name": "recovery"},
         "spec": {
-            "parallelism": {"stages": STAGES, "replicas": REPLICAS, "layers": 4},
+            "parallelism": {"stages": stages, "replicas": replicas, "layers": 4},
             "schedule": {"microbatches": 8},
             "trainer": {
-                "module": "pipemorph_trainer.examples.gpt",
+                **program,
                 "iterations": iterations,
                 "seed": 1,
                 "args": {"width": 64, "heads": 4, "sequence": 64, "microbatch_size": 2},
             },
-            "checkpoint": {"directory": str(folder / "checkpoints"), "every": every},
+            **({} if pods else checkpoint),
             "failurePolicy": {"maxRestarts": restarts},
+            "recovery": {"snapshotIterations": EVERY if pods else 1},
         },
     }
 
@@ -103,8 +120,39 @@ class Run:
         return True
 
 
-def killed_run(run: Run, kills: int, apart: int, draw: random.Random) -> list[float]:
-    """Kill ranks at drawn moments; the times of the kills."""
+def as_rank(folder: Path) -> None:
+    """A rank of the second job: what it keeps is in a folder of its own, as in a pod."""
+    kept = os.environ.get("PIPEMORPH_KEPT_DIR")
+    if kept is not None:
+        rank, word = os.environ["RANK"], f"resumed.generation-{os.environ['PIPEMORPH_GENERATION']}"
+        own = Path(kept) / f"pod-{rank}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        if rank == "0" and not (Path(kept) / word).is_symlink():
+            # Where the host reads it.
+            (Path(kept) / word).symlink_to(own / word)
+        (folder / f"kept-{rank}").write_text(str(own))
+        os.environ["PIPEMORPH_KEPT_DIR"] = str(own)
+    sys.argv = sys.argv[:1]
+    runpy.run_module("pipemorph_trainer.examples.gpt", run_name="__main__")
+
+
+def lose(folder: Path, rank: int) -> Path:
+    """Take a rank's folder away while it runs, so that no later one finds it."""
+    own = Path((folder / f"kept-{rank}").read_text())
+    return own.rename(own.with_name(f"lost-{time.time_ns()}"))
+
+
+def killed_run(
+    run: Run,
+    kills: int,
+    apart: int,
+    draw: random.Random,
+    *,
+    ranks: int,
+    pods: Path | None = None,
+) -> list[float]:
+    """Kill ranks at drawn moments; the times of the kills. ``pods``: where the folders of ranks are
+    written down, which are lost with them."""
     times: list[float] = []
     # The first iterations are slower: they test the split of the backward.
     while len(times) < kills and run.await_iterations(run.iterations() + apart):
@@ -113,11 +161,15 @@ def killed_run(run: Run, kills: int, apart: int, draw: random.Random) -> list[fl
             break
         iteration = time.monotonic() - began
         time.sleep(draw.random() * min(iteration, 5.0))
-        pid = run.rank(draw.randrange(STAGES * REPLICAS))
+        rank = draw.randrange(ranks)
+        pid = run.rank(rank)
         if pid is None:
             continue
+        gone = lose(pods, rank) if pods is not None else None
         times.append(time.time())
         os.kill(pid, signal.SIGKILL)
+        if gone is not None:
+            shutil.rmtree(gone)
     return times
 
 
@@ -125,28 +177,25 @@ def losses(report: dict[str, Any]) -> dict[int, float]:
     return {each["index"]: each["loss"] for each in report["iterations"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--iterations-apart", type=int, default=4)
-    parser.add_argument("--checkpoint-every", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
-    options = parser.parse_args()
-    folder = options.out or Path(tempfile.mkdtemp(prefix="pipemorph-recovery-"))
-    iterations = (options.kills + 1) * (options.iterations_apart + 4)
+def measure(
+    name: str, options: argparse.Namespace, folder: Path, kills: int, *, pods: bool
+) -> tuple[list[tuple[str, bool]], dict[str, Any]]:
+    """Run a job undisturbed and with kills, and print what came of it. Returns goals, with whether
+    they hold, and figures."""
+    apart = options.iterations_apart + (EVERY if pods else 0)
+    iterations = (kills + 1) * (apart + 4)
 
-    def job(name: str, restarts: int) -> Run:
+    def job(what: str, restarts: int) -> Run:
+        where = folder / f"{name}-{what}"
         every = options.checkpoint_every
-        return Run(folder / name, manifest(iterations, restarts, folder / name, every))
+        return Run(where, manifest(iterations, restarts, where, every, pods=pods))
 
     undisturbed = job("undisturbed", 0).finish()
-    run = job("killed", options.kills)
-    times = killed_run(run, options.kills, options.iterations_apart, random.Random(options.seed))
+    run = job("killed", kills)
+    ranks = POD_STAGES if pods else STAGES * REPLICAS
+    where = folder / f"{name}-killed" if pods else None
+    draw = random.Random(options.seed)
+    times = killed_run(run, kills, apart, draw, ranks=ranks, pods=where)
     report = run.finish()
 
     recoveries = [each for each in report["recoveries"] if each["seconds"] is not None]
@@ -157,7 +206,10 @@ def main() -> None:
     repeated = [each["repeated"] for each in recoveries]
     found, expected = losses(report), losses(undisturbed)
     same = all(found[index] == expected[index] for index in found)
-    print(f"{len(times)} kills of a drawn rank of {STAGES} stages x {REPLICAS} replicas")
+    shape = f"{STAGES} stages x {REPLICAS} replicas"
+    if pods:
+        shape = f"{POD_STAGES} stages, each in a pod, whose memory is lost with it"
+    print(f"{name}: {len(times)} kills of a drawn rank of {shape}")
     print(
         f"recoveries that finished an iteration: {len(recoveries)} of {len(report['recoveries'])}"
     )
@@ -166,24 +218,57 @@ def main() -> None:
     if unreported := iterations - len(found):
         print(f"finished by ranks that ended before they could report: {unreported} iterations")
     print(f"goodput {report['goodput']:.1%}; undisturbed {undisturbed['goodput']:.1%}")
-    print(f"reports: {folder}")
+    most = EVERY if pods else 0
     goals = [
         (
-            f"from the kill to the next finished iteration, median ≤ {MEDIAN:g} s:"
+            f"{name}: from the kill to the next finished iteration, median ≤ {MEDIAN:g} s:"
             f" {median(seconds):.2f}",
             median(seconds) <= MEDIAN,
         ),
-        (f"the same, worst ≤ {WORST:g} s: {max(seconds):.2f}", max(seconds) <= WORST),
-        (f"finished iterations repeated, most = 0: {max(repeated)}", max(repeated) == 0),
-        (f"losses of {len(found)} iterations, equal to the bit", same),
+        (f"{name}: the same, worst ≤ {WORST:g} s: {max(seconds):.2f}", max(seconds) <= WORST),
+        (
+            f"{name}: finished iterations repeated, most ≤ {most}: {max(repeated)}",
+            max(repeated) <= most,
+        ),
+        (f"{name}: losses of {len(found)} iterations, equal to the bit", same),
     ]
+    if pods:
+        held = sum(each["state"] == "neighbour" for each in recoveries)
+        goals.append((f"{name}: {held} of {len(recoveries)} from the next pod", held > 0))
+    return goals, {"seconds": seconds, "repeated": repeated, "same_losses": same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50, help="of ranks; 0: no such run")
+    parser.add_argument("--pods", type=int, default=10, help="that are lost; 0: no such run")
+    parser.add_argument("--iterations-apart", type=int, default=4)
+    parser.add_argument("--checkpoint-every", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
+    options = parser.parse_args()
+    folder = options.out or Path(tempfile.mkdtemp(prefix="pipemorph-recovery-"))
+    print(f"reports: {folder}")
+    goals: list[tuple[str, bool]] = []
+    figures = {}
+    for name, kills in (("ranks", options.kills), ("pods", options.pods)):
+        if kills:
+            found, figures[name] = measure(name, options, folder, kills, pods=name == "pods")
+            goals += found
     for text, holds in goals:
         print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
     if options.json is not None:
-        figures = {"seconds": seconds, "repeated": repeated, "same_losses": same}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    same = all(each["same_losses"] for each in figures.values())
     raise SystemExit(0 if same and (all(h for _, h in goals) or not options.check) else 1)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--rank"]:
+        as_rank(Path(sys.argv[2]))
+    else:
+        main()
