@@ -246,6 +246,10 @@ async def run(options: argparse.Namespace) -> None:
         def synced() -> bool:
             return all(each.synced.is_set() for each in jobs)
 
+        def ready() -> bool:
+            """It serves, or stands by: not while it is about to serve."""
+            return serving and (synced() if seats.acts else seats.known and seats.mine is None)
+
         def problem() -> str:
             return "; ".join(found for each in work if (found := each())) if seats.acts else ""
 
@@ -258,7 +262,7 @@ async def run(options: argparse.Namespace) -> None:
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: serving and (synced() if seats.acts else seats.known),
+            ready,
             (loop_monitor, problem),
             seats.state,
         )

@@ -98,8 +98,8 @@ class Seats:
         self.known = False
         """Whether the seats have been read once."""
         self._read_since = False
-        """Whether the seats have been read since this replica took its own: of two that take seats
-        at a time, one sees the other then."""
+        """Whether the seats have been read since others could see that this replica has its own: of
+        two that take seats at a time, one sees the other then."""
         self._heard_at = float("-inf")
         self._act_until = float("-inf")
         self._failing = False
@@ -173,7 +173,8 @@ class Seats:
                     LEADS[INGEST_OWNER].set(1)
                     log.info("%s", self.state())
                     working = asyncio.create_task(work())
-                await self._pause(stop, working)
+                if had is not None or self.mine is None or self._read_since:
+                    await self._pause(stop, working)
                 if working is not None and working.done():
                     working.result()
                     raise RuntimeError("the work of this replica has ended")
@@ -249,9 +250,9 @@ class Seats:
 
     def _choice(self) -> str | None:
         """The seat that this replica had before it started again, or else a free one."""
-        self._read_since = False
         before = [seat for seat in self._own if self._leases[seat].is_mine]
         free = [seat for seat in self._own if not self._leases[seat].holder]
+        self._read_since = bool(before)
         return next(iter(before + free), None)
 
     async def _write(self, seat: str) -> None:
