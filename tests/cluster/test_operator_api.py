@@ -326,6 +326,10 @@ def test_both_processes_are_replaced_within_seconds_of_their_nodes_loss(jobs: Jo
         assert [s["labelSelector"]["matchLabels"] for s in spread] == [labels] * 2
         budget = by_kind["PodDisruptionBudget", name]["spec"]
         assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels)
+    # As many seats as replicas, and the address that others tell agents.
+    (container,) = pod["containers"]
+    assert {"--seats=2", "--address=$(POD_IP)", "--identity=$(POD_NAME)"} < {*container["args"]}
+    assert {"POD_IP", "POD_NAME"} < {each["name"] for each in container["env"]}
     alone = rendered(jobs, **{"operator.replicas": 1, "ingest.replicas": 1})
     assert "PodDisruptionBudget" not in {d["kind"] for d in alone}
 

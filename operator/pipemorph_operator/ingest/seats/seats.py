@@ -153,7 +153,8 @@ class Seats:
             return f"{self._identity} stands by; {serve}"
         has = f"{self._identity} has {self.mine}"
         if not self.acts:
-            return f"{has}; {', '.join(self._unseen_by()) or 'nobody'} must see that first"
+            unseen = ", ".join(self._unseen_by())
+            return f"{has}; {unseen} must see that first" if unseen else f"{has}, and will serve"
         return f"{has}; {serve}"
 
     async def run(self, work: Work, stop: asyncio.Event) -> None:
