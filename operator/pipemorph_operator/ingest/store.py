@@ -60,8 +60,8 @@ log = logging.getLogger("pipemorph.ingest")
 
 MOST_WRITES = 16
 """Limit of concurrent status writes. More would only wait in the API server while their time limits
-run. Changes of state use at most half, so that directives need not wait for them; what may wait is
-written when nothing else is: so it takes no more of the API server than one request at a time."""
+run. Changes of state use at most half, so that directives need not wait for them; what may wait, a
+quarter."""
 
 FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
 """Seconds to wait after each failed write of a job's final status."""
@@ -106,6 +106,8 @@ class TrackedJob:
     written_at: float = float("-inf")
     changed_at: float = float("-inf")
     """When a change of state was written last."""
+    began_at: float | None = None
+    """The first look at which it had begun to report."""
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
     profiled_at: int | None = None
@@ -141,12 +143,11 @@ class TrackedJob:
         return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
 
     @property
-    def saves_late(self) -> bool:
-        """Whether to save what no directive has saved: plan versions to reserve, and op times that
-        a decision has looked at, lest the next ingest asks for it again. Nobody waits for it."""
-        reported = self.reports.reported_at is not None and not self.ended
-        profiled = reported and self.controller.profiled_at != self.profiled_at
-        return self.reserves_early or (profiled and not self.overtaken)
+    def has_profile(self) -> bool:
+        """Whether to save op times that a decision has looked at, with whatever write comes next:
+        lest the next ingest asks for it again."""
+        reported = self.reports.reported_at is not None and not (self.ended or self.overtaken)
+        return reported and self.controller.profiled_at != self.profiled_at
 
     def awaits_directive(self, now: float) -> bool:
         """Whether a decision has been under way for a moment only: its directive is written with
@@ -165,7 +166,7 @@ class TrackedJob:
         return (
             self.reports.news
             or self.recovers
-            or self.saves_late
+            or self.reserves_early
             or self.looked_version != self.controller.plan_version
             or (newest is not None and newest.iteration_seconds_after is None)
         )
@@ -206,6 +207,7 @@ class ClusterStore:
         self._monotonic = monotonic
         self._tracked: dict[Key, TrackedJob] = {}
         self._budget = write_budget.Budget(monotonic())
+        self._rush = write_budget.Rush()
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._listed = False
@@ -513,8 +515,14 @@ class ClusterStore:
         if tracked.awaits_directive(now):
             return
         lasted = tracked.written_at - tracked.changed_at
-        # A job that has begun to report is written at once: its directives would wait for that.
+        # A job that has begun to report is written soon: its directives would wait for that.
         begins = tracked.reserves_early and not tracked.versions.granted
+        if begins:
+            if tracked.began_at is None:
+                tracked.began_at = now
+                self._rush.begins(now)
+            if self._rush.holds(tracked.began_at, now):
+                return
         since = float("inf") if begins else now - tracked.written_at
         due = partial(write_budget.is_due, since_write=since, jobs=self._in_all, lasted=lasted)
         unseen = now - tracked.looked_at
@@ -529,32 +537,33 @@ class ClusterStore:
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
-        recovers = tracked.recovers
-        saves = tracked.saves_late
+        recovers, reserves = tracked.recovers, tracked.reserves_early
         state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
         figures.show(key, training, conditions, tracked.reports.reported_at)
         known = training == tracked.written and conditions == tracked.conditions
-        if known and not (saves or recovers):
+        if known and not (reserves or recovers):
             tracked.reports.looked()
             return
         # Nobody waits for the first write of this process: it may have a thousand to make.
         urgent = state_changed and tracked.key_state is not None
         if (
-            not due(state_changed or saves)
-            or self._writing >= (MOST_WRITES // 2 if urgent else 1)
+            not due(state_changed or reserves)
+            or self._writing >= MOST_WRITES // (2 if urgent else 4)
             or not self._budget.allows(now, state_changed=urgent, replicas=self.replicas)
         ):
             return  # Retried in the next round.
         tracked.reports.looked()
         async with tracked.writing:
             try:
-                if saves or (
-                    state_changed and training.adaptations and tracked.control is not None
+                if (
+                    reserves
+                    or tracked.has_profile
+                    or (state_changed and training.adaptations and tracked.control is not None)
                 ):
                     await self._pack(tracked, tracked.controller.snapshot())
-                if tracked.reserves_early:
+                if reserves:
                     tracked.versions.reserve(tracked.controller.plan_version)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken) as error:

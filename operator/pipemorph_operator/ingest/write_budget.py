@@ -8,6 +8,7 @@ write.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ WRITES_PER_SECOND = 40.0
 for each, and must not make directives, which are not limited, wait behind them."""
 BURST = 80.0
 """State changes that may be written at once, as when many links become slow in one second."""
+RUSH_JOBS, RUSH_SECONDS, HELD_SECONDS = 20, 4.0, 20.0
+"""So many jobs that begin to report within so many seconds are a rush; how long it may hold a first
+write."""
 LOOK_SECONDS = 1.0
 LOOKS_PER_SECOND = 400.0
 """Limit for all jobs together: leaves most of a CPU for reports."""
@@ -115,6 +119,23 @@ def progress_interval(jobs: int, lasted: float) -> float:
     ``lasted``: from its last change of state to that write, seconds."""
     alone = min(LONGEST_SECONDS, max(PROGRESS_SECONDS, lasted))
     return max(alone, jobs / PROGRESS_PER_SECOND)
+
+
+class Rush:
+    """Holds the first writes of jobs while many others begin to report, as after a restart: what
+    the API server does then is to check their tokens. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=RUSH_JOBS)
+
+    def begins(self, now: float) -> None:
+        """A job has begun to report."""
+        self._newest.append(now)
+
+    def holds(self, began_at: float, now: float) -> bool:
+        """Whether the first write of a job that began then has to wait."""
+        rush = len(self._newest) == RUSH_JOBS and now - self._newest[0] < RUSH_SECONDS
+        return rush and now - began_at < HELD_SECONDS
 
 
 class Budget:

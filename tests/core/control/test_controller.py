@@ -417,7 +417,9 @@ def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: b
     plant.controller = JobController.restore(plant.spec, saved)
     assert plant.controller.snapshot() == before.snapshot() | {"footprints": saved["footprints"]}
     plant.decides = False
-    plant.run(24)
+    plant.run(1)
+    assert not plant.controller._attentive(), "it knows whether there is a barrier"
+    plant.run(23)
     assert plant.controller.replan is None
     plant.ops[1] = StageTimes(forward=0.05, backward_input=0.05, backward_weight=0.05)
     plant.run(60)

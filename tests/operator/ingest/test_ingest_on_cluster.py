@@ -371,10 +371,10 @@ def test_a_write_after_the_operators_is_one_request() -> None:
     store, controller = ingest_of(api)
 
     async def run() -> None:
-        early = copy.deepcopy(api.job)
         for plan_version in (3, 5, 8):
             controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
             await store.persist("team", "gpt", controller.snapshot())
+            early = copy.deepcopy(api.job)
             api.write({"state": "Running"})
             store.changed(("team", "gpt"), copy.deepcopy(api.job))
             store.changed(("team", "gpt"), early)

@@ -19,10 +19,14 @@ from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
 from pipemorph_operator.ingest.write_budget import (
     BURST,
     DECIDING_SECONDS,
+    HELD_SECONDS,
     PROGRESS_SECONDS,
+    RUSH_JOBS,
+    RUSH_SECONDS,
     SPACING_SECONDS,
     WRITES_PER_SECOND,
     Budget,
+    Rush,
 )
 from pipemorph_operator.reconcile.watches import Watched
 
@@ -185,6 +189,24 @@ def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_
     asyncio.run(run())
 
 
+def test_what_may_wait_takes_a_quarter_of_the_writes_at_a_time() -> None:
+    async def run() -> None:
+        api: Any = SlowApi()
+        store = ClusterStore(api, clock=lambda: 1000.0)
+        keys = [("d", f"j{i}") for i in range(30)]
+        for _, name in keys:
+            metadata = {"name": name, "namespace": "d", "uid": name, "generation": 1}
+            store.changed(("d", name), JOB | {"metadata": metadata})
+        looks = [asyncio.create_task(store.look(key)) for key in keys]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert api.now == MOST_WRITES // 4
+        api.go.set()
+        await asyncio.wait_for(asyncio.gather(*looks), 5)
+
+    asyncio.run(run())
+
+
 def controller_of(store: ClusterStore, i: int) -> Any:
     return store.lookup("d", f"j{i}")
 
@@ -289,6 +311,29 @@ def test_a_job_that_begins_to_report_gets_its_versions_at_once(
         return found
 
     assert asyncio.run(run()) == writes
+
+
+def test_first_writes_wait_while_a_thousand_jobs_come_back() -> None:
+    rush, now, written = Rush(), 0.0, []
+    began: list[float] = []
+    while len(written) < 1000:
+        assert now < 120, f"{len(written)} of 1000 were written"
+        if len(began) < 1000:
+            began += [now] * 40
+            for _ in range(40):
+                rush.begins(now)
+        written += [now for at in began[len(written) :] if not rush.holds(at, now)]
+        now += 1.0
+    assert written[0] == HELD_SECONDS, "nobody waits for longer"
+    assert written[-1] <= 24 + RUSH_SECONDS, "nor once all are back"
+
+
+def test_a_few_jobs_that_begin_are_no_rush() -> None:
+    rush = Rush()
+    for second in range(100):
+        for _ in range(RUSH_JOBS // int(RUSH_SECONDS)):
+            rush.begins(float(second))
+        assert not rush.holds(float(second), second + 1.0) or second < 3
 
 
 class LaterPlan:
