@@ -15,8 +15,8 @@ from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport, ResumedFrom
 
-WORD_SECONDS = 5.0
-"""After an iteration is reported, how long to wait for word of what the ranks have begun with."""
+WORD_SECONDS = 15.0
+"""After an iteration was reported, how long to wait for word of what the ranks have begun with."""
 MOST_ARRIVED = 64
 """Iterations that are looked through for the first one that the new ranks have finished."""
 
@@ -61,6 +61,8 @@ class Generations:
         self._completed: set[int] = set()
         self._resumed: ResumedFrom | None = None
         self._arrived: list[tuple[int, float]] = []
+        self._heard_at = 0.0
+        """When the first of them was reported."""
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
@@ -179,6 +181,7 @@ class Generations:
         for number, sample in enumerate(report.iterations, start=1):
             self._done = max(self._done, sample.index + 1)
             if self._recovering is not None and len(self._arrived) < MOST_ARRIVED:
+                self._heard_at = self._heard_at or now
                 # A report may bring several iterations, which followed each other.
                 later = sum(each.seconds for each in report.iterations[number:])
                 self._arrived.append((sample.index, now - later))
@@ -188,7 +191,7 @@ class Generations:
         record = self._recovering
         if record is None or not self._arrived:
             return False
-        if self._resumed is None and now - self._arrived[0][1] < WORD_SECONDS:
+        if self._resumed is None and now - self._heard_at < WORD_SECONDS:
             return False
         # Earlier iterations may be reported that the ranks before had finished.
         least = self._resumed.iteration if self._resumed is not None else 0

@@ -14,7 +14,8 @@ import pytest
 from launch import free_port
 from played_replica import Replica, certificate
 
-from pipemorph.wire import GenerationState
+from pipemorph.wire import GenerationState, ResumedFrom
+from pipemorph_trainer.launcher import meeting as meeting_module
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
 NEVER = 600.0
@@ -84,6 +85,20 @@ def test_a_pod_that_is_refused_does_not_ask_again(tmp_path: Path, notes: list[st
     )
     ((token, asked),) = host.asked
     assert token == "Bearer secret" and json.loads(asked)["event"] == "gone"
+
+
+def test_what_nobody_says_again_is_said_until_it_is_heard(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "SAY_PAUSES", (0.01, 0.01, 0.01))
+    host = Answers(500, {"error": "internal error"})
+    pod = meeting(tmp_path, host.server_address[1], notes)
+    pod.resumed(3, ResumedFrom(iteration=7, rung="kept"))
+    end = time.monotonic() + 30
+    while len(host.asked) < 3:
+        assert time.monotonic() < end, f"said {len(host.asked)} times"
+        time.sleep(0.01)
+    assert {json.loads(text)["resumed"]["iteration"] for _, text in host.asked} == {7}
 
 
 def test_pods_of_other_generations_are_waited_for(tmp_path: Path, notes: list[str]) -> None:

@@ -29,6 +29,8 @@ MEET_POLL_SECONDS = 5.0
 REQUEST_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 5.0
 LAST_MEET_BACKOFF_SECONDS = 1.0
+SAY_PAUSES = (0.2, 1.0, 2.0, 4.0, 0.0)
+"""Seconds after each try to say what others wait for, or what nobody says again."""
 LOOK_SECONDS = 0.05
 MOST_ANSWER_BYTES = 1 << 16
 FINAL = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY})
@@ -285,11 +287,16 @@ class Meeting:
 
     def _say(self, report: PodReport) -> None:
         def say() -> None:
-            try:
-                self._ask({}, report, REQUEST_SECONDS)
-            except (*_NO_ANSWER, Refused) as error:
-                # What matters of it is said again at the meeting.
-                log.info("the ingest was not told (%s): %s", report.event, error)
+            for pause in SAY_PAUSES:
+                try:
+                    self._ask({}, report, REQUEST_SECONDS)
+                    return
+                except Refused as refusal:
+                    log.warning("the ingest was not told (%s): %s", report.event, refusal)
+                    return
+                except _NO_ANSWER as error:
+                    log.info("the ingest was not told (%s): %s", report.event, error)
+                    time.sleep(pause)
 
         threading.Thread(target=say, name=report.event, daemon=True).start()
 
