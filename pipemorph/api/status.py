@@ -390,7 +390,7 @@ class RecoveryRecord(StatusModel):
     state: str | None = Field(
         default=None,
         max_length=32,
-        description="Where the ranks' state came from: kept, replica, checkpoint or beginning.",
+        description="Where the state came from: kept, replica, neighbour, checkpoint or beginning.",
     )
 
 
