@@ -63,7 +63,7 @@ def manifest(
             },
             **({} if pods else checkpoint),
             "failurePolicy": {"maxRestarts": restarts},
-            "recovery": {"snapshotIterations": EVERY if pods else 1},
+            "recovery": {"snapshotIterations": EVERY if pods else 1, "neighbour": pods},
         },
     }
 

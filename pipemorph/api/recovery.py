@@ -20,11 +20,11 @@ class Recovery(SpecModel):
         "0: nothing is kept, and ranks go on from the newest checkpoint. Default: 1, but ranks "
         "on a GPU keep nothing unless this is set.",
     )
-    neighbour: bool | None = Field(
-        default=None,
+    neighbour: bool = Field(
+        default=False,
         description="Whether each pod also holds copies of the state of the pod before it, for "
-        "when that is lost with its memory. Ignored in a job of one pod. Default: true with one "
-        "replica; the ranks of several replicas have each other's state.",
+        "when that is lost with its memory. For hosts that replace a pod within the attempt, and "
+        "jobs of one replica: the ranks of several have each other's state.",
     )
 
     @model_validator(mode="after")
@@ -36,9 +36,3 @@ class Recovery(SpecModel):
                 " hold; expected snapshotIterations of at least 1",
             )
         return self
-
-    def with_neighbours(self, replicas: int) -> bool:
-        """Whether pods hold copies of each other's state, in a job of this many replicas."""
-        if self.neighbour is None:
-            return replicas == 1 and self.snapshot_iterations != 0
-        return self.neighbour

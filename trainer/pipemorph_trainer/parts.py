@@ -301,7 +301,7 @@ class Parts:
 
     def meet_neighbours(self) -> None:
         """Begin to send copies of the state to another pod, if that is wanted."""
-        if self.keeper is not None and self.settings.neighbours_hold_copies:
+        if self.keeper is not None and self.settings.neighbour:
             self.keeper.meet_neighbours(self.settings.deadline_seconds)
 
     def leave_traces(self, iterations: int) -> None:

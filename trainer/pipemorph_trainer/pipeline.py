@@ -113,7 +113,7 @@ class Pipeline:
             with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
         snapshot_iterations: iterations from one copy of the state in memory to the next, if the
             host has given a folder for them; 0: none; default: 1, and none on a GPU.
-        neighbour: whether pods hold copies of each other's state; default: with one replica.
+        neighbour: whether pods hold copies of each other's state; default: False.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.recovery import Recovery
 from pipemorph.api.spec import Checkpoint, Fault, JobSpec
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -57,7 +56,7 @@ class Settings:
     recompute: RecomputeChoice = "never"
     direct_sends: int | None = None
     snapshot_iterations: int | None = None
-    neighbour: bool | None = None
+    neighbour: bool = False
 
     def __post_init__(self) -> None:
         if self.snapshot_iterations is not None and self.snapshot_iterations < 0:
@@ -100,12 +99,6 @@ class Settings:
     @property
     def stages(self) -> int:
         return self.mesh.stages
-
-    @property
-    def neighbours_hold_copies(self) -> bool:
-        """Whether pods hold copies of each other's state."""
-        asked = Recovery(snapshot_iterations=self.snapshot_iterations, neighbour=self.neighbour)
-        return asked.with_neighbours(self.mesh.replicas)
 
     @property
     def stages_per_rank(self) -> int:

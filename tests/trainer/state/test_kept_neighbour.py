@@ -23,7 +23,7 @@ from pipemorph_trainer.state.kept.copies import Copy, Entry
 from pipemorph_trainer.state.kept.neighbour import Ring
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 
-ALONE = Case({"pp": 4}, every=2)
+ALONE = Case({"pp": 4}, every=2, neighbour=True)
 
 
 def test_the_ring() -> None:
@@ -202,7 +202,7 @@ def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_without_copies_of_neighbours(tmp_path: Path) -> None:
-    folder, case = tmp_path / "kept", replace(ALONE, neighbour=False)
+    folder, case = tmp_path / "kept", replace(ALONE, neighbour=None)
     lose_pod(folder, case, Pods(), 1, ("backward", 3))
     found, word = go_on(folder, case, Pods())
     assert word["rung"] == "beginning"
