@@ -81,6 +81,15 @@ class Generations:
             reason=self._over,
         )
 
+    def begun(self, generation: int) -> bool:
+        """Say that a launcher runs ``generation``. Returns whether that is news: another ingest has
+        begun it, and could not write that."""
+        if generation <= self.saved.generation or self._verdict is not None:
+            return False
+        self._new_generation()
+        self.saved = self.saved.model_copy(update={"generation": generation})
+        return True
+
     def take(self, report: PodReport, now: float) -> None:
         """Take what a launcher tells. ``now``: wall clock, seconds. Raises
         :class:`WrongAttempt` and :class:`ReportMismatch`."""
@@ -92,10 +101,7 @@ class Generations:
             raise ReportMismatch("pod", f"is {report.pod}; the job has {self.pods} pods")
         if report.generation < self.saved.generation or self._verdict is not None:
             return
-        if report.generation > self.saved.generation:
-            # Another ingest has begun it, and could not write that.
-            self._new_generation()
-            self.saved = self.saved.model_copy(update={"generation": report.generation})
+        self.begun(report.generation)
         if report.event == "resumed":
             self._resumed = report.resumed
             self._look_for_recovery(now)

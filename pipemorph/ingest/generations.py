@@ -112,6 +112,8 @@ class GenerationDesk:
             where = ".".join(str(part) for part in first["loc"])
             return Reply.error(status, f"{where or 'report'}: {first['msg']}", field=where)
         async with session.lock:
+            if session.gone:
+                return Reply.error(404, "the job has ended here")
             before, saved = found.state, found.saved
             try:
                 found.take(report, time.time())
@@ -153,6 +155,10 @@ class GenerationDesk:
         seconds = _seconds(wait)
         if seconds is None:
             return _bad_wait(wait)
+        if found.begun(numbers["generation"]):
+            session = self._session(found)
+            session.served = found.state
+            session.release()
         known = GenerationState(attempt=numbers["attempt"], generation=numbers["generation"])
         return await self._when_past(found, known, seconds)
 

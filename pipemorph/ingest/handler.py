@@ -334,7 +334,7 @@ class IngestHandler:
             if left <= 0:
                 break
             await self._wait(session, left)
-            if self._store.lookup(namespace, name) is None:
+            if self._store.lookup(namespace, name) is not job:
                 return Reply.error(404, f"job {namespace}/{name} has ended here")
         if wanted_attempt != job.attempt:
             return Reply.error(

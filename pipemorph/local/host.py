@@ -271,6 +271,7 @@ class _Host:
             straggle=self.job.spec.transport.deadline_seconds,
             deadline=self._deadline(),
             recovers=self.ladder.recovers,
+            saves=self.job.spec.checkpoint is not None,
             hung=self._hung,
         )
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending

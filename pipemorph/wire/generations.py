@@ -19,7 +19,7 @@ from pydantic import Field
 from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
 
 MAX_POD_REPORT_BYTES = 32 * 1024
-MOST_DETAILS, LONGEST_LINE = 40, 500
+LONGEST_LINE = 500
 
 Line = Annotated[str, Field(max_length=LONGEST_LINE)]
 Generation = PlanVersion
@@ -30,7 +30,6 @@ class Loss(WireModel):
     """Why the ranks of a pod have ended, as its launcher sees it."""
 
     reason: Line
-    details: list[Line] = Field(default_factory=list, max_length=MOST_DETAILS)
     at: WallClock
     """The launcher's wall clock, seconds since the epoch."""
     rank: Count | None = None

@@ -17,7 +17,7 @@ def owner_in(answer: bytes) -> str | None:
     """The ``ADDRESS:PORT`` that the body of an answer names; None if none that may be followed."""
     try:
         owner = json.loads(answer).get("owner")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     if owner is None or _is_address(owner):
         return None if owner is None else str(owner)
@@ -33,4 +33,5 @@ def _is_address(text: object) -> bool:
     except ValueError:
         return False
     shown = f"[{address}]" if address.version == 6 else str(address)
-    return shown == host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    number = port.isascii() and port.isdigit() and len(port) <= 5
+    return shown == host and number and 0 < int(port) < 2**16

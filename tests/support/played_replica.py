@@ -31,6 +31,7 @@ class Replica:
         """Whom it names; None: nobody, and it answers itself."""
         self.serves = True
         self.says: dict[str, object] = {}
+        self.status = 200
         self.port = 0
 
     @asynccontextmanager
@@ -54,7 +55,7 @@ class Replica:
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.headers["Authorization"])
         if self.serves:
-            return web.json_response(self.says)
+            return web.json_response(self.says, status=self.status)
         said = {"error": "another one"} | ({"owner": self.owner} if self.owner else {})
         answer = web.json_response(said, status=421)
         answer.force_close()

@@ -660,6 +660,7 @@ class Pipeline:
         if self._saved != self.iteration:
             self._save(parts.checkpoints)
         self._finish_writing()
+        self._last_word.saved = True
         parts.iterations.finish_reports()
         self._closed = True
         text = f"saved the checkpoint of iteration {self.iteration}, since a rank was asked to end"

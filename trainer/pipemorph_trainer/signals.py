@@ -25,7 +25,7 @@ from functools import cache
 from time import monotonic
 from types import FrameType
 
-from pipemorph.exits import END_NOW
+from pipemorph.exits import END_NOW, EXIT_SAVED
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, END_NOW)
@@ -47,6 +47,8 @@ class LastWord:
         self._describe, self._last, self._grace = describe, last, grace
         self._installed = False
         self._handled: list[signal.Signals] = []
+        self.saved = False
+        """Whether the rank has saved, so that all that may be left is to end."""
         self.asked = False
         """Whether a SIGTERM came, so that the rank is to save and to end."""
 
@@ -84,7 +86,7 @@ class LastWord:
             try:
                 data = self._reader.recv(64)
             except TimeoutError:
-                self._end(f"not saved within {self._grace:g} s; ")
+                self._end("" if self.saved else f"not saved within {self._grace:g} s; ")
                 return
             if not data:
                 return
@@ -108,7 +110,7 @@ class LastWord:
         except OSError as error:  # Such as a full disk: the process must end anyway.
             _say(f"terminated: {error}")
         finally:
-            os._exit(EXIT_TERMINATED)
+            os._exit(EXIT_SAVED if self.saved else EXIT_TERMINATED)
 
     def remove(self) -> None:
         """Uninstall the handlers, unless the script has replaced them. Idempotent."""

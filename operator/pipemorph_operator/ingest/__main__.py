@@ -210,7 +210,7 @@ async def run(options: argparse.Namespace) -> None:
         desk = GenerationDesk(store)
         server = IngestServer(
             store,
-            PodTokenAuthenticator(cluster, expected, share.arrival),
+            PodTokenAuthenticator(cluster, expected, share.arrival, share.may_come),
             host=options.host,
             port=options.port,
             tls=context,

@@ -79,14 +79,15 @@ class PodTokenAuthenticator:
         api: Api,
         expected: Callable[[str, str], Expected | None],
         arrival: Callable[[str, str], Awaitable[None]] | None = None,
+        may_come: Callable[[str, str], bool] = lambda *_: False,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``expected``: what a job's tokens must match; None if there is no such job. ``arrival``
-        waits a moment if it may be known soon."""
+        waits a moment if it may be known soon; ``may_come``: whether it still may."""
         self._api = api
         self._expected = expected
-        self._arrival = arrival
+        self._arrival, self._may_come = arrival, may_come
         self._clock = clock
         self._good: OrderedDict[bytes, tuple[float, Identity]] = OrderedDict()
         self._bad: OrderedDict[bytes, tuple[float, _Refusal]] = OrderedDict()
@@ -103,6 +104,8 @@ class PodTokenAuthenticator:
             await self._arrival(namespace, job)
             expected = self._expected(namespace, job)
         if expected is None:
+            if self._may_come(namespace, job):
+                raise Refused(503, f"job {namespace}/{job} is not known here yet")
             self._count("job")
             raise Refused(403, f"job {namespace}/{job} is unknown or not accepting reports")
         scope = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
@@ -161,7 +164,7 @@ class PodTokenAuthenticator:
         except REQUEST_ERRORS as error:
             # Reject if it cannot be checked: the agent retries while its ranks keep training.
             message = f"the token could not be checked: {reason_of(error)}"
-            return _Refusal(401, "unreachable", message, 0.0)
+            return _Refusal(503, "unreachable", message, 0.0)
         until = self._clock() + KEPT_SECONDS * random.uniform(0.75, 1.0)
         _keep(self._good, key, (until, answer), MOST_KEPT)
         return answer

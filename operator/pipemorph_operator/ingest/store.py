@@ -251,6 +251,10 @@ class ClusterStore:
         if not waiting.done():
             self._awaited[key].remove(waiting)
 
+    def may_come(self, namespace: str, job: str) -> bool:
+        """Whether a job that is not tracked may still be: jobs are being read, or it is planned."""
+        return not self._listed or (namespace, job) in self._planning
+
     def _arrived(self, key: Key) -> None:
         for waiting in self._awaited.pop(key, ()):
             waiting.cancel()
@@ -295,7 +299,7 @@ class ClusterStore:
         tracked = self._tracked.get((namespace, job))
         if tracked is None:
             raise LookupError(f"job {namespace}/{job} is no longer tracked")
-        self._budget.charge(self._monotonic())
+        self._budget.charge(self._monotonic(), replicas=self.replicas)
         tracked.reports.again()  # Whatever becomes of this write.
         async with tracked.writing:
             await self._write(tracked)
@@ -548,10 +552,12 @@ class ClusterStore:
             return
         # Nobody waits for the first write of this process: it may have a thousand to make.
         urgent = state_changed and tracked.key_state is not None
+        # One that was never written must not wait until all others are.
+        first = state_changed and tracked.written is None
         if (
             not due(state_changed or reserves)
             or self._writing >= MOST_WRITES // (2 if urgent else 4)
-            or not self._budget.allows(now, state_changed=urgent, replicas=self.replicas)
+            or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
         ):
             return  # Retried in the next round.
         tracked.reports.looked()
@@ -566,7 +572,7 @@ class ClusterStore:
                 if reserves:
                     tracked.versions.reserve(tracked.controller.plan_version)
                 await self._write(tracked)
-            except (*REQUEST_ERRORS, Overtaken) as error:
+            except (*REQUEST_ERRORS, Overtaken, LookupError) as error:
                 tracked.reports.again()
                 tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)
@@ -604,6 +610,8 @@ class ClusterStore:
             self._writing -= 1
 
     async def _apply(self, tracked: TrackedJob) -> None:
+        if not tracked.ended and self._tracked.get(tracked.key) is not tracked:
+            raise LookupError("the job is no longer tracked here")
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)

@@ -41,8 +41,11 @@ class Cause:
     retry: bool = True
 
 
-def classify(ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism) -> Cause:
-    """Why an attempt failed, from its Job's condition and the pods that still exist."""
+def classify(
+    ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism, *, saves: bool = False
+) -> Cause:
+    """Why an attempt failed, from its Job's condition and the pods that still exist. ``saves``: its
+    ranks save before they end, if they are asked to."""
     disrupted = next((p for p in pods if p.disrupted), None)
     # The disruption rule is the first in the Job's podFailurePolicy. A disruption takes precedence
     # over the errors of other ranks, which may result from it; invalid input fails again anyway.
@@ -67,7 +70,7 @@ def classify(ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism) -
     if unusable is not None:
         return Cause(names.R_INVALID_INPUT, describe(unusable, parallelism), retry=False)
     saved = next((p for p in first if p.exit_code == EXIT_SAVED), None)
-    if saved is not None:
+    if saves and saved is not None:
         # A deletion by hand leaves no condition at the pod, unlike a disruption by the cluster.
         where = f" on node {saved.node}" if saved.node else ""
         told = f"{ranks_of(saved.index, parallelism)}{where}: saved a checkpoint, as asked to end"

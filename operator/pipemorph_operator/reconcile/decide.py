@@ -281,7 +281,9 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         if draft.seen.pods is None:
             draft.out.needs_pods = True
             return draft.out
-        return _ended(draft, job, restart.classify(ended, draft.seen.pods, job.spec.parallelism))
+        saves = job.spec.checkpoint is not None and job.spec.checkpoint.resume
+        cause = restart.classify(ended, draft.seen.pods, job.spec.parallelism, saves=saves)
+        return _ended(draft, job, cause)
     was_started = parse_time(status.job_start_time)
     if was_started is not None and (current.suspended or current.started_at != was_started):
         # Its ranks may have reported: the ranks of the resumed Job need a new attempt number.

@@ -100,6 +100,7 @@ def supervise(
     straggle: float,
     deadline: float | None = None,
     recovers: bool = False,
+    saves: bool = False,
     hung: Callable[[], str | None] = lambda: None,
     told: Callable[[], str | None] = lambda: None,
     on_failure: Callable[[Ending], None] = lambda _: None,
@@ -109,13 +110,15 @@ def supervise(
     ``grace``: seconds in which ranks may save after a SIGTERM, and end. ``straggle``: seconds the
     slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
-    that is not needed. ``hung``: why the ranks are taken for hanging. ``told``: why they have to
-    end, as those of other pods do. ``on_failure`` is called before ranks are stopped. ``refresh``
-    is called several times a second. No rank is running on return.
+    that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
+    ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
+    pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called several times
+    a second. No rank is running on return.
     """
     ending = _until_the_end(
-        ranks, events, refresh, deadline=deadline, straggle=straggle, hung=hung, told=told
-    )
+        ranks, events, refresh, deadline=deadline, straggle=straggle, saves=saves, hung=hung,
+        told=told,
+    )  # fmt: skip
     at = time.time()
     if ending.end is End.FAILED:
         on_failure(replace(ending, at=at))
@@ -123,16 +126,19 @@ def supervise(
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
         killed, hurried = _stop(
-            ending, ranks, events, refresh, grace=grace, recovers=recovers, told=told
+            ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves, told=told
         )
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed) or ending
-        waited = grace if _saves(ending) else min(grace, END_SECONDS)
+        waited = grace if _may_save(ending) else min(grace, END_SECONDS)
         why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
         ending = _with_peers(ending, ranks, killed, why)
-        if any(rank.status == EXIT_SAVED for rank in ranks.ended):
+        if saves and _saved(ranks):
             details = (*ending.details, "the ranks saved a checkpoint")
             ending = replace(ending, details=details, saved=True)
+        finished = not killed and all(rank.status == 0 for rank in ranks.ranks)
+        if saves and finished and ending.end is End.INTERRUPTED:
+            ending = Ending(End.COMPLETED)  # Otherwise they would have saved.
     ranks.settle(AGENT_SECONDS)
     ranks.kill()
     refresh()
@@ -147,6 +153,7 @@ def _until_the_end(
     *,
     deadline: float | None,
     straggle: float,
+    saves: bool = False,
     hung: Callable[[], str | None] = lambda: None,
     told: Callable[[], str | None] = lambda: None,
 ) -> Ending:
@@ -172,7 +179,7 @@ def _until_the_end(
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
         rank = ranks.note_exit(event.rank, event.status)
-        if event.status == EXIT_SAVED:
+        if saves and event.status == EXIT_SAVED:
             return Ending(End.INTERRUPTED, "a rank got SIGTERM")
         if event.status != 0:
             return _failure(rank)
@@ -283,6 +290,7 @@ def _stop(
     *,
     grace: float,
     recovers: bool,
+    saves: bool = False,
     told: Callable[[], str | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
@@ -307,15 +315,20 @@ def _stop(
             enough=lambda: not _cause_is_to_come(ranks) or told() is not None,
         ):
             return ranks.running, True
-    saves = _saves(ending)
-    ranks.end(save=saves)
-    hurried = _wait(ranks, events, refresh, grace if saves else min(grace, END_SECONDS))
+    may_save = _may_save(ending)
+    if not (saves and _saved(ranks)):  # Else all do, by agreement, and end by themselves.
+        ranks.end(save=may_save)
+    hurried = _wait(ranks, events, refresh, grace if may_save else min(grace, END_SECONDS))
     return ranks.running, hurried
 
 
-def _saves(ending: Ending) -> bool:
+def _may_save(ending: Ending) -> bool:
     """Whether the ranks may save before they end: none of them has failed."""
     return ending.end is not End.FAILED
+
+
+def _saved(ranks: RankSet) -> bool:
+    return any(rank.status == EXIT_SAVED for rank in ranks.ended)
 
 
 def _wait(

@@ -206,6 +206,23 @@ def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
     run(work())
 
 
+def test_a_generation_that_another_host_has_begun_goes_on() -> None:
+    """That host could not write it: launchers run it, and one has not heard of it."""
+
+    async def work() -> None:
+        host = OneJob()
+        desk = GenerationDesk(host)
+        late = asyncio.create_task(tell(desk, LONG, event="gone", pod=1))
+        while not server_waits(desk):
+            await asyncio.sleep(0)
+        assert host.job.state.over
+        state = json.loads((await poll(desk, "0", generation=1)).body)
+        assert (state["generation"], state["over"]) == (1, False), "its ranks run on"
+        assert json.loads((await late).body)["generation"] == 1, "and the others join it"
+
+    run(work())
+
+
 def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
     async def work() -> None:
         host = OneJob()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.exits import EXIT_SAVED
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
@@ -22,6 +23,7 @@ from pipemorph.local.processes.supervise import (
     _stop,
     _until_the_end,
     _wait,
+    supervise,
 )
 
 
@@ -104,3 +106,56 @@ def test_signals_outlive_the_attempt_and_exits_do_not() -> None:
     _forget_exits(events)
     assert events.get_nowait() == interrupt
     assert events.empty()
+
+
+class Asked(RankSet):
+    """Two ranks that end as they are told, and what they were asked."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(None, lambda rank, status: None)  # type: ignore[arg-type]
+        log.touch()
+        self.asked: list[bool] = []
+        for rank in range(2):
+            position = MeshShape(stages=2).coordinate(rank)
+            self.ranks.append(RankProcess(position, None, FileLog(log)))  # type: ignore[arg-type]
+
+    def end(self, *, save: bool) -> None:
+        self.asked.append(save)
+
+    def settle(self, seconds: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+TERM = Signalled(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("events", "saves", "expected"),
+    [
+        # At their end: there is nothing to save.
+        ([TERM, RankExited(0, 0), RankExited(1, 0)], True, (End.COMPLETED, False, [True])),
+        # A program of its own that ends as it is asked to has not completed.
+        ([TERM, RankExited(0, 0), RankExited(1, 0)], False, (End.INTERRUPTED, False, [True])),
+        ([TERM, RankExited(0, 75), RankExited(1, 75)], True, (End.INTERRUPTED, True, [True])),
+        # Asked by somebody else. The other one may be in its `finally`: not disturbed.
+        ([RankExited(0, 75), RankExited(1, 75)], True, (End.INTERRUPTED, True, [])),
+        # A program that saves nothing may have the code for something else.
+        ([RankExited(0, 75), RankExited(1, 0)], False, (End.FAILED, False, [False])),
+    ],
+)
+def test_how_ranks_end_that_are_asked_to(
+    events: list[RankExited | Signalled],
+    saves: bool,
+    expected: tuple[End, bool, list[bool]],
+    tmp_path: Path,
+) -> None:
+    assert EXIT_SAVED == 75
+    ranks = Asked(tmp_path / "log")
+    found = supervise(
+        ranks, told(*events), refresh=lambda: None, note=lambda _: None, grace=60.0, straggle=60.0,
+        recovers=True, saves=saves,
+    )  # fmt: skip
+    assert (found.end, found.saved, ranks.asked) == expected, found

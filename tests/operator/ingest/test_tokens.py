@@ -334,6 +334,16 @@ def test_a_token_of_one_job_is_none_of_another() -> None:
     assert door.knock(token(), job="none") == 403
 
 
+def test_a_job_that_may_still_come_is_no_reason_to_give_up() -> None:
+    async def ask(may_come: bool) -> int:
+        door = PodTokenAuthenticator(Api(), lambda *_: None, None, lambda *_: may_come)
+        with pytest.raises(Refused) as refused:
+            await door.authenticate(token(), "default", "gpt")
+        return refused.value.status
+
+    assert [asyncio.run(ask(may_come)) for may_come in (True, False)] == [503, 403]
+
+
 def test_who_asks_for_a_job_that_is_about_to_be_known_waits_for_it() -> None:
     door = Door()
     known = door.known.pop(("team", "gpt"))

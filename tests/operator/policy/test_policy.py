@@ -131,7 +131,8 @@ def test_ranks_that_saved_as_asked_do_not_count() -> None:
     later = T0 + timedelta(seconds=1)
     killed = pod(0, exit_code=137, node="n0", finished_at=later)
     saved = pod(1, exit_code=EXIT_SAVED, node="n1", finished_at=T0)
-    cause = restart.classify(failed("matching FailJob rule at index 1"), [killed, saved], TWO)
+    by_rule = failed("matching FailJob rule at index 1")
+    cause = restart.classify(by_rule, [killed, saved], TWO, saves=True)
     assert (cause.reason, cause.retry, cause.counted) == (names.R_SAVED, True, False)
     assert (
         cause.message
@@ -139,7 +140,9 @@ def test_ranks_that_saved_as_asked_do_not_count() -> None:
     )
     # A rank that had failed before is why the others were to end.
     crashed = pod(0, exit_code=1, finished_at=T0 - timedelta(seconds=1))
-    assert restart.classify(failed(), [crashed, saved], TWO).counted
+    assert restart.classify(failed(), [crashed, saved], TWO, saves=True).counted
+    # A program may have the code for something else.
+    assert restart.classify(by_rule, [killed, saved], TWO).reason == names.R_RANK_FAILED
 
 
 def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:

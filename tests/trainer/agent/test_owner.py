@@ -81,6 +81,17 @@ def test_an_agent_whose_owner_is_gone_goes_back_to_the_service(tmp_path: Path) -
     play(tmp_path, test, "https")
 
 
+@pytest.mark.parametrize("status", [401, 404, 500, 503])
+def test_an_owner_that_is_not_able_to_serve_is_left(status: int, tmp_path: Path) -> None:
+    async def test(agent: Agent, first: Replica, second: Replica) -> None:
+        second.status = status
+        assert await agent.asks() == status
+        first.serves = True
+        assert await agent.asks() == 200, "back at the Service"
+
+    play(tmp_path, test, "https")
+
+
 def test_replicas_that_name_each_other_are_asked_once_each(tmp_path: Path) -> None:
     async def test(agent: Agent, first: Replica, second: Replica) -> None:
         second.serves, second.owner = False, f"127.0.0.1:{first.port}"
@@ -119,6 +130,7 @@ def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(tmp_path: P
         "localhost:{}",
         "evil.example:443",
         "127.0.0.1:0",
+        "127.0.0.1:" + 5000 * "9",
         "127.0.0.1",
         "a@127.0.0.1:{}",
         "127.0.0.1:{}/x",

@@ -151,10 +151,16 @@ def test_a_launcher_goes_to_the_owner_that_a_replica_names_and_stays_there(tmp_p
             first.owner = f"127.0.0.1:{second.port}"
             assert [await asks() for _ in range(3)] == [4] * 3
             assert (len(first.asked), len(second.asked)) == (2, 3)
+            second.status = 503
+            with pytest.raises(OSError, match="answered 503"):
+                await asks()
+            second.status = 200
+            assert await asks() == 4
+            assert (len(first.asked), len(second.asked)) == (3, 5), "back at the Service first"
             second.serves, second.owner = False, f"127.0.0.1:{first.port}"
             with pytest.raises(OSError, match="answered 421"):
                 await asks()
-            assert (len(first.asked), len(second.asked)) == (3, 4), "each is asked once"
+            assert (len(first.asked), len(second.asked)) == (4, 6), "each is asked once"
             first.serves = True
             assert await asks() == 5
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import Ranks, run_ranks
 from test_kept import Case, compare, train
 
@@ -20,6 +21,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.state.kept import neighbour
 from pipemorph_trainer.state.kept.choice import Choice, Offer, choose
 from pipemorph_trainer.state.kept.copies import Copy, Entry
+from pipemorph_trainer.state.kept.exchange import receive_body, send_body
 from pipemorph_trainer.state.kept.neighbour import Ring
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 
@@ -115,6 +117,29 @@ class Pods:
     per_pod: int = 1
     awaited: tuple[int, int] | None = None
     stuck: int | None = None
+
+
+def sends_once(context: TrainerContext, folder: str) -> bool:
+    """Rank 0 sends a copy that is not valid in the end, then one that is. Rank 1: which came."""
+    store = f"tcp://{context.master_addr}:{context.master_port}"
+    dist.init_process_group("gloo", store, rank=context.rank, world_size=context.world_size)
+    own = Copy.create(Path(folder) / str(context.rank), FORM, 10)
+    own.begin()
+    own.write({"weight": torch.full((3,), 7.0 * (1 - context.rank))})
+    own.write_object(bytes(10))
+    group, came = dist.group.WORLD, []
+    assert group is not None
+    for valid in (False, True):
+        if context.rank == 0:
+            send_body(own, 1, group, lambda work: work.wait(), lambda valid=valid: valid)
+        else:
+            came.append(receive_body(own, 10, 0, group, lambda work: work.wait()))
+    dist.destroy_process_group()
+    return came == [False, True] or context.rank == 0
+
+
+def test_a_copy_that_may_have_been_written_while_it_was_sent_is_none(tmp_path: Path) -> None:
+    assert run_ranks(2, sends_once, str(tmp_path)) == [True, True]
 
 
 def in_pods(

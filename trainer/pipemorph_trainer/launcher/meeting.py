@@ -33,7 +33,14 @@ SAY_PAUSES = (0.2, 1.0, 2.0, 4.0, 0.0)
 """Seconds after each try to say what others wait for, or what nobody says again."""
 LOOK_SECONDS = 0.05
 MOST_ANSWER_BYTES = 1 << 16
-FINAL = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY})
+FINAL = frozenset(
+    {
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.FORBIDDEN,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+    }
+)
 """Answers that another try does not change: this pod does not belong to the attempt in progress."""
 
 
@@ -97,6 +104,8 @@ class Endpoint:
                 return GenerationState.model_validate_json(said)
             except ValidationError as error:
                 raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
+        if status not in FINAL:
+            self.owner = None  # It may have lost the API server: another one serves the job then.
         why = f"the ingest answered {status}: {_reason(said)}"
         if status in FINAL:
             raise Refused(why)

@@ -25,7 +25,7 @@ from pipemorph.local.processes.rank_log import PrefixedLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, supervise
 from pipemorph.wire import Loss, ResumedFrom
-from pipemorph.wire.generations import LONGEST_LINE, MOST_DETAILS
+from pipemorph.wire.generations import LONGEST_LINE
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
@@ -150,6 +150,7 @@ class PodSite:
     def watch(self, ranks: RankSet, life: Life) -> Ending:
         meeting = self.meeting
         straggle = self.pod.job.spec.transport.deadline_seconds
+        saves = self.pod.job.spec.checkpoint is not None
         if meeting is None:
             return supervise(
                 ranks,
@@ -158,6 +159,7 @@ class PodSite:
                 note=note,
                 grace=self.grace,
                 straggle=straggle,
+                saves=saves,
             )
         return supervise(
             ranks,
@@ -167,6 +169,7 @@ class PodSite:
             grace=self.grace,
             straggle=straggle,
             recovers=True,
+            saves=saves,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
         )
@@ -175,6 +178,8 @@ class PodSite:
         return self.interrupts.received is not None
 
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
+        if ending.status == EXIT_NO_MORE:
+            ending = replace(ending, status=EXIT_FAILED)  # A rank's own code means nothing like it.
         if self.meeting is None or ending.end not in (End.COMPLETED, End.FAILED):
             return ending
         if ending.end is End.COMPLETED:
@@ -251,7 +256,6 @@ def loss_of(ending: Ending) -> Loss:
     """A failure, for the ingest."""
     return Loss(
         reason=ending.reason[:LONGEST_LINE],
-        details=[line[:LONGEST_LINE] for line in ending.details[:MOST_DETAILS]],
         at=ending.at,
         rank=ending.position.rank if ending.position else None,
         retry=ending.retry,

@@ -246,7 +246,12 @@ class Seats:
         for seat, lease in self._leases.items():
             if lease.holder and seat != self.mine and lease.may_be_taken and not lease.is_mine:
                 log.warning("%s is vacated: nothing is heard of %s", seat, lease.holder)
-                await lease.write("")
+                try:
+                    await lease.write("")
+                except ApiRefused as refused:
+                    # Another replica was faster, or it is no seat of this release: the own one
+                    # is renewed all the same.
+                    log.warning("%s is not vacated: %s", seat, reason_of(refused))
                 self._count()
 
     def _choice(self) -> str | None:

@@ -39,6 +39,9 @@ class Jobs(Protocol):
     async def arrival(self, namespace: str, job: str) -> None:
         """Wait a little for a job that may be known soon."""
 
+    def may_come(self, namespace: str, job: str) -> bool:
+        """Whether a job that is not known may still be."""
+
 
 class Share:
     """``is_mine``: whether the job of a UID is this replica's. When that changes,
@@ -65,6 +68,10 @@ class Share:
             await asyncio.wait((reading,), timeout=ARRIVAL_SECONDS)
         elif (namespace, job) not in self._elsewhere:
             await self._jobs.arrival(namespace, job)
+
+    def may_come(self, namespace: str, job: str) -> bool:
+        """Whether a job that is not known here may still be."""
+        return (namespace, job) in self._reading or self._jobs.may_come(namespace, job)
 
     def changed(self, key: Key, body: Object | None) -> None:
         """Process a change of any job; None: it is gone."""

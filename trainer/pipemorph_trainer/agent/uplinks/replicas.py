@@ -23,6 +23,8 @@ from pipemorph.wire.owner import owner_in
 
 log = logging.getLogger("pipemorph.agent")
 
+_UNABLE = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND})
+"""With these an owner answers that has lost the API server, or the job."""
 CONNECT_SECONDS = 5.0
 """Limit of connecting, also where an answer may take longer. That of a node which is lost is never
 answered."""
@@ -63,6 +65,8 @@ class Replicas:
                     method, headers=headers, timeout=limit, allow_redirects=False, **where, **more
                 ) as answer:
                     if answer.status != HTTPStatus.MISDIRECTED_REQUEST:
+                        if answer.status in _UNABLE or answer.status >= 500:
+                            self._left(owner)
                         yield answer
                         return
                     named = owner_in(await answer.read()) if self._name else None

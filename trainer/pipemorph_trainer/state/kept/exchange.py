@@ -52,14 +52,23 @@ def receive_head(source: int, group: dist.ProcessGroup) -> Head | None:
     return head
 
 
-def send_body(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
+def send_body(
+    copy: Copy,
+    to: int,
+    group: dist.ProcessGroup,
+    wait: Wait,
+    valid: Callable[[], bool] = lambda: True,
+) -> None:
+    """Send what a copy holds, and its hash. If it is not ``valid`` in the end, since somebody may
+    have written to it meanwhile, what is sent is no hash of it."""
     content = copy.object
     digest = hashlib.blake2b(content, digest_size=32)
     _post(dist.isend, torch.frombuffer(bytearray(content), dtype=torch.uint8), to, group, wait)
     for piece in _pieces(copy.raw()):
         _post(dist.isend, piece, to, group, wait)
         digest.update(piece.numpy().data)
-    sent = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    told = digest.digest() if valid() else bytes(digest.digest_size)
+    sent = torch.frombuffer(bytearray(told), dtype=torch.uint8)
     _post(dist.isend, sent, to, group, wait)
 
 

@@ -245,7 +245,10 @@ class Keeper:
                 self._finish(slot, writing.offer)
                 writing.done = True
 
-        self._late.begin(values, changes_within_iterations, write)
+        try:
+            self._late.begin(values, changes_within_iterations, write)
+        except RuntimeError as error:  # As without page-locked memory.
+            self._stop(error)
 
     def _make_room(self, form: Form, object_bytes: int) -> Slot:
         try:

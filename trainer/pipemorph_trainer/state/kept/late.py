@@ -62,7 +62,7 @@ class LateCopies:
                 device.enter_thread()
                 done.synchronize()
                 write({**host, **copied})
-            except (RuntimeError, OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  told by finish()
                 self._error = first_sentence(error)
 
         self._thread = threading.Thread(target=run, name="pipemorph-kept", daemon=True)

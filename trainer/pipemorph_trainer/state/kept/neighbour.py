@@ -131,14 +131,17 @@ class Neighbour:
             return self._changed.wait_for(lambda: self.safe >= iteration, seconds)
 
     def close(self, *, goodbye: bool) -> None:
-        """End the thread. ``goodbye``: all ranks do so; otherwise what is on its way is given
-        up."""
+        """End the thread, and give up what is on its way: at once, or with ``goodbye``, when all
+        ranks do so, after a moment."""
         self.end()
-        if not goodbye:
+        if goodbye:
+            # A copy that is under way is of no use any more: not worth more than a moment.
+            self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
             with self._changed:
                 self._abandoned = True
             abandon(self._group, "gloo")
-        self._thread.join(self._deadline.total_seconds() if goodbye else JOIN_SECONDS)
+            self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             log.warning("%s: the copy for another pod is still on its way", self._name)
         if goodbye and self.skipped:
@@ -227,7 +230,8 @@ class Neighbour:
         good = True
         for sends in (self._sends_first, not self._sends_first):
             if sends:
-                send_body(mine, self._target, self._group, self._wait)
+                # Whoever ends the rounds may write to the copies that were pinned.
+                send_body(mine, self._target, self._group, self._wait, lambda: not self._ending)
                 continue
             for source, copy in made.items():
                 head = heads[source]

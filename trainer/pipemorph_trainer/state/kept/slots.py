@@ -1,7 +1,7 @@
 """The files of one rank's copies: which is written next, and which somebody still needs.
 
 Two are enough while nobody else reads them: the newest stays while the other is written. A *pin*
-keeps a copy for a reader in another thread; then a third file is made, and at most a fourth.
+keeps a copy for a reader in another thread; then further files are made, at most six in all.
 """
 
 from __future__ import annotations
