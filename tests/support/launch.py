@@ -238,6 +238,7 @@ def _child(
     os.dup2(out, 1)
     os.dup2(out, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # where it was, should a library crash
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     value, error = None, ""
