@@ -8,6 +8,7 @@ invalid input is not restarted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -26,6 +27,9 @@ STEADY_SECONDS = 600.0
 NOT_A_CRASH = (names.R_SUSPENDED, names.R_EVICTED)
 """Reasons without a restart delay: a user or a queue stopped the attempt and decides when the
 next one may run."""
+
+EXIT_TOLD = re.compile(r"failed with exit code (\d+) ")
+"""In the condition of a failed Job."""
 
 LOST_SECONDS = 5.0
 """A pod that exists this long after its grace period is on a node that does not respond."""
@@ -58,26 +62,34 @@ def classify(
         (p for p in pods if p.exit_code not in (None, 0)),
         key=lambda p: (p.finished_at is None, p.finished_at, p.index),
     )
-    unfit = next((p for p in failed if p.exit_code == names.EXIT_PREFLIGHT), None)
-    if unfit is not None:
-        return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, parallelism))
+    if not failed:
+        # Pods that were deleted may be gone by now. The Job's condition still tells.
+        code = EXIT_TOLD.search(ended.message)
+        return _by_code(int(code[1]) if code else None, ended.message or ended.reason, saves)
     # Prefer the ranks that failed first: later ones may have failed because they lost a peer.
     first = [p for p in failed if p.finished_at == failed[0].finished_at]
-    no_more = next((p for p in failed if p.exit_code == names.EXIT_NO_MORE), None)
-    if no_more is not None:
-        return Cause(names.R_RANK_FAILED, describe(no_more, parallelism), retry=False)
-    unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
-    if unusable is not None:
-        return Cause(names.R_INVALID_INPUT, describe(unusable, parallelism), retry=False)
-    saved = next((p for p in first if p.exit_code == EXIT_SAVED), None)
-    if saves and saved is not None:
+    ranked = (
+        (names.EXIT_PREFLIGHT, failed),
+        (names.EXIT_NO_MORE, failed),
+        (names.EXIT_INVALID_INPUT, first),
+        (EXIT_SAVED, first),
+    )
+    told = (p for code, pods in ranked for p in pods if p.exit_code == code)
+    pod = next(told, failed[0])
+    return _by_code(pod.exit_code, describe(pod, parallelism), saves)
+
+
+def _by_code(code: int | None, message: str, saves: bool) -> Cause:
+    if code == names.EXIT_PREFLIGHT:
+        return Cause(names.R_PREFLIGHT_FAILED, message)
+    if code == names.EXIT_INVALID_INPUT:
+        return Cause(names.R_INVALID_INPUT, message, retry=False)
+    if code == EXIT_SAVED and saves:
         # A deletion by hand leaves no condition at the pod, unlike a disruption by the cluster.
-        where = f" on node {saved.node}" if saved.node else ""
-        told = f"{ranks_of(saved.index, parallelism)}{where}: saved a checkpoint, as asked to end"
-        return Cause(names.R_SAVED, told, counted=False)
-    if failed:
-        return Cause(names.R_RANK_FAILED, describe(failed[0], parallelism))
-    return Cause(names.R_RANK_FAILED, ended.message or ended.reason)
+        return Cause(
+            names.R_SAVED, f"saved a checkpoint, as asked to end: {message}", counted=False
+        )
+    return Cause(names.R_RANK_FAILED, message, retry=code != names.EXIT_NO_MORE)
 
 
 def lost(pods: Sequence[PodFacts], now: datetime, parallelism: Parallelism) -> Cause | None:

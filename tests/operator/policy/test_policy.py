@@ -134,15 +134,34 @@ def test_ranks_that_saved_as_asked_do_not_count() -> None:
     by_rule = failed("matching FailJob rule at index 1")
     cause = restart.classify(by_rule, [killed, saved], TWO, saves=True)
     assert (cause.reason, cause.retry, cause.counted) == (names.R_SAVED, True, False)
-    assert (
-        cause.message
-        == "rank 1 (stage 1, replica 0) on node n1: saved a checkpoint, as asked to end"
-    )
+    assert cause.message.startswith("saved a checkpoint, as asked to end: rank 1 (stage 1"), cause
     # A rank that had failed before is why the others were to end.
     crashed = pod(0, exit_code=1, finished_at=T0 - timedelta(seconds=1))
     assert restart.classify(failed(), [crashed, saved], TWO, saves=True).counted
     # A program may have the code for something else.
     assert restart.classify(by_rule, [killed, saved], TWO).reason == names.R_RANK_FAILED
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retry", "counted"),
+    [
+        (1, names.R_RANK_FAILED, True, True),
+        (names.EXIT_INVALID_INPUT, names.R_INVALID_INPUT, False, True),
+        (names.EXIT_NO_MORE, names.R_RANK_FAILED, False, True),
+        (names.EXIT_PREFLIGHT, names.R_PREFLIGHT_FAILED, True, True),
+        (EXIT_SAVED, names.R_SAVED, True, False),
+    ],
+)
+def test_what_pods_that_are_gone_exited_with_is_in_the_condition(
+    code: int, reason: str, retry: bool, counted: bool
+) -> None:
+    by_rule = failed(
+        f"Container trainer for pod a/b-0-1-x failed with exit code {code} "
+        "matching FailJob rule at index 1"
+    )
+    cause = restart.classify(by_rule, [], TWO, saves=True)
+    assert (cause.reason, cause.retry, cause.counted) == (reason, retry, counted)
+    assert by_rule.message in cause.message
 
 
 def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:
