@@ -76,6 +76,9 @@ class ControlService:
             self._call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)
+        if not self._thread.is_alive():
+            # Left to the garbage collector, it is closed after its sockets, with a traceback.
+            self._loop.close()
 
     def begin_attempt(self, attempt: int) -> None:
         """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""

@@ -162,7 +162,8 @@ class ApiClient:
         groups = self.request("GET", "/apis")["groups"]
         bases = [("", "/api/v1")]
         bases += [(g["name"], f"/apis/{g['preferredVersion']['groupVersion']}") for g in groups]
-        self._paths.clear()
+        # A new one, whole: other threads read the present one, and may discover at the same time.
+        paths: dict[str, tuple[str, str, bool]] = {}
         for group, base in bases:
             for resource in self.request("GET", base).get("resources", []):
                 plural = resource["name"]
@@ -173,7 +174,8 @@ class ApiClient:
                 names |= {f"{name}.{group}" for name in names if group and name}
                 for name in names - {""}:
                     # The first group wins, as with kubectl: core events before events.k8s.io.
-                    self._paths.setdefault(name, (base, plural, bool(resource["namespaced"])))
+                    paths.setdefault(name, (base, plural, bool(resource["namespaced"])))
+        self._paths = paths
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Object:
         return self.request("GET", self.path(kind, namespace, name))
