@@ -23,12 +23,12 @@ from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
-from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import count_decision, parser
-from pipemorph_operator.ingest.condition_events import ConditionEvents
-from pipemorph_operator.ingest.fence import Overtaken
+from pipemorph_operator.ingest.status import snapshot_codec, write_budget, writer
+from pipemorph_operator.ingest.status.condition_events import ConditionEvents
+from pipemorph_operator.ingest.status.fence import Overtaken
+from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.summary import Source, judge, summarize
 
 # --- saved state ------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def test_the_last_word_on_a_job_is_tried_again(
     refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its links would be slow for ever: nobody looks at a job again that has ended."""
-    monkeypatch.setattr(store, "FINAL_WRITE_PAUSES", (0.0,) * 5)
+    monkeypatch.setattr(writer, "FINAL_WRITE_PAUSES", (0.0,) * 5)
     api: Any = StatusWrites(*refusals)
     job = body(stages=4)
     job["status"] = {"attempt": 0}

@@ -15,8 +15,7 @@ from pipemorph.control.first_plan import FirstSchedule, initial_schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
-from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
-from pipemorph_operator.ingest.write_budget import (
+from pipemorph_operator.ingest.status.write_budget import (
     BURST,
     DECIDING_SECONDS,
     HELD_SECONDS,
@@ -28,6 +27,8 @@ from pipemorph_operator.ingest.write_budget import (
     Budget,
     Rush,
 )
+from pipemorph_operator.ingest.status.writer import MOST_WRITES
+from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
