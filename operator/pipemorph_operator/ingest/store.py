@@ -238,7 +238,7 @@ class ClusterStore:
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
-            tracked.reports.reported_at = None
+            tracked.reports.reported_at = tracked.taken_over_at = None
             tracked.reports.again()
 
     def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
@@ -257,6 +257,9 @@ class ClusterStore:
             return
         status = JobStatus.model_validate(body.get("status") or {})
         seen = status.training
+        reported = (
+            seen is not None and seen.attempt == attempt and seen.last_report_time is not None
+        )
         generations = Generations(
             spec.parallelism.pods,
             spec.failure_policy.max_restarts,
@@ -294,6 +297,7 @@ class ClusterStore:
             fence=Fence(metadata.get("resourceVersion"), status.control),
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
+            taken_over_at=self._clock() if reported else None,
             written=status.training,
             profiled_at=controller.profiled_at,
         )

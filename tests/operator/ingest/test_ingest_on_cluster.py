@@ -32,6 +32,9 @@ from pipemorph_operator.ingest.store import ClusterStore
 
 # --- saved state ------------------------------------------------------------------------------
 
+STALE = 30.0
+"""Seconds without a report after which links are unknown."""
+
 
 def spec(stages: int = 4) -> JobSpec:
     return JobSpec.model_validate(body(stages=stages)["spec"])
@@ -185,6 +188,41 @@ def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
     assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
     older = last.model_copy(update={"attempt": 0})
     assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
+
+
+def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
+    """Until its agent has had the time to come: what the other ingest wrote holds."""
+    api = Shared()
+    api.job["status"] |= {
+        "training": {"attempt": 0, "iteration": 7, "lastReportTime": "1970-01-01T00:16:39Z"},
+        "conditions": [
+            {"type": kind, "status": "True", "reason": reason, "message": "as it was"}
+            | {"lastTransitionTime": "1970-01-01T00:00:00Z"}
+            for kind, reason in (
+                ("LinksHealthy", "AllLinksHealthy"),
+                ("ScheduleAdapted", "Adapted"),
+            )
+        ],
+    }
+
+    def reasons() -> dict[str, str]:
+        return {c["type"]: c["reason"] for c in api.job["status"]["conditions"]}
+
+    async def run() -> None:
+        cluster: Any = api
+        now = 1000.0
+        store = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
+        store.changed(("team", "gpt"), copy.deepcopy(api.job))
+        before, version = reasons(), api.job["metadata"]["resourceVersion"]
+        now += STALE / 2
+        await store.look(("team", "gpt"))
+        assert (reasons(), api.job["metadata"]["resourceVersion"]) == (before, version)
+        now += STALE
+        await store.look(("team", "gpt"))
+        assert reasons()["LinksHealthy"] == "ReportsStale"
+        assert reasons()["ScheduleAdapted"] == "Adapted", "nobody said otherwise"
+
+    asyncio.run(run())
 
 
 def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> None:

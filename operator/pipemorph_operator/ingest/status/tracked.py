@@ -41,6 +41,8 @@ class TrackedJob:
     versions: Versions
     job_uid: str | None
     """UID of the attempt's batch Job."""
+    taken_over_at: float | None = None
+    """Wall clock from which it is tracked here, if the attempt's ranks had reported before."""
     written: TrainingStatus | None = None
     key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
@@ -113,4 +115,10 @@ class TrackedJob:
 
     @property
     def source(self) -> Source:
-        return Source(self.controller, self.reports.reported_at, self.generation, self.ended)
+        return Source(
+            self.controller,
+            self.reports.reported_at,
+            self.generation,
+            self.ended,
+            self.taken_over_at,
+        )
