@@ -45,9 +45,9 @@ from pipemorph_operator import names  # noqa: E402
 from pipemorph_operator.children.attempt import audience  # noqa: E402
 from pipemorph_operator.cluster.client import Cluster, path  # noqa: E402
 from pipemorph_operator.cluster.events import Event, emit  # noqa: E402
-from pipemorph_operator.ingest import snapshot_codec  # noqa: E402
 from pipemorph_operator.ingest.auth import REVIEW_PATH  # noqa: E402
-from pipemorph_operator.ingest.summary import Source, judge, summarize  # noqa: E402
+from pipemorph_operator.ingest.status import snapshot_codec  # noqa: E402
+from pipemorph_operator.ingest.status.summary import Source, judge, summarize  # noqa: E402
 
 EACH, WARM, REST = 20, 20, 2.0
 """Jobs of each size; requests that are not counted; seconds until the last one is seen."""
