@@ -27,14 +27,13 @@ import yaml  # noqa: E402
 from agent_reports import PERIOD, Reports, parsed  # noqa: E402
 from operator_scale import (  # noqa: E402
     DEADLINE,
-    MIX,
-    Processors,
-    Result,
     create,
     job_of,
     say,
 )
 from operator_support import FULL_NAME, Installation, Jobs, own_installation  # noqa: E402
+from scale_table import MIX  # noqa: E402
+from scale_usage import Processors, Result  # noqa: E402
 from testbed import tools, wait_for  # noqa: E402
 
 from pipemorph.api.status import JobStatus  # noqa: E402

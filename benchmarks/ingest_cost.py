@@ -32,18 +32,15 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/suppor
 
 from agent_reports import PERIOD  # noqa: E402
 from operator_scale import (  # noqa: E402
-    LET_BE,
     MORE_THAN_SENT,
-    Result,
-    cpu_seconds,
     job_of,
     mixed,
-    quantile,
-    resident_bytes,
 )
 from operator_support import Program, free_port  # noqa: E402
 from played_api import NAMESPACE, PlayedApi, kubeconfig, token  # noqa: E402
 from report_load import load  # noqa: E402
+from scale_table import LET_BE  # noqa: E402
+from scale_usage import Result, cpu_seconds, quantile, resident_bytes  # noqa: E402
 
 SETTLE, QUIET, RESTART = 20.0, 20.0, 30.0
 """Seconds before anything is measured, of which it is measured, and after the restart."""
