@@ -252,10 +252,9 @@ class Forecast:
         )
         cut = self._spec.parallelism
         if cut.stages_per_rank > 1:
-            # Planned for the makespan of the ops, with or without a barrier and a reduction.
-            stages = [stage.model_copy(update={"reduction": None}) for stage in problem.stages]
+            # Planned for the makespan, with or without a barrier.
             placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
-            return problem.model_copy(update=placed | {"stages": tuple(stages)})
+            return problem.model_copy(update=placed)
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         return problem if self._warmup is None else problem.with_warmup(self._warmup)

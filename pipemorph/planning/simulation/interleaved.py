@@ -8,7 +8,7 @@ feeds stage *s+1*, which may be on another rank or the same. A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -229,14 +229,16 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
             raise InputError(
                 f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
             )
-    for i, stage in enumerate(problem.stages):
-        if stage.reduction:
-            raise InputError(
-                f"stages[{i}].reduction is {stage.reduction:g}; with several stages per rank it is"
-                " not simulated: leave it out"
-            )
     validate_interleaved(schedule, problem.in_flight_limits())
-    return InterleavedSimulation(schedule, _run(schedule, placed_costs(problem, placement)))
+    ran = _run(schedule, placed_costs(problem, placement))
+    after = [0.0] * problem.stage_count
+    for ops in schedule.ranks:
+        # A rank reduces the gradients of all its stages, after the last op of all of them.
+        mine = {op.stage for op in ops}
+        after[ops[-1].stage] = max(problem.stages[s].reduction or 0.0 for s in mine)
+    if any(after):
+        ran = replace(ran, after=tuple(after))
+    return InterleavedSimulation(schedule, ran)
 
 
 def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
@@ -254,7 +256,7 @@ def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
         queues=across(costs.queues),
         outstanding=across(costs.outstanding),
         half_duplex=across(costs.half_duplex),
-        # Which rank it follows on is not known to the core.
+        # Which stage's op is the last on a rank is not known to the core.
         after=[0.0] * costs.stage_count,
     )
 
