@@ -362,8 +362,8 @@ class AdaptiveTrainer:
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:
-        """What the stage's rank measures. While it fuses, that is one time for B and W. A forward
-        that runs again is not part of its backward."""
+        """What the stage's rank measures. If it fuses all backwards, that is one time for B and
+        W. A forward that runs again is not part of its backward."""
         took: dict[OpKind, list[float]] = {}
         ops = ran.stages[stage]
         forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
@@ -376,8 +376,9 @@ class AdaptiveTrainer:
         return StageProfile(
             stage=stage,
             forward=_mean(took[OpKind.F]),
-            backward_input=_mean(fused or took[OpKind.B]),
-            backward_weight=0.0 if fused else _mean(took[OpKind.W]),
+            backward_input=_mean(took.get(OpKind.B) or took[OpKind.BW]),
+            backward_weight=_mean(took[OpKind.W]) if OpKind.W in took else 0.0,
+            fused_backward=_mean(fused) if fused else None,
             split="emulated",
             peak_memory=0,
             activation_bytes=size,

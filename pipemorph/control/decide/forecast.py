@@ -321,7 +321,11 @@ class Forecast:
             made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
         if not self._may_go_online(routes):
             return made
-        online = [replace(option.plan, dispatch=Dispatch.ONLINE) for option in made]
+        online = [
+            replace(option.plan, dispatch=Dispatch.ONLINE)
+            for option in made
+            if option.plan.schedule.mixed is None
+        ]
         return [*made, *(self.of(plan) for plan in online if self.excess(plan) is None)]
 
     def longer_searched(self, best: Option) -> list[Option]:
@@ -364,6 +368,7 @@ class Forecast:
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             return [self.of(made.to_plan(0, routes, dispatch))]
+        problem = problem.model_copy(update={"dispatch": dispatch})
         found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
         alike = self._varying is None and not self.parts
         if dispatch is Dispatch.STATIC and self._situation.barrier and alike:
