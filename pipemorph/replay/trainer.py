@@ -20,9 +20,14 @@ from pipemorph.control.decide.replan import propose
 from pipemorph.control.observe.observer import JobTelemetry, Observer
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Op, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning.ir import place_stages
 from pipemorph.planning.offload import copying
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.costs import INF
+from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
+    simulate_interleaved,
+)
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.replay.trace import LinkState, LinkTrace
@@ -74,6 +79,18 @@ class Links:
         self._rates = narrow or any(self._transfers)
         self._half = [link.half_duplex for link in problem.links]
         self._problem, self._trace = problem, trace
+        self.rank_of = ranks_of(problem)
+        for states in trace.states:
+            for i in states:
+                if self.within(i):
+                    raise InputError(
+                        f"the trace has a state of link {i}, whose stages are both on rank"
+                        f" {self.rank_of[i]}: no message of it leaves the rank"
+                    )
+
+    def within(self, link: int) -> bool:
+        """Whether both ends of a link are on one rank."""
+        return self.rank_of[link] == self.rank_of[link + 1]
 
     def sizes(self, stage: int) -> tuple[int | None, int | None]:
         """Bytes of a microbatch's activations and of its inputs that lead to the stage's
@@ -92,6 +109,11 @@ class Links:
             )
         ]
         return self._problem.model_copy(update={"links": tuple(links)})
+
+    def bubble_fraction(self, ran: Simulation) -> float:
+        """Idle time of the ranks over ranks × makespan."""
+        busy = (1.0 - ran.bubble_fraction) * len(ran.stages)
+        return max(0.0, 1.0 - busy / len(set(self.rank_of)))
 
     def pace(self) -> Pace:
         """Of another trainer that begins."""
@@ -133,6 +155,11 @@ class Links:
         problem = self.under(plan.routes).under(plan)
         delay_at = self.delay_at(iteration, began)
         transfer_at = self.transfer_at(iteration, began)
+        if plan.turns:
+            order = InterleavedSchedule.of_plan(plan)
+            return simulate_interleaved(
+                order, problem, delay_at=delay_at, transfer_at=transfer_at
+            ).simulation
         return simulate_changing(
             plan.schedule,
             problem,
@@ -159,6 +186,18 @@ class Pace:
             return ran.makespan
         took, self.before = following(ran.free, ran.after)
         return took
+
+
+def ranks_of(problem: Problem) -> tuple[int, ...]:
+    """The rank of each stage. Raises :class:`InputError` if ranks do not share the stages evenly,
+    or for an objective that ranks with several stages do not know."""
+    count, ranks = problem.stage_count, problem.ranks
+    if ranks is None or ranks == count:
+        return tuple(range(count))
+    problem.check_makespan("a replay of ranks with several stages")
+    if count % ranks:
+        raise InputError(f"ranks is {ranks}; expected a number that divides {count} stages")
+    return place_stages(count, ranks, problem.placement)
 
 
 def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
@@ -191,9 +230,14 @@ def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
     }
     if any(cap is not None for cap in caps):
         schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
+    parallelism: dict[str, object] = {"stages": problem.stage_count}
+    ranks = len(set(ranks_of(problem)))
+    if ranks < problem.stage_count:
+        each = {"stagesPerRank": problem.stage_count // ranks, "stagePlacement": problem.placement}
+        parallelism |= each
     return JobSpec.model_validate(
         {
-            "parallelism": {"stages": problem.stage_count},
+            "parallelism": parallelism,
             "schedule": schedule,
             "trainer": {"module": "replay", "iterations": 1_000_000},
             "transport": {"directDuplex": "half" if True in half else "full"},
@@ -255,7 +299,7 @@ class AdaptiveTrainer:
             seconds=seconds,
             loss=None,
             plan_version=self._plan.version,
-            bubble_fraction=ran.bubble_fraction,
+            bubble_fraction=self._links.bubble_fraction(ran),
             barrier=self._pace.barrier,
         )
         profiles = [self._profile(i, ran) for i in range(len(ran.stages))]
@@ -275,6 +319,8 @@ class AdaptiveTrainer:
         before: dict[tuple[int, bool], float] = {}
         latencies: dict[tuple[int, int, bool], float] = {}
         for message in deliver(ran).messages:
+            if self._links.within(message.link):
+                continue
             stamp, exact = self._observe(ran, message)
             transfer = transfer_at(message.link, message.sent)
             leaves = message.arrived - delay_at(message.link, message.sent) - transfer
@@ -318,7 +364,16 @@ class AdaptiveTrainer:
         if self._telemetry == "exact" or self._plan.routes[message.link] is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
-        ops = ran.stages[stage]
+        rank = self._links.rank_of[stage]
+        ops = sorted(
+            (
+                op
+                for ops, mine in zip(ran.stages, self._links.rank_of, strict=True)
+                if mine == rank
+                for op in ops
+            ),
+            key=lambda op: op.start,
+        )
         running = ops[max(0, bisect_right(ops, message.arrived, key=lambda op: op.start) - 1)]
         if running.start <= message.arrived < running.end:
             return running.end, False
@@ -362,8 +417,8 @@ class AdaptiveTrainer:
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:
-        """What the stage's rank measures. While it fuses, that is one time for B and W. A forward
-        that runs again is not part of its backward."""
+        """What the stage's rank measures. If it fuses all backwards, that is one time for B and
+        W. A forward that runs again is not part of its backward."""
         took: dict[OpKind, list[float]] = {}
         ops = ran.stages[stage]
         forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
@@ -376,8 +431,9 @@ class AdaptiveTrainer:
         return StageProfile(
             stage=stage,
             forward=_mean(took[OpKind.F]),
-            backward_input=_mean(fused or took[OpKind.B]),
-            backward_weight=0.0 if fused else _mean(took[OpKind.W]),
+            backward_input=_mean(took.get(OpKind.B) or took[OpKind.BW]),
+            backward_weight=_mean(took[OpKind.W]) if OpKind.W in took else 0.0,
+            fused_backward=_mean(fused) if fused else None,
             split="emulated",
             peak_memory=0,
             activation_bytes=size,
