@@ -8,6 +8,7 @@ are still there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,6 +26,9 @@ from pipemorph.wire.states import Direction
 BEFORE, SETTLES, AFTER = 3, 8, 32
 """Iterations before a change whose median is compared; after it, those in which plans settle, and
 those that are compared."""
+
+REST = 10.0
+"""After a change ranks stay for so many times the seconds that it took, whatever is measured."""
 
 
 @dataclass
@@ -82,12 +86,15 @@ class Moves:
         self._usual = 0.0
         """Seconds that messages of links take that are well."""
         self._asked: Move | None = None
+        self._stays_until = 0.0
+        """Monotonic."""
         self.made: list[Move] = []
 
     @property
     def decides(self) -> bool:
         """Whether ranks may be asked to leave."""
-        return self._spec.adaptation.relayout and self._asked is None
+        wanted = self._spec.adaptation.relayout and self._asked is None
+        return wanted and time.monotonic() >= self._stays_until
 
     def consider(self, network: Network, cost: float) -> Move | None:
         """A change that pays, if what is known of the wires has changed since the last decision.
@@ -188,6 +195,7 @@ class Moves:
         for move in self.made:
             if move.generation == generation and move.outcome == "moved":
                 move.iteration, move.seconds = iteration, round(seconds, 3)
+                self._stays_until = time.monotonic() + REST * seconds
                 self._note(f"at other places from iteration {iteration} on, after {seconds:.2f} s")
 
     def records(self, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
