@@ -1,4 +1,4 @@
-"""How hosts and ranks agree on the end of a rank: one signal and one exit code."""
+"""How hosts and ranks agree on the end of a rank: signals, exit codes and files."""
 
 from __future__ import annotations
 
@@ -10,3 +10,18 @@ END_NOW = signal.SIGUSR2
 EXIT_SAVED = 75
 """A rank's exit code after it was asked to end and has saved, as all others have: nothing is lost,
 and nothing has failed. ``EX_TEMPFAIL`` of sysexits.h: to be tried again."""
+
+EXIT_MOVES = 76
+"""A rank's exit code after all have left at one iteration, each with a copy of its state, to go on
+at other places."""
+
+
+def leave_file(generation: int) -> str:
+    """Name of the file, in the folder of the ranks' copies, by which a host asks the ranks of a
+    generation to leave for other places."""
+    return f"leave.generation-{generation}"
+
+
+def stay_file(generation: int) -> str:
+    """Name of the file in which they say why they do not."""
+    return f"stay.generation-{generation}"

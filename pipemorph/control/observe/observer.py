@@ -651,7 +651,7 @@ def _stage_differs(told: StageState, new: StageState) -> Change:
 
 
 def _reduction_differs(told: ReductionHealth, new: ReductionHealth) -> Change:
-    if new.slow != told.slow:
+    if new.slow != told.slow or new.slowest != told.slowest:
         return Change.NOW
     same = (new.bytes, new.normal is None) == (told.bytes, told.normal is None)
     pairs = (
