@@ -13,15 +13,9 @@ from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.costs import Costs
+from pipemorph.replay.links import DispatchChoice, Links, in_seconds, job_spec
 from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
-from pipemorph.replay.trainer import (
-    AdaptiveTrainer,
-    DispatchChoice,
-    Links,
-    Telemetry,
-    in_seconds,
-    job_spec,
-)
+from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
 
 class Change(NamedTuple):

@@ -14,8 +14,9 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, lower_bound
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, late_share, replay
+from pipemorph.replay.links import DispatchChoice
 from pipemorph.replay.trace import load_trace, parse_trace
-from pipemorph.replay.trainer import DispatchChoice, Telemetry
+from pipemorph.replay.trainer import Telemetry
 
 TRACES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
