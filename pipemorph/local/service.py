@@ -77,6 +77,9 @@ class ControlService:
             self._call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)
+        if not self._thread.is_alive():
+            # Else it is closed when the interpreter ends, with a traceback.
+            self._loop.close()
 
     def begin_attempt(self, attempt: int) -> None:
         """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""
