@@ -219,7 +219,7 @@ def test_a_run_that_is_interrupted_while_ranks_move_is_interrupted() -> None:
     ended: list[Ending] = []
     site: Any = SimpleNamespace(
         interrupts=SimpleNamespace(received=signal.SIGTERM),
-        ladder=Ladder(1),
+        ladder=Ladder(1, counted=1, best=9),
         journal=SimpleNamespace(done=lambda: 5),
         run=SimpleNamespace(
             attempts=[SimpleNamespace(end=lambda ending, at: ended.append(ending))]
@@ -229,4 +229,5 @@ def test_a_run_that_is_interrupted_while_ranks_move_is_interrupted() -> None:
     found = _Host.agree(site, Life(0, 1), moved)
     assert ended == [found] and isinstance(found, Ending)
     assert EXIT[found.end] == 130
+    assert found.details == ()
     assert found.reason == "SIGTERM, while the ranks changed places"
