@@ -176,7 +176,8 @@ class Adaptation(SpecModel):
         default=False,
         description="Whether ranks may change places when a wire of a gradient reduction is slow "
         "and the iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
-        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank.",
+        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank, which no "
+        "tensor, context or FSDP ranks share: what a slow wire costs those is not known.",
     )
 
     @model_validator(mode="after")
@@ -625,6 +626,7 @@ class JobSpec(SpecModel):
             (self.recovery.snapshot_iterations == 0, "recovery.snapshotIterations is 0"),
             (self.parallelism.stages_per_rank > 1, "a rank has several stages"),
             (self.parallelism.mesh.data == 1, "no gradients are reduced"),
+            (self.parallelism.mesh.lockstep > 1, "several ranks share a stage of a replica"),
         ):
             if lacks:
                 raise FieldError("adaptation.relayout", f"is true, but {why}; leave it out")

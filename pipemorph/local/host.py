@@ -172,7 +172,10 @@ class _Host:
 
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
         """Climb the ladder, record how the ranks ended, and tell of what follows."""
-        if ending.end is End.MOVED and self.interrupts.received is None:
+        if ending.end is End.MOVED and self.interrupts.received is not None:
+            reason = f"{self.interrupts.received.name}, while the ranks changed places"
+            ending = replace(ending, end=End.INTERRUPTED, reason=reason, retry=False)
+        if ending.end is End.MOVED:
             following = Life(life.attempt, life.generation + 1)
             self.progress.note(f"generation {following.generation} begins at other places")
             self.moves.left(following.generation)
@@ -228,7 +231,7 @@ class _Host:
             self.moves.look(self.kept, self.life.generation)
         if first is not None and self.starting:
             self.starting = False
-            self.moves.arrived(self.life.generation, first[0], first[1] - self.left_at)
+            self.moves.arrived(first[0], first[1] - self.left_at)
             self.start_seconds = max(self.start_seconds or 0.0, time.monotonic() - self.began)
         if self.recovering is not None and first is not None:
             recovery, self.recovering = self.recovering, None
@@ -315,6 +318,7 @@ class _Host:
             deadline=self._deadline(),
             recovers=self.ladder.recovers,
             saves=self.job.spec.checkpoint is not None,
+            moves=lambda: self.moves.leaving,
             hung=self._hung,
         )
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending

@@ -8,15 +8,16 @@ are still there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, get_args
 
-from pipemorph.api.layout import Layout
+from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.relayout import Network, Proposal, Wires, named, propose
+from pipemorph.control.decide.relayout import Late, Network, Proposal, Wires, named, propose
 from pipemorph.control.observed.links import Health
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.planning import Route
@@ -28,7 +29,11 @@ BEFORE, SETTLES, AFTER = 3, 8, 32
 those that are compared."""
 
 REST = 10.0
-"""After a change ranks stay for so many times the seconds that it took, whatever is measured."""
+"""After a change ranks stay for so many times the seconds that it took, whatever is measured. After
+one that failed, for so many times those that it was expected to take."""
+
+CHANGED = 0.25
+"""A decision is made again when the lateness of a wire has changed by more than this part of it."""
 
 
 @dataclass
@@ -81,11 +86,13 @@ class Moves:
         self.layout = self._settled = self._first
         """The layout of the ranks that run, and the last one in which all have met."""
         self._wires = Wires(spec.adaptation)
-        self._judged: object = None
-        """What the last decision was made for."""
+        self._judged: tuple[tuple[int, ...], dict[Wire, float]] | None = None
+        """What the last decision was made for: the places, and the late wires."""
         self._usual = 0.0
         """Seconds that messages of links take that are well."""
         self._asked: Move | None = None
+        self._arriving: Move | None = None
+        """The change after which no iteration has been finished yet."""
         self._stays_until = 0.0
         """Monotonic."""
         self.made: list[Move] = []
@@ -96,6 +103,11 @@ class Moves:
         wanted = self._spec.adaptation.relayout and self._asked is None
         return wanted and time.monotonic() >= self._stays_until
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the ranks that run have been asked to leave."""
+        return self._asked is not None and self._asked.outcome == "asked"
+
     def consider(self, network: Network, cost: float) -> Move | None:
         """A change that pays, if what is known of the wires has changed since the last decision.
         ``cost``: seconds that a change takes."""
@@ -103,12 +115,9 @@ class Moves:
         well = [link.wire_time for link in network.links if link.health is Health.HEALTHY]
         self._usual = median(well) if well else self._usual
         late = self._wires.late
-        if self._wires.waits(network):
+        if self._wires.waits(self.layout, network) or not self._has_news(late):
             return None
-        known = (self.layout.places, {wire: round(1e3 * each, -1) for wire, each in late.items()})
-        if known == self._judged or (self._judged is None and not late):
-            return None
-        self._judged = known
+        self._judged = self.layout.places, dict(late)
         reason = f"late: {named(late)}" if late else "no wire is late any more"
         found = propose(self._spec, self.layout, network, late, cost)
         if found is None:
@@ -125,6 +134,15 @@ class Moves:
             )
             return None
         return Move(told, found, self.layout)
+
+    def _has_news(self, late: Late) -> bool:
+        """Whether what decisions are made for has changed since the last one."""
+        if self._judged is None:
+            return bool(late)
+        places, judged = self._judged
+        if places != self.layout.places or judged.keys() != late.keys():
+            return True
+        return any(abs(late[wire] - was) > CHANGED * was for wire, was in judged.items())
 
     def ask(self, move: Move, kept: KeptFolder, generation: int) -> None:
         """Have the ranks of a generation leave."""
@@ -143,13 +161,23 @@ class Moves:
         if move is None:
             return
         if move.outcome == "asked" and (why := kept.stay(generation)) is not None:
+            kept.stop_asking(generation)
             self._stay(move, why)
-        elif move.outcome == "left" and kept.resumed(generation) is not None:
-            self._settled, move.outcome, self._asked = self.layout, "moved", None
+        elif move.outcome == "left":
+            resumed = kept.resumed(generation)
+            if resumed is not None and resumed.rung == "kept":
+                self._settled, move.outcome, self._asked = self.layout, "moved", None
+                # Until then nothing is known of the network as these places use it.
+                self._arriving, self._stays_until = move, math.inf
 
     def _stay(self, move: Move, why: str) -> None:
         move.outcome, move.why, self._asked = "stayed", why, None
+        self._rest(move)
         self._note(f"the ranks stay at their places: {why}")
+
+    def _rest(self, move: Move) -> None:
+        """A change has failed: the next one would, for the same reason."""
+        self._stays_until = time.monotonic() + REST * move.proposal.cost
 
     def late_links(self) -> list[SlowDirection]:
         """The links over wires that are known to be late."""
@@ -180,23 +208,25 @@ class Moves:
         """The ranks failed. With an ``attempt`` all begins anew. Returns whether those that follow
         run at other places."""
         move, self._asked = self._asked, None
+        if (failed := move or self._arriving) is not None:
+            self._rest(failed)
         if move is not None:
             move.outcome = "went back" if move.outcome == "left" else "stayed"
             move.why = "ranks failed before all had met" if move.generation else "ranks failed"
         before = self.layout
         if attempt:
-            self._settled, self._judged = self._first, None
+            self._settled, self._judged, self._arriving = self._first, None, None
         self.layout = self._settled
         return self.layout != before
 
-    def arrived(self, generation: int, iteration: int, seconds: float) -> None:
-        """The ranks of a generation have finished their first iteration, so many seconds after
-        those before had ended."""
-        for move in self.made:
-            if move.generation == generation and move.outcome == "moved":
-                move.iteration, move.seconds = iteration, round(seconds, 3)
-                self._stays_until = time.monotonic() + REST * seconds
-                self._note(f"at other places from iteration {iteration} on, after {seconds:.2f} s")
+    def arrived(self, iteration: int, seconds: float) -> None:
+        """The ranks have finished their first iteration since they were started. ``seconds``: since
+        ranks last left for other places."""
+        move, self._arriving = self._arriving, None
+        if move is not None:
+            move.iteration, move.seconds = iteration, round(seconds, 3)
+            self._stays_until = time.monotonic() + REST * seconds
+            self._note(f"at other places from iteration {iteration} on, after {seconds:.2f} s")
 
     def records(self, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
         """For ``report.json``, after the last iteration."""

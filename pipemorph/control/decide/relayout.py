@@ -1,4 +1,5 @@
-"""Finds a layout in which a slow wire hurts less, and whether the way there pays. Pure.
+"""Finds a layout in which a slow wire hurts less, and whether the way there pays. Pure, but
+for the time that a search may take.
 
 A gradient reduction goes round a ring, chunk by chunk, and each step takes as long as its slowest
 edge: a late wire costs it many times its delay. Between two stages a plan absorbs that delay, and a
@@ -8,11 +9,13 @@ predicted iteration becomes shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, permutations
+from itertools import islice, permutations, takewhile
 from statistics import median
+from time import monotonic
 
 from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.spec import Adaptation, JobSpec
@@ -24,8 +27,10 @@ MOST_SWAPS = 16
 """Most pairs of ranks that change places at once."""
 MOST_ORDERS = 6
 """Most orders of the mesh that a search begins with."""
-MOST_TRIED = 20_000
-"""Most layouts that one search looks at."""
+SEARCH_SECONDS = 2.0
+"""Longest time of all searches of one decision, which the host of the ranks waits for."""
+MOST_WAITED = 16
+"""Most iterations in which it is waited for what a late edge costs its group."""
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
 
@@ -46,49 +51,65 @@ class Network:
 
 @dataclass
 class Wires:
-    """What is known of the wires of a job, whoever uses them. What nobody uses stays as it was."""
+    """What is known of the wires of a job, whoever uses them. What nobody uses stays as it was.
+
+    ``late``: seconds. ``usual``: the least that messages of a reduction's chunk have taken, over
+    all generations. In a new one, a wire that is late from its start is what the ring is used to.
+    """
 
     adaptation: Adaptation
     late: dict[Wire, float] = field(default_factory=dict)
+    usual: dict[Wire, float] = field(default_factory=dict)
+    _since: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """By ring with a late edge that does not make it slow: the iterations that were left when that
+    was first seen."""
 
     def see(self, layout: Layout, network: Network) -> None:
         """Take what the ranks of ``layout`` have measured."""
+        found: dict[Wire, float] = {}
         used: set[Wire] = set()
-        for group in network.reductions:
-            if group.slowest is None:
-                continue
-            edges = list(layout.edges(_ring(layout, group)))
+        since: dict[tuple[int, ...], int] = {}
+        for ring, group in _measured(layout, network).items():
+            assert group.slowest is not None
+            edges = list(layout.edges(ring))
             used |= set(edges)
             for wire in edges:
-                self.late.pop(wire, None)
-        for group in network.reductions:
-            if group.slowest is not None:
-                wire = list(layout.edges(_ring(layout, group)))[group.slowest.at]
-                self._note(wire, group.slowest.seconds - group.slowest.usual, group.slowest.usual)
+                self.usual[wire] = min(self.usual.get(wire, math.inf), group.slowest.usual)
+            wire = edges[group.slowest.at]
+            late = group.slowest.seconds - self.usual[wire]
+            if not self._is_late(late, self.usual[wire]):
+                for each in edges:
+                    self.late.pop(each, None)
+                continue
+            # The others are no later than this one.
+            self.late |= {each: min(late, self.late[each]) for each in edges if each in self.late}
+            if group.slow:
+                found[wire] = max(late, found.get(wire, 0.0))
+            else:
+                since[ring] = self._since.get(ring, network.left)
+        self._since = since
         for link in network.links:
-            if link.health is Health.SLOW:
-                self._note(layout.link(link.link, link.replica), link.delay, 0.0)
+            wire = layout.link(link.link, link.replica)
+            if link.health is Health.SLOW and self._is_late(link.delay, 0.0):
+                found[wire] = max(link.delay, found.get(wire, 0.0))
             elif link.health is Health.HEALTHY:
                 for column in range(layout.mesh.columns):
                     wire = layout.link(link.link, column)
                     if wire not in used:
                         self.late.pop(wire, None)
+        self.late |= found
 
-    def waits(self, network: Network) -> bool:
-        """Whether a group has a late edge, and it is not known yet what that costs it."""
-        return any(
-            self._is_late(edge.seconds - edge.usual, edge.usual) and not group.slow
-            for group in network.reductions
-            if (edge := group.slowest) is not None
-        )
+    def waits(self, layout: Layout, network: Network) -> bool:
+        """Whether too little is known for a decision: the edges of a ring have not been measured,
+        or one is late, and it is not known yet what that costs its group. That is waited for only
+        so long: a message that was late by chance makes no group slow."""
+        if len(_measured(layout, network)) < len(layout.rings):
+            return True
+        return any(since - network.left < MOST_WAITED for since in self._since.values())
 
     def _is_late(self, late: float, usual: float) -> bool:
         least = self.adaptation.min_delay_ms / 1e3
         return late >= max(least, self.adaptation.min_delay_fraction * usual)
-
-    def _note(self, wire: Wire, late: float, usual: float) -> None:
-        if self._is_late(late, usual):
-            self.late[wire] = max(late, self.late.get(wire, 0.0))
 
 
 @dataclass(frozen=True)
@@ -116,12 +137,23 @@ class Proposal:
 
 
 def propose(
-    spec: JobSpec, layout: Layout, network: Network, late: Late, cost: float
+    spec: JobSpec,
+    layout: Layout,
+    network: Network,
+    late: Late,
+    cost: float,
+    *,
+    seconds: float = SEARCH_SECONDS,
 ) -> Proposal | None:
-    """The best layout that was found; None if none is better than the present one. ``cost``:
-    seconds of a change."""
+    """The best layout that was found within ``seconds``; None if none is better than the present
+    one. ``cost``: seconds of a change."""
     score = _Score(spec, network, late, layout)
-    found = min((_search(each, score) for each in _starts(layout)), key=score.of)
+    starts, end = _starts(layout), monotonic() + seconds
+    found = layout
+    for at, start in enumerate(starts):
+        now = monotonic()
+        until = now + (end - now) / (len(starts) - at)
+        found = min(found, _search(start, score, until), key=score.of)
     if found == layout:
         return None
     before, after = score.of(layout)[0], score.of(found)[0]
@@ -146,23 +178,25 @@ def _starts(layout: Layout) -> list[Layout]:
     return found
 
 
-def _search(layout: Layout, score: _Score) -> Layout:
-    """Exchange the places of two ranks, of which one is at a late wire, as long as that helps."""
-    best, tried = layout, 0
+def _search(layout: Layout, score: _Score, end: float) -> Layout:
+    """Exchange the places of two ranks, of which one is at a late wire, as long as that helps.
+    ``end``: of the search, monotonic."""
+    best = layout
     for _ in range(MOST_SWAPS):
-        at_late = score.at_late(best)
-        pairs = [
-            best.swapped(rank, other)
-            for rank in at_late
-            for other in range(layout.mesh.world_size)
-            if best.pod(rank) != best.pod(other) and (other not in at_late or other > rank)
-        ][: MOST_TRIED - tried]
-        tried += len(pairs)
-        found = min(pairs, key=score.of, default=best)
+        in_time = takewhile(lambda _: monotonic() < end, _swapped(best, score.at_late(best)))
+        found = min(in_time, key=score.of, default=best)
         if score.of(found) >= score.of(best):
             break
         best = found
     return best
+
+
+def _swapped(layout: Layout, ranks: Collection[int]) -> Iterator[Layout]:
+    """All layouts in which one of these ranks has changed places with a rank of another pod."""
+    for rank in ranks:
+        for other in range(layout.mesh.world_size):
+            if layout.pod(rank) != layout.pod(other) and (other not in ranks or other > rank):
+                yield layout.swapped(rank, other)
 
 
 class _Score:
@@ -262,6 +296,13 @@ class _Score:
                 problem = problem.model_copy(update={"objective": "period"})
             self._known[key] = plan(problem, self._spec.schedule.policy_kind).objective
         return self._known[key]
+
+
+def _measured(layout: Layout, network: Network) -> dict[tuple[int, ...], ReductionHealth]:
+    """The groups whose edges have been measured, by their ranks."""
+    return {
+        _ring(layout, group): group for group in network.reductions if group.slowest is not None
+    }
 
 
 def _ring(layout: Layout, group: ReductionHealth) -> tuple[int, ...]:

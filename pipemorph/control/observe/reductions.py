@@ -68,7 +68,10 @@ class ReductionBook:
             group = self._groups.get(key)
             if group is None or (group.newest and group.newest.bytes != sample.bytes):
                 # Other gradients: what was normal is so no longer.
+                slowest = group.slowest if group is not None else None
                 group = self._groups[key] = _Group(self._thresholds)
+                # Messages of that size take as long as they did.
+                group.slowest = slowest
             newest = group.newest
             if newest is not None and sample.iteration <= newest.iteration:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -55,7 +56,14 @@ class KeptFolder:
 
     def ask_to_leave(self, generation: int) -> None:
         """Ask the ranks of a generation to leave for other places. Raises OSError."""
+        # Of an earlier question.
+        (self.root / stay_file(generation)).unlink(missing_ok=True)
         (self.root / leave_file(generation)).touch(mode=0o600)
+
+    def stop_asking(self, generation: int) -> None:
+        """Take that back. Ranks that stay remove the file, too, but may have failed before."""
+        with contextlib.suppress(OSError):
+            (self.root / leave_file(generation)).unlink(missing_ok=True)
 
     def stay(self, generation: int) -> str | None:
         """Why the ranks of a generation do not leave, as they were asked to; None if they said

@@ -103,6 +103,7 @@ def supervise(
     deadline: float | None = None,
     recovers: bool = False,
     saves: bool = False,
+    moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
     told: Callable[[], str | None] = lambda: None,
     on_failure: Callable[[Ending], None] = lambda _: None,
@@ -113,27 +114,29 @@ def supervise(
     slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
     that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
+    ``moves``: whether they have been asked to leave for other places, and exit with EXIT_MOVES.
     ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
     pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called several times
     a second. No rank is running on return.
     """
     ending = _until_the_end(
-        ranks, events, refresh, deadline=deadline, straggle=straggle, saves=saves, hung=hung,
-        told=told,
+        ranks, events, refresh, deadline=deadline, straggle=straggle, saves=saves, moves=moves,
+        hung=hung, told=told,
     )  # fmt: skip
-    at = time.time()
+    at, moving = time.time(), moves()
     if ending.end is End.FAILED:
         on_failure(replace(ending, at=at))
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
         killed, hurried = _stop(
-            ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves, told=told
-        )
+            ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves,
+            moving=moving, told=told,
+        )  # fmt: skip
         if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
             ending = Ending(End.FAILED, "not all ranks left for other places", retry=True)
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
-            ending = _cause(ranks, killed) or ending
+            ending = _cause(ranks, killed, moving=moving) or ending
         waited = grace if _may_save(ending) else min(grace, END_SECONDS)
         why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
         ending = _with_peers(ending, ranks, killed, why)
@@ -158,6 +161,7 @@ def _until_the_end(
     deadline: float | None,
     straggle: float,
     saves: bool = False,
+    moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
     told: Callable[[], str | None] = lambda: None,
 ) -> Ending:
@@ -185,7 +189,7 @@ def _until_the_end(
         rank = ranks.note_exit(event.rank, event.status)
         if saves and event.status == EXIT_SAVED:
             return Ending(End.INTERRUPTED, "a rank got SIGTERM")
-        if _moved(rank):
+        if _moved(rank) and moves():
             return Ending(End.MOVED, "the ranks leave for other places", retry=True)
         if event.status != 0:
             return _failure(rank)
@@ -210,16 +214,17 @@ def _hang(ranks: RankSet, why: str) -> Ending:
     )
 
 
-def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
+def _cause(ranks: RankSet, killed: list[RankProcess], *, moving: bool = False) -> Ending | None:
     """The failure that caused the others: of the ranks that failed by themselves, the first that
-    had not lost a peer, or else the first."""
+    had not lost a peer, or else the first. ``moving``: see :func:`_cause_is_to_come`."""
     asked = (128 + signal.SIGTERM, -END_NOW)
     # One that was asked to stop may have failed before: Python takes its time to end.
     bad = [
         r
         for r in ranks.ended
         if r not in killed
-        and r.status not in (0, EXIT_MOVES)
+        and r.status != 0
+        and not (moving and _moved(r))
         and (r.status not in asked or _exception(r))
     ]
     if not bad:
@@ -227,9 +232,10 @@ def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
     return _failure(next((rank for rank in bad if _lost_wait(rank) is None), bad[0]))
 
 
-def _cause_is_to_come(ranks: RankSet) -> bool:
-    """Whether all failed ranks failed because they lost a peer, whose own failure is to come."""
-    bad = [rank for rank in ranks.ended if rank.status != 0]
+def _cause_is_to_come(ranks: RankSet, *, moving: bool = False) -> bool:
+    """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
+    ``moving``: they were asked to leave for other places, and those that did have not failed."""
+    bad = [rank for rank in ranks.ended if rank.status != 0 and not (moving and _moved(rank))]
     waits = [_lost_wait(rank) for rank in bad]
     # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.
     return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
@@ -299,6 +305,7 @@ def _stop(
     grace: float,
     recovers: bool,
     saves: bool = False,
+    moving: bool = False,
     told: Callable[[], str | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
@@ -314,13 +321,13 @@ def _stop(
         if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
         seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS
-        if _cause_is_to_come(ranks) and _wait(
+        if _cause_is_to_come(ranks, moving=moving) and _wait(
             ranks,
             events,
             refresh,
             seconds,
             # The cause may be in another pod.
-            enough=lambda: not _cause_is_to_come(ranks) or told() is not None,
+            enough=lambda: not _cause_is_to_come(ranks, moving=moving) or told() is not None,
         ):
             return ranks.running, True
     may_save = _may_save(ending)

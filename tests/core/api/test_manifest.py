@@ -95,6 +95,14 @@ def test_every_example_loads() -> None:
         load_job(example)
 
 
+def test_ranks_that_share_a_stage_do_not_change_places() -> None:
+    document = changed("spec/adaptation/relayout", True)
+    document["spec"]["failurePolicy"] = {"maxRestarts": 1}
+    parse_job(json.dumps(document))
+    document["spec"]["parallelism"]["tensor"] = 2
+    assert "relayout: is true, but several ranks share a stage of a replica" in refusal(document)
+
+
 ENV = "spec/template/spec/containers/1/env/0/name"
 
 

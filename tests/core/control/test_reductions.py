@@ -15,7 +15,7 @@ from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.reductions import ReductionBook
 from pipemorph.control.observed.reports import ReportMismatch
-from pipemorph.wire import ReductionSample, StageProfile
+from pipemorph.wire import ReductionSample, SlowestEdge, StageProfile
 
 USUAL, SLOW = 0.020, 0.090
 
@@ -122,6 +122,15 @@ def test_other_gradients_have_another_normal_time() -> None:
         0.0,
     )
     assert job.slow == []
+
+
+def test_edges_of_a_ring_are_known_with_other_gradients() -> None:
+    """They are measured once while all is well, with messages of one size."""
+    job = Job()
+    edge = SlowestEdge(1, 0.002, 0.001)
+    job.book.observe([sample(0, 0, USUAL).model_copy(update={"slowest": edge})], 0.0)
+    job.book.observe([sample(0, 1, USUAL).model_copy(update={"bytes": 5 << 20})], 0.0)
+    assert [state.slowest for state in job.book.states()] == [edge]
 
 
 def spec(**fields: Any) -> JobSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -119,9 +120,10 @@ def test_evidence_belongs_to_wires() -> None:
     layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
     found = network(spec, {0: 0})
     early = tuple(replace(each, slow=False) for each in found.reductions)
-    assert seen.waits(replace(found, reductions=early))
-    assert not seen.waits(found)
+    seen.see(layout, replace(found, reductions=early))
+    assert seen.waits(layout, found) and not seen.late
     seen.see(layout, found)
+    assert not seen.waits(layout, found)
     assert set(seen.late) == {(0, 1)}
     # Ranks 1 and 2 have changed places: the late wire is that of the link of replica 0.
     moved = layout.swapped(1, 2)
@@ -139,3 +141,86 @@ def test_a_link_that_is_well_does_not_speak_for_a_ring_on_its_wire() -> None:
     assert layout.link(0, 0) == next(layout.edges(layout.rings[0])) == (0, 1)
     seen.see(layout, network(spec, {0: 0}))
     assert seen.late == {(0, 1): pytest.approx(LATE)}
+
+
+def measured(spec: JobSpec, at: int, seconds: float, usual: float = 0.001, **group: Any) -> Network:
+    """Only stage 0 has a ring that is slow."""
+    found = network(spec, {0: at})
+    edge = SlowestEdge(at, seconds, usual)
+    slow, *rest = found.reductions
+    return replace(found, reductions=(replace(slow, slowest=edge, **group), *rest))
+
+
+def test_a_decision_waits_until_all_rings_are_measured() -> None:
+    """As in the first iterations at other places."""
+    spec = job(2, 2)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    found = network(spec, {})
+    seen.see(layout, found)
+    assert not seen.waits(layout, found)
+    assert seen.waits(layout, replace(found, reductions=()))
+    one, other = found.reductions
+    assert seen.waits(layout, replace(found, reductions=(one,)))
+    assert seen.waits(layout, replace(found, reductions=(one, replace(other, slowest=None))))
+
+
+def test_an_edge_that_costs_nothing_is_not_waited_for_for_long() -> None:
+    spec = job(2, 4)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    doubtful = measured(spec, 0, 0.03, slow=False)
+    for left in (100, 85):
+        seen.see(layout, replace(doubtful, left=left))
+        assert seen.waits(layout, replace(doubtful, left=left))
+    seen.see(layout, replace(doubtful, left=84))
+    assert not seen.waits(layout, replace(doubtful, left=84))
+    assert seen.late == {}
+    # Of another group that is slow, the edge is known meanwhile.
+    slow = network(spec, {1: 2})
+    seen.see(
+        layout, replace(doubtful, left=83, reductions=(doubtful.reductions[0], slow.reductions[1]))
+    )
+    assert set(seen.late) == {(6, 7)}
+
+
+def test_one_ring_may_have_several_late_wires() -> None:
+    spec = job(2, 4)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    seen.see(layout, measured(spec, 0, 0.031))
+    seen.see(layout, measured(spec, 2, 0.051))
+    assert seen.late == {(0, 1): pytest.approx(0.03), (2, 3): pytest.approx(0.05)}
+    # No other edge is later than the slowest one.
+    seen.see(layout, measured(spec, 2, 0.021))
+    assert seen.late == {(0, 1): pytest.approx(0.02), (2, 3): pytest.approx(0.02)}
+    seen.see(layout, measured(spec, 0, 0.001))
+    assert seen.late == {}
+
+
+def test_a_late_wire_does_not_become_usual_in_a_new_generation() -> None:
+    """In a ring of two it is the median of the edges."""
+    spec = job(2, 2)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    seen.see(layout, measured(spec, 0, 0.031))
+    seen.see(layout, measured(spec, 0, 0.031, usual=0.031, slow=False))
+    assert seen.late == {(0, 1): pytest.approx(0.03)}
+
+
+def test_a_link_becomes_less_late() -> None:
+    spec = job(3, 2, ranksPerPod=2)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    found = network(spec, {}, link0=Health.SLOW)
+    seen.see(layout, found)
+    assert seen.late == {(0, 1): pytest.approx(LATE)}
+    links = (replace(found.links[0], delay=0.012), found.links[1])
+    seen.see(layout, replace(found, links=links))
+    assert seen.late == {(0, 1): pytest.approx(0.012)}
+
+
+def test_a_search_ends_in_time() -> None:
+    spec = job(4, 256)
+    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    found = network(spec, {1: 2})
+    seen.see(layout, found)
+    began = time.monotonic()
+    assert propose(spec, layout, found, seen.late, 5.0, seconds=0.2) is not None
+    # Longer than that only by what it looks at first: each start, and its first exchange.
+    assert time.monotonic() - began < 4.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.exits import EXIT_SAVED
+from pipemorph.exits import EXIT_MOVES, EXIT_SAVED
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
@@ -18,6 +18,8 @@ from pipemorph.local.processes.supervise import (
     Events,
     RankExited,
     Signalled,
+    _cause,
+    _cause_is_to_come,
     _failure,
     _forget_exits,
     _stop,
@@ -159,3 +161,39 @@ def test_how_ranks_end_that_are_asked_to(
         recovers=True, saves=saves,
     )  # fmt: skip
     assert (found.end, found.saved, ranks.asked) == expected, found
+
+
+@pytest.mark.parametrize(
+    ("exits", "asked", "end"),
+    [
+        ([76, 76], True, End.MOVED),
+        ([76, 0], True, End.FAILED),
+        # A program may have the code for something else, and its ranks were asked nothing.
+        ([76, 76], False, End.FAILED),
+    ],
+)
+def test_ranks_leave_for_other_places_only_if_they_were_asked_to(
+    exits: list[int], asked: bool, end: End, tmp_path: Path
+) -> None:
+    assert EXIT_MOVES == 76
+    ranks = Asked(tmp_path / "log")
+    events = told(*(RankExited(rank, status) for rank, status in enumerate(exits)))
+    found = supervise(
+        ranks, events, refresh=lambda: None, note=lambda _: None, grace=60.0, straggle=60.0,
+        recovers=True, moves=lambda: asked,
+    )  # fmt: skip
+    assert found.end is end, found
+    if not asked:
+        assert (found.status, found.reason) == (76, "rank 0 (stage 0) exited with code 76")
+
+
+def test_a_rank_that_left_has_not_failed(ranks: RankSet, tmp_path: Path) -> None:
+    """The other one has lost it, or a third one whose failure is to come."""
+    lost = "RuntimeError: Connection closed by peer [10.0.0.7]:1234"
+    ranks.ranks[1].log = FileLog(tmp_path / "own")
+    (tmp_path / "own").write_text(f"Traceback (most recent call last):\n{lost}\n")
+    ranks.note_exit(0, EXIT_MOVES)
+    ranks.note_exit(1, 1)
+    assert _cause_is_to_come(ranks, moving=True)
+    assert not _cause_is_to_come(ranks)
+    assert [_cause(ranks, [], moving=moving).status for moving in (True, False)] == [1, EXIT_MOVES]  # type: ignore[union-attr]

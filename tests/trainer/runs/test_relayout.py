@@ -19,13 +19,14 @@ PLACES = [3, 1, 2, 0]
 ITERATIONS = 96
 
 SCRIPT = """
-import json, os, signal
+import json, os, shutil, signal
 from pathlib import Path
 import torch
 from torch import nn
 from pipemorph.exits import leave_file
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept import keeper
 from pipemorph_trainer.state.kept.keeper import Keeper
 
 context = TrainerContext.from_env()
@@ -46,6 +47,10 @@ if victim and generation == 1 and how == "resuming":
 if victim and generation == 1 and how == "changed":
     for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
         Copy.open(path).raw()[0] += 1
+if victim and generation == 1 and how == "misread":
+    keeper.digest = lambda copy: "of other bytes"
+if victim and generation == 1 and how == "gone":
+    shutil.rmtree(context.kept_dir / "rank-1.generation-0")
 if victim and how == "refusing":
     Keeper.seal = lambda *_: "it has no memory left"
 
@@ -178,10 +183,29 @@ def test_all_leave_with_a_copy_of_one_iteration(tmp_path: Path, undisturbed: lis
     assert losses(report) == undisturbed
 
 
-def test_a_copy_with_other_bytes_is_not_used(tmp_path: Path, undisturbed: list[float]) -> None:
-    report = run(tmp_path, "changed")
-    assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
-    assert losses(report) == undisturbed
+@pytest.mark.parametrize("how", ["changed", "misread", "gone"])
+def test_copies_that_are_not_those_that_were_left(
+    tmp_path: Path, undisturbed: list[float], how: str
+) -> None:
+    """The new places do not begin with them. Those before do, if they are right after all, and
+    else what recovers from every loss of memory does."""
+    report = run(tmp_path, how)
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "went back"
+    assert not (tmp_path / "places-3-0").exists()
+    told = json.loads((tmp_path / "places-2-0").read_text())
+    assert json.loads(told[0]) == [0, 1, 2, 3]
+    second = report["recoveries"][-1]
+    if how == "gone":
+        assert "ranks do not have their copies at their new places" in report["said"]
+    else:
+        assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
+    if how == "misread":
+        assert second["state"] == "kept", second
+        assert losses(report) == undisturbed
+    if how == "changed":
+        assert second["state"] == "beginning", second
+        assert losses(report) == undisturbed
 
 
 def test_a_late_wire_between_two_pods_goes_between_two_stages(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ _numbers = itertools.count(1)
 
 class _Told(NamedTuple):
     """What a rank tells of its copies. ``held``: of other ranks; ``size``: bytes of the largest;
-    ``room``: that it has; ``saved``: the iteration of the newest checkpoint."""
+    ``room``: that it has; ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have
+    left one for this generation, which runs at other places."""
 
     offers: tuple[Offer, ...]
     held: Held
@@ -69,6 +70,7 @@ class _Told(NamedTuple):
     room: int
     saved: int
     reason: str
+    moved: bool = False
 
 
 class _Writing:
@@ -98,7 +100,7 @@ class Keeper:
         every: int = 1,
         late: LateCopies | None = None,
     ) -> None:
-        self._number = next(_numbers)
+        self._number, self._generation = next(_numbers), generation
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0 if every else -1
         self._alike = _slots(world, placements, shared=values.shared)
@@ -305,7 +307,8 @@ class Keeper:
         if slot is None:
             return self._why or f"it has no copy of iteration {iteration}"
         assert slot.copy is not None and slot.offer is not None
-        self._slots.finish(slot, slot.offer, {**slot.copy.mark, "hash": digest(slot.copy)})
+        sealed = {"hash": digest(slot.copy), "left": self._generation}
+        self._slots.finish(slot, slot.offer, {**slot.copy.mark, **sealed})
         return ""
 
     def clear(self) -> None:
@@ -361,10 +364,16 @@ class Keeper:
         changed and all copies are removed. Collective over all ranks. ``saved``: the iteration of
         the newest checkpoint, which goes before what is older.
 
-        Raises :class:`PipelineError` on all ranks if a copy cannot be used after all.
+        Raises :class:`PipelineError` on all ranks if a copy cannot be used after all; also if ranks
+        that have just moved do not all have their own. Then the copies stay, for the next
+        generation, which is at the places before.
         """
         told = self._world.tell_all(self._told(saved))
         found = self._choose(told)
+        moved = any(each.moved for each in told)
+        if moved and (isinstance(found, str) or not found.exact):
+            why = found if isinstance(found, str) else self._inexact(found)
+            raise PipelineError(f"ranks do not have their copies at their new places: {why}")
         if isinstance(found, str):
             self._remove()
             return found
@@ -386,8 +395,11 @@ class Keeper:
             misfit = "its bytes are not those that the rank had when it left"
         for each, why in enumerate(self._world.tell_all(misfit)):
             if why:
+                text = f"the kept state of rank {each} does not fit its stage: {why}"
+                if moved:
+                    raise PipelineError(text)
                 self._remove()
-                return f"the kept state of rank {each} does not fit its stage: {why}"
+                return text
         unreported = self._values.apply(copy, own=found.own(rank))
         slot = self._slots.of(found.iteration)
         assert slot is not None
@@ -418,7 +430,9 @@ class Keeper:
         offers = tuple(self._slots.find(fits))
         held, size = self._held.offers(fits)
         left = room(self._slots.folder / "a")
-        return _Told(offers, held, max(size, self._slots.size), left, saved, "")
+        marks = [self._of(offer.iteration, self._world.coordinate.rank).mark for offer in offers]
+        moved = any(mark.get("left") == self._generation - 1 for mark in marks)
+        return _Told(offers, held, max(size, self._slots.size), left, saved, "", moved)
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
         found = choose([each.offers for each in told], self._alike, [each.held for each in told])
