@@ -21,6 +21,7 @@ from pipemorph.api.status import (
     Condition,
     ControlState,
     JobStatus,
+    PodReplacement,
     Recoveries,
     TrainingStatus,
     condition,
@@ -350,6 +351,8 @@ class ClusterStore:
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
         tracked.generations.restarts = raw.get("restarts") or 0
+        lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
+        tracked.generations.expect(lost, self._clock())
         tracked.fence.seen(metadata.get("resourceVersion"), raw.get("control"))
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
@@ -382,6 +385,7 @@ class ClusterStore:
             # Agents report what is new: a loss may be the next that this ingest hears of.
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
         )
+        generations.expect(status.replacements, self._clock())
         reports = write_budget.ReportLog(self._clock, generations)
         try:
             controller, problem = snapshot_codec.restore(
