@@ -61,6 +61,8 @@ class Generations:
         self._lost_at = 0.0
         self._begin_pods()
         self._ran = done > 0
+        self._heard = saved is None or saved.attempt != attempt
+        """Whether what the ranks have finished is known: not where another ingest was told last."""
         self._new_generation()
         self.attempt = attempt
         if self.saved.attempt != attempt:
@@ -212,7 +214,9 @@ class Generations:
             self.restarts + before.counted,
             before.finished,
             before.idle,
-            before.error,
+            # What was finished meanwhile may have been told to another ingest alone: then the same
+            # error again is no proof that it came at the same iteration.
+            before.error if self._heard else None,
         )
         rung, why = ladder.after(
             cause,
@@ -271,6 +275,7 @@ class Generations:
 
     def reported(self, report: LinkHealthReport, now: float) -> bool:
         """Take what rank 0's agent reports. Returns whether the ranks have recovered by it."""
+        self._heard = True
         self._ran = self._ran or bool(report.iterations)
         for number, sample in enumerate(report.iterations, start=1):
             self._done = max(self._done, sample.index + 1)

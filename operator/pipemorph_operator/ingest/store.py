@@ -228,8 +228,9 @@ class ClusterStore:
         if tracked is None:
             return None
         attempt = tracked.controller.attempt
+        pods = tracked.generations.pods
         return Expected(
-            tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid
+            tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid, pods
         )
 
     async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
@@ -353,7 +354,7 @@ class ClusterStore:
         tracked.generations.restarts = raw.get("restarts") or 0
         lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
         tracked.generations.expect(lost, self._clock())
-        tracked.fence.seen(metadata.get("resourceVersion"), raw.get("control"))
+        tracked.fence.seen(metadata.get("resourceVersion"), raw)
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
@@ -411,7 +412,7 @@ class ClusterStore:
             recoveries=status.recoveries,
             recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
-            fence=Fence(metadata.get("resourceVersion"), status.control),
+            fence=Fence(metadata.get("resourceVersion"), status),
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
             written=status.training,

@@ -122,8 +122,12 @@ def test_it_counts_on_from_what_was_saved() -> None:
     saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
     again = Generations(pods=2, most=5, saved=saved)
     assert again.state.generation == 1
+    again.reported(report(), 9.0)
     lose(again, error="ValueError: 7")
     assert again.state.verdict == "none", "the exception and the iteration are known"
+    deaf = Generations(pods=2, most=5, saved=saved)
+    lose(deaf, error="ValueError: 7")
+    assert deaf.state.verdict == "", "iterations may have been finished that another was told of"
     other = Generations(pods=2, most=5, saved=saved)
     lose(other, error="ValueError: 8")
     assert (other.saved.generation, other.saved.last[-1].iterations_done) == (2, 2)
