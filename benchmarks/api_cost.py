@@ -27,14 +27,13 @@ import yaml  # noqa: E402
 from agent_reports import PERIOD, Reports, parsed  # noqa: E402
 from operator_scale import (  # noqa: E402
     DEADLINE,
-    MIX,
-    Processors,
-    Result,
     create,
     job_of,
     say,
 )
 from operator_support import FULL_NAME, Installation, Jobs, own_installation  # noqa: E402
+from scale_table import MIX  # noqa: E402
+from scale_usage import Processors, Result  # noqa: E402
 from testbed import tools, wait_for  # noqa: E402
 
 from pipemorph.api.status import JobStatus  # noqa: E402
@@ -45,9 +44,9 @@ from pipemorph_operator import names  # noqa: E402
 from pipemorph_operator.children.attempt import audience  # noqa: E402
 from pipemorph_operator.cluster.client import Cluster, path  # noqa: E402
 from pipemorph_operator.cluster.events import Event, emit  # noqa: E402
-from pipemorph_operator.ingest import snapshot_codec  # noqa: E402
 from pipemorph_operator.ingest.auth import REVIEW_PATH  # noqa: E402
-from pipemorph_operator.ingest.summary import Source, judge, summarize  # noqa: E402
+from pipemorph_operator.ingest.status import snapshot_codec  # noqa: E402
+from pipemorph_operator.ingest.status.summary import Source, judge, summarize  # noqa: E402
 
 EACH, WARM, REST = 20, 20, 2.0
 """Jobs of each size; requests that are not counted; seconds until the last one is seen."""

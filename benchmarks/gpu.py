@@ -205,7 +205,7 @@ def bound(
         dist.barrier(group=together)
         began = time.perf_counter()
         marks.clear()
-        runner.begin_iteration(only_fused=False)
+        runner.begin_iteration(fused=frozenset())
         for m in range(args.microbatches):
             op("F", lambda m=m: runner.forward(m, (given,), {}, target[:size]))
             op("B", lambda m=m: runner.backward_input(m, grads))

@@ -32,7 +32,6 @@ controller answers with a plan.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import math
@@ -52,6 +51,26 @@ import yaml  # noqa: E402
 from agent_reports import PERIOD, Kind, Reports, parsed  # noqa: E402
 from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
 from report_load import load  # noqa: E402
+from scale_table import (  # noqa: E402
+    CALM,
+    LET_BE,
+    MIX,
+    ONSETS,
+    QUIET,
+    RESTART,
+    STORM,
+    goals,
+    table,
+)
+from scale_usage import (  # noqa: E402
+    Processors,
+    Requests,
+    Result,
+    Timed,
+    milliseconds,
+    quantile,
+    resident_bytes,
+)
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
@@ -59,27 +78,10 @@ from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
 
 DEADLINE = 1800.0
-MIX = {2: 0.4, 8: 0.4, 64: 0.2}
-"""Jobs, by stages."""
 RANKS_PER_POD = 8
 """At most."""
-QUIET, ONSETS, STORM, CALM = 20, 60, 100, 20.0
-"""Seconds before the first link turns slow; how many do, one a second; how many at once, two such
-pauses later; seconds until the ingest is killed."""
-LET_BE, RESTART = 1.0, 60.0
-"""Seconds in which agents that are not answered are let be before it is, so that no clock need be
-exact; and those that are watched after that."""
 MORE_THAN_SENT = 1_000_000
 """A sequence number above those of the load before."""
-
-MOST_OF_PLAIN = 1.2
-"""Goal: times a plain Indexed Job."""
-MOST_MS = {2: (50.0, 250.0), 8: (50.0, 250.0), 64: (math.inf, 1000.0)}
-"""Goals, by stages: p50 and p99 of alarm to directive, one onset a second."""
-MOST_STORM, MOST_CORES, MOST_MIB = 10.0, 1.0, 512.0
-"""Goals: seconds; processors and memory of the ingest without its planners."""
-
-Result = dict[str, float]
 
 
 def say(text: str) -> None:
@@ -156,64 +158,6 @@ def hasten_controllers(cluster: Cluster) -> None:
     plane.controller_manager.command += ["--kube-api-qps=200", "--kube-api-burst=300"]
     plane.controller_manager.start()
     plane.wait_for_controllers()
-
-
-def resident_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"process {pid} has no VmRSS")
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def idle_seconds() -> float:
-    """Of all processors together, since the machine's start."""
-    return int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
-
-
-class Processors:
-    """Who took how much of the processors while something was measured."""
-
-    def __init__(self, installation: Installation) -> None:
-        ingest = installation.ingest.process.pid
-        plane = installation.cluster.control_plane
-        assert plane is not None
-        self._pids = {
-            "ingest": [ingest],
-            "planners": children(ingest),
-            "operator": [installation.operator.process.pid],
-            "api_server": [plane.apiserver.pid],
-            "etcd": [plane.etcd.pid],
-            "controllers": [plane.controller_manager.pid],
-        }
-        self._before = {name: self._now(name) for name in self._pids}
-        self._idle, self._started = idle_seconds(), time.monotonic()
-
-    def _now(self, name: str) -> float:
-        total = 0.0
-        for pid in self._pids[name]:
-            with contextlib.suppress(FileNotFoundError):  # a planner that was replaced
-                total += cpu_seconds(pid)
-        return total
-
-    def used(self, name: str) -> float:
-        """Processor seconds since the start."""
-        return self._now(name) - self._before[name]
-
-    def shares(self) -> Result:
-        """Processors kept busy, by whom; ``idle_cores`` of them had nothing to do."""
-        wall = time.monotonic() - self._started
-        return {f"{name}_cores": self.used(name) / wall for name in self._pids} | {
-            "idle_cores": (idle_seconds() - self._idle) / wall
-        }
 
 
 def many(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> Result:
@@ -309,56 +253,6 @@ def started(jobs: Jobs, sizes: Sequence[int]) -> list[str]:
 
     wait_for("all jobs to be Running", running, DEADLINE, interval=5.0)
     return made
-
-
-class Requests:
-    """What the two programs ask of the API server while something is measured, a second."""
-
-    def __init__(self, installation: Installation) -> None:
-        self._programs = {"operator": installation.operator, "ingest": installation.ingest}
-        self._before, self._started = self._now(), time.monotonic()
-
-    def _now(self) -> Result:
-        return {
-            f"{name}_{verb.lower()}_per_second": program.metric(
-                "pipemorph_api_requests_total", verb=verb
-            )
-            for name, program in self._programs.items()
-            for verb in ("GET", "PATCH", "POST")
-        }
-
-    def rates(self) -> Result:
-        wall = time.monotonic() - self._started
-        return {name: (now - self._before[name]) / wall for name, now in self._now().items()}
-
-
-def milliseconds(name: str, values: Sequence[float]) -> Result:
-    return {f"{name}_p{100 * q:g}_ms": 1e3 * quantile(values, q) for q in (0.5, 0.99)}
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-class Timed:
-    """Mean of a histogram of the ingest's over what is measured, milliseconds."""
-
-    def __init__(self, installation: Installation, name: str, **labels: str) -> None:
-        self._metric, self._labels = installation.ingest.metric, labels
-        self._name = f"pipemorph_ingest_{name}_seconds"
-        self._before = self._now()
-
-    def _now(self) -> tuple[float, float]:
-        sum_, count = (self._metric(f"{self._name}_{n}", **self._labels) for n in ("sum", "count"))
-        return sum_, count
-
-    def count(self) -> float:
-        return self._now()[1] - self._before[1]
-
-    def mean_ms(self) -> float:
-        seconds, _ = self._now()
-        return 1e3 * (seconds - self._before[0]) / max(1.0, self.count())
 
 
 def acts(stages: int, seed: int) -> bool:
@@ -509,147 +403,6 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
             ):
                 section(name, result)
     return out
-
-
-def table(found: dict[str, Result]) -> str:
-    """What docs/benchmarks.md quotes, with what it was measured beside."""
-    pods, jobs, fleet, restart = (found[n] for n in ("pods", "jobs", "fleet", "restart"))
-    shares = ", ".join(
-        f"{name.replace('_', ' ')} {fleet[f'{name}_cores']:.2f}"
-        for name in (
-            "ingest", "planners", "load_generator", "api_server", "etcd", "operator",
-            "controllers", "idle",
-        )
-    )  # fmt: skip
-    rows = [
-        (
-            f"apply to all {pods['ranks']:.0f} pods of one job; a plain Indexed Job of the same",
-            f"{pods['seconds']:.1f} s; {pods['plain_seconds']:.1f} s, {pods['ratio']:.2f}×",
-        ),
-        (
-            f"API requests per job, {jobs['jobs']:.0f} jobs of {sizes_text()} stages",
-            f"{jobs['requests_per_job']:.1f}",
-        ),
-        ("operator's memory then", f"{jobs['memory_mib']:.0f} MiB"),
-        ("restarted operator: until each was looked at", f"{jobs['restart_seconds']:.1f} s"),
-        (
-            "one ingest, all of them connected: reports per second; answered within, p50 / p99",
-            f"{fleet['reports_per_second']:.0f};"
-            f" {fleet['answer_p50_ms']:.1f} / {fleet['answer_p99_ms']:.0f} ms",
-        ),
-        (
-            "… its processor time per report (of the load generator)",
-            f"{fleet['ingest_cpu_us_per_report']:.0f} µs"
-            f" ({fleet['load_generator_cpu_us_per_report']:.0f} µs)",
-        ),
-        ("… its memory", f"{fleet['memory_mib']:.0f} MiB"),
-        ("… processors busy", shares),
-        (
-            "… writes of status a second, by the ingest and by the operator; what they read",
-            f"{fleet['ingest_patch_per_second']:.1f}, {fleet['operator_patch_per_second']:.1f};"
-            f" {fleet['ingest_get_per_second'] + fleet['operator_get_per_second']:.1f}",
-        ),
-        *(
-            (
-                f"a link turns slow in a job a second; of {stages} stages"
-                f" ({fleet[f'onsets_{stages}']:.0f}): alarm to directive, p50 / p99",
-                f"{fleet[f'onset_{stages}_p50_ms']:.0f} / {fleet[f'onset_{stages}_p99_ms']:.0f} ms",
-            )
-            for stages in MIX
-        ),
-        (
-            f"in {STORM} jobs at once: p50, and the last directive",
-            f"{fleet['storm_p50_ms'] / 1e3:.1f} s, {fleet['storm_last_seconds']:.1f} s",
-        ),
-        (
-            "… on average: wait for a planner of urgent decisions, and of others; decision, and,"
-            " after it is served, write to status",
-            f"{fleet['wait_ms']:.0f}, {fleet['others_wait_ms']:.0f}; {fleet['decision_ms']:.0f},"
-            f" {fleet['persist_ms']:.0f} ms",
-        ),
-        (
-            "… processor time of a decision, and how many there were",
-            f"{fleet['planner_cpu_ms']:.0f} ms, {fleet['decisions']:.0f}",
-        ),
-        (
-            "… latest report of the load generator; agents that were hung up on",
-            f"{fleet['load_generator_late_ms']:.0f} ms; {fleet['reconnects']:.0f}",
-        ),
-        (
-            "ingest killed and started: half, and all of them are answered again",
-            f"{restart['p50_seconds']:.1f} s, {restart['last_seconds']:.1f} s",
-        ),
-    ]
-    lines = ["| operator and ingest at scale | |", "|---|---:|"]
-    lines += [f"| {what} | {figure} |" for what, figure in rows]
-    lines += [
-        "",
-        f"{os.cpu_count() or 0} processors, which everything shares, the load generator and the"
-        " control plane included; load average before the first report"
-        f" {fleet['machine_load_before']:.1f}. No kubelets. {fleet['drawn']:.0f} slow links were"
-        f" drawn, of which {fleet['asked']:.0f} ask for another plan at once.",
-    ]
-    return "\n".join(lines)
-
-
-def sizes_text() -> str:
-    *some, last = MIX
-    return f"{', '.join(map(str, some))} and {last}"
-
-
-def goals(found: dict[str, Result]) -> list[tuple[str, bool]]:
-    """What is promised with what was measured, and whether it holds."""
-    pods, fleet, restart = found["pods"], found["fleet"], found["restart"]
-    kept = [
-        (
-            f"apply to all {pods['ranks']:.0f} pods ≤ {MOST_OF_PLAIN} × a plain Indexed Job:"
-            f" {pods['ratio']:.2f}",
-            pods["ratio"] <= MOST_OF_PLAIN,
-        ),
-    ]
-    for stages, most in MOST_MS.items():
-        for quantile_, limit in zip(("p50", "p99"), most, strict=True):
-            value = fleet[f"onset_{stages}_{quantile_}_ms"]
-            if limit < math.inf:
-                kept.append(
-                    (
-                        f"alarm to directive, {stages} stages, {quantile_} ≤ {limit:.0f} ms:"
-                        f" {value:.0f}",
-                        value <= limit,
-                    )
-                )
-    unasked = fleet["directives_unasked"]
-    missing = {
-        "before the storm": fleet["directives_missing_onsets"],
-        "of the storm before the restart": fleet["directives_missing_storm"],
-        "at the end": fleet["directives_missing_end"],
-    }
-    return [
-        *kept,
-        (
-            f"{STORM} jobs at once, the last directive ≤ {MOST_STORM:.0f} s:"
-            f" {fleet['storm_last_seconds']:.1f}",
-            fleet["storm_last_seconds"] <= MOST_STORM,
-        ),
-        (
-            f"ingest without its planners ≤ {MOST_CORES:g} processor: {fleet['ingest_cores']:.2f}",
-            fleet["ingest_cores"] <= MOST_CORES,
-        ),
-        (
-            f"its memory ≤ {MOST_MIB:.0f} MiB: {fleet['memory_mib']:.0f}",
-            fleet["memory_mib"] <= MOST_MIB,
-        ),
-        *(
-            (f"slow links of {fleet['asked']:.0f} without a directive {when} = 0: {n:.0f}", not n)
-            for when, n in missing.items()
-        ),
-        (f"directives before an alarm = 0: {unasked:.0f}", not unasked),
-        (
-            f"jobs that are not answered within {RESTART:.0f} s of a restart = 0:"
-            f" {restart['missing']:.0f}",
-            not restart["missing"],
-        ),
-    ]
 
 
 def main() -> int:

@@ -21,8 +21,9 @@ from typing import NamedTuple, get_args
 from pipemorph.planning import Dispatch, Problem
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, late_share, replay
+from pipemorph.replay.links import DispatchChoice
 from pipemorph.replay.trace import LinkTrace, load_trace, parse_trace
-from pipemorph.replay.trainer import DispatchChoice, Telemetry
+from pipemorph.replay.trainer import Telemetry
 
 TRACES = Path(__file__).resolve().parent.parent / "examples" / "traces"
 CAP = 16

@@ -61,6 +61,9 @@ class Load:
     gone_at: float = math.inf
     first: int = 1
     """Sequence number of a job's first report."""
+    others: tuple[int, ...] = ()
+    """Ports of other replicas of the ingest: an agent tries the next where it is not served, and
+    goes where it is sent."""
 
 
 @cache
@@ -112,6 +115,10 @@ class Refused(Exception):
     """The ingest answered with an error."""
 
 
+class Moved(OSError):
+    """Another replica serves the job."""
+
+
 class Reporter:
     """Rank 0's agent of one job: one connection for reports, one for the long poll."""
 
@@ -119,6 +126,8 @@ class Reporter:
         """``address``: its own, as a pod has one."""
         self._address = address
         self._load, self._trust, self._job = load, trust, job
+        self._ports = [load.port, *load.others]
+        self._port = self._ports[sum(map(ord, job.name)) % len(self._ports)]
         reports_of(job.stages, job.seed)  # Made before anything is timed.
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
@@ -131,12 +140,28 @@ class Reporter:
         self.alarm_sent: float | None = None
 
     async def line(self) -> Line:
-        _, line = await asyncio.get_running_loop().create_connection(
-            Line, "127.0.0.1", self._load.port, ssl=self._trust,
-            server_hostname=self._load.server_name, ssl_handshake_timeout=120,
-            local_addr=(self._address, 0),
-        )  # fmt: skip
+        try:
+            _, line = await asyncio.get_running_loop().create_connection(
+                Line, "127.0.0.1", self._port, ssl=self._trust,
+                server_hostname=self._load.server_name, ssl_handshake_timeout=120,
+                local_addr=(self._address, 0),
+            )  # fmt: skip
+        except OSError:
+            self._try_next()
+            raise
         return line
+
+    async def served(self) -> Line:
+        """A connection to the replica that serves the job, which has had its first report."""
+        for _ in range(2 * len(self._ports)):
+            line = await self.line()
+            with contextlib.suppress(Moved):
+                await self.send(line)  # Asks for a TokenReview.
+                return line
+        raise Refused(f"no replica serves {self._job.name}")
+
+    def _try_next(self) -> None:
+        self._port = self._ports[(self._ports.index(self._port) + 1) % len(self._ports)]
 
     def request(self, kind: Kind) -> bytes:
         """The next report."""
@@ -177,6 +202,13 @@ class Reporter:
         )
 
     def take(self, status: int, body: bytes) -> bytes:
+        if status == 421:
+            owner = json.loads(body).get("owner")
+            if owner is not None:
+                self._port = int(owner.rpartition(":")[2])
+            else:
+                self._try_next()
+            raise Moved(f"{self._job.name} is served by {owner}")
         if status != 200:
             raise Refused(f"{self._job.name} was answered {status}: {body!r}")
         if b'"plan_version"' in body:
@@ -245,8 +277,7 @@ class Fleet:
 
     async def _one(self, number: int, reporter: Reporter) -> None:
         async with self._opening:
-            line = await reporter.line()
-            await reporter.send(line)  # Asks for a TokenReview.
+            line = await reporter.served()
             waiting = asyncio.create_task(self._wait_for_directive(reporter))
         self._everybody.release()
         await self._everybody.wait()

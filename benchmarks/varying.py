@@ -25,8 +25,8 @@ from replay import CAP, TRACES, with_cap
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.links import DispatchChoice
 from pipemorph.replay.trace import LinkTrace, parse_trace
-from pipemorph.replay.trainer import DispatchChoice
 
 ITERATIONS, BEGINS, ENDS = 55, 2.0, 45.0
 LINKS = (6, 3, 5)

@@ -1,4 +1,4 @@
-"""How hosts and ranks agree on the end of a rank: one signal and one exit code."""
+"""How hosts and ranks agree on the end of a rank: signals, exit codes and files."""
 
 from __future__ import annotations
 
@@ -16,3 +16,18 @@ EXIT_SIGKILL, EXIT_SIGTERM = 137, 143
 EXITS_LOST = (EXIT_SAVED, EXIT_SIGKILL, EXIT_SIGTERM)
 """Exit codes of a pod with a launcher that mean that this pod is lost, and no other one: the host
 makes another pod, which joins the others. Launchers end with none of them for their ranks."""
+
+EXIT_MOVES = 76
+"""A rank's exit code after all have left at one iteration, each with a copy of its state, to go on
+at other places."""
+
+
+def leave_file(generation: int) -> str:
+    """Name of the file, in the folder of the ranks' copies, by which a host asks the ranks of a
+    generation to leave for other places."""
+    return f"leave.generation-{generation}"
+
+
+def stay_file(generation: int) -> str:
+    """Name of the file in which they say why they do not."""
+    return f"stay.generation-{generation}"

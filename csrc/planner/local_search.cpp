@@ -71,11 +71,16 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
     Order present = order;
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
+    const bool shared = costs.shares_queues();
+    const int all_ops = kKinds * costs.microbatches;
     double length = executor.run(present);
     effort -= executor.ops_run();
     trace(costs, executor, present, rng, blocks);
     while (effort > 0 && makespan > enough && !blocks.empty()) {
-        const auto [stage, first, last] = blocks[rng.below(static_cast<int>(blocks.size()))];
+        Block block = blocks[rng.below(static_cast<int>(blocks.size()))];
+        // A message may have waited for one of the other direction, which the path does not show.
+        if (shared && rng.below(2)) block = {rng.below(costs.stages), 0, all_ops - 1};
+        const auto [stage, first, last] = block;
         int from = first, to = first + 1;
         switch (rng.below(4)) {
             case 0:

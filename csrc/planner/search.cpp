@@ -210,7 +210,7 @@ class Search {
         const double listed = found_.makespan;
         const double ops = static_cast<double>(kKinds) * costs_.microbatches * costs_.stages;
         const double steps = static_cast<double>(effort_.shifting) / ops;
-        if (at_bound() || costs_.shares_queues() || steps < kFewestSteps) return;
+        if (at_bound() || steps < kFewestSteps) return;
         const double enough = found_.bound * (1 + effort_.near);
         found_.makespan = planner::shift(costs_, tails_, executor_, dice_, unit_, enough,
                                          effort_.shifting, found_.order, listed);

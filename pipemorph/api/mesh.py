@@ -57,11 +57,11 @@ class MeshShape:
         sizes = (ranks, self.replicas, self.shard, self.context, self.tensor)
         return dict(zip(DIMENSIONS, sizes, strict=True))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return prod(self.sizes.values())
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return self.world_size // self.sizes["pp"]
 

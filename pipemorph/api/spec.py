@@ -172,6 +172,12 @@ class Adaptation(SpecModel):
         description="Bytes of host memory per rank for offloaded activations; a hard limit. "
         "Required by allowOffload.",
     )
+    relayout: bool = Field(
+        default=False,
+        description="Whether ranks may change places when a wire of a gradient reduction is slow "
+        "and the iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
+        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank.",
+    )
 
     @model_validator(mode="after")
     def _offload_has_memory(self) -> Adaptation:
@@ -336,7 +342,10 @@ class Emulation(SpecModel):
 
 class Fault(SpecModel):
     """One entry of a fault trace, injected in the transport and recorded in the report. It is of a
-    link, or of the gradient reduction of a stage.
+    link, of the gradient reduction of a stage, or of the wire between two pods.
+
+    A fault of a link or wire belongs to the places that the link's ranks have in the beginning, and
+    stays there when ranks change places.
 
     Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
     seconds since training began; exactly one kind of bound.
@@ -348,6 +357,14 @@ class Fault(SpecModel):
         ge=0,
         description="Instead of a link: the stage whose replicas reduce their gradients slowly. A "
         "fault of one replica slows its whole group.",
+    )
+    between: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="Instead of a link: two pods, by number, and all that goes between them: links "
+        "and edges of reduction rings. A reduction goes round its ring in chunks of 512 KiB, or of "
+        "less for small buckets, as NCCL's do; each step takes as long as its slowest edge.",
     )
     replica: int = Field(
         default=0,
@@ -382,14 +399,17 @@ class Fault(SpecModel):
         ]
         if not effects:
             raise FieldError("", "has no effect; give one of delayMs, bandwidthMbps, sever")
-        if (self.link is None) == (self.reduction is None):
-            found = "neither" if self.link is None else "both"
-            raise FieldError("", f"has {found} of link and reduction; give one of them")
-        if self.reduction is not None and self.sever is not None:
+        given = sum(each is not None for each in (self.link, self.reduction, self.between))
+        if given != 1:
+            found = "several" if given else "none"
+            raise FieldError("", f"has {found} of link, reduction and between; give one of them")
+        if self.link is None and self.sever is not None:
             raise FieldError(
                 "sever",
-                f"is {self.sever}, which cuts a link; a reduction takes delayMs or bandwidthMbps",
+                f"is {self.sever}, which cuts a link; others take delayMs or bandwidthMbps",
             )
+        if self.between is not None and self.between[0] == self.between[1]:
+            raise FieldError("between", f"is pod {self.between[0]} twice; expected two pods")
         by_iteration = self.from_iteration is not None or self.to_iteration is not None
         by_seconds = self.from_seconds is not None or self.to_seconds is not None
         if by_iteration and by_seconds:
@@ -468,6 +488,7 @@ class JobSpec(SpecModel):
         self._check_policy()
         self._check_dispatch()
         self._check_warmup()
+        self._check_relayout()
         self._check_faults()
         self._check_memory()
         self._check_topology()
@@ -596,6 +617,18 @@ class JobSpec(SpecModel):
                 " microbatch",
             )
 
+    def _check_relayout(self) -> None:
+        if not self.adaptation.relayout:
+            return
+        for lacks, why in (
+            (not self.failure_policy.max_restarts, "failurePolicy.maxRestarts is 0"),
+            (self.recovery.snapshot_iterations == 0, "recovery.snapshotIterations is 0"),
+            (self.parallelism.stages_per_rank > 1, "a rank has several stages"),
+            (self.parallelism.mesh.data == 1, "no gradients are reduced"),
+        ):
+            if lacks:
+                raise FieldError("adaptation.relayout", f"is true, but {why}; leave it out")
+
     def _check_faults(self) -> None:
         cut = self.parallelism
         columns = "replicas" if cut.mesh.lockstep == 1 else "columns"
@@ -610,6 +643,11 @@ class JobSpec(SpecModel):
                         f"faults[{i}].{name}",
                         f"is {value}; {_counted(count, what)}, numbered from 0",
                     )
+            if max(fault.between or [0]) >= cut.pods:
+                raise FieldError(
+                    f"faults[{i}].between",
+                    f"is {fault.between}; {_counted(cut.pods, 'pods')}, numbered from 0",
+                )
             if fault.reduction is not None and cut.mesh.data == 1:
                 raise FieldError(
                     f"faults[{i}].reduction",

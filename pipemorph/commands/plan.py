@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         problem = problem.with_warmup(parse_warmup(args.warmup))
     policy = Policy(args.policy) if args.policy else problem.policy
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
+    problem = problem.model_copy(update={"dispatch": dispatch})
     if args.time_limit is not None and policy is not Policy.EXACT:
         raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
     several = problem.ranks is not None and problem.ranks != problem.stage_count

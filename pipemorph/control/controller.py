@@ -26,6 +26,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, reasons
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.rate_limit import Pacing
+from pipemorph.control.decide.relayout import Network
 from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan, own_links
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import (
@@ -60,6 +61,7 @@ from pipemorph.wire import (
     PlanMessage,
     RailsView,
     ReductionHealth,
+    SlowDirection,
     StragglersView,
     TransportsView,
 )
@@ -196,6 +198,21 @@ class JobController:
         """The gradient reduction of each data-parallel group that has reported."""
         return self._observed.reductions()
 
+    def network(self, now: float) -> Network | None:
+        """What another layout would be judged by; None before op times are known, or while ranks do
+        not train."""
+        stages = self._observed.stages.times()
+        iterations = self._ledger.under(self._wanted.version)
+        if stages is None or self._observed.state != "training" or not iterations:
+            return None
+        return Network(
+            stages=stages,
+            links=self.links(now),
+            reductions=self.reductions(),
+            barrier=self._barrier(),
+            left=self.spec.trainer.iterations - self._ledger.last_iteration - 1,
+        )
+
     @property
     def events(self) -> tuple[Event, ...]:
         """Events of rails, transports and reductions, oldest first. Bounded."""
@@ -233,6 +250,12 @@ class JobController:
         self.attempt = attempt
         self._ledger.new_attempt()
         self._start(self._observed.stages.footprints)
+
+    def change_places(self, slow: Sequence[SlowDirection]) -> None:
+        """The ranks run at other places from now on. The plan in force goes on; links and
+        reductions have to be measured again. ``slow``: of the links, as far as known."""
+        self._observed.change_places(slow)
+        self._pending = None
 
     def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         """Process a report, and request a decision if there is a cause. ``now``: wall clock,

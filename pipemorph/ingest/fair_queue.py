@@ -126,16 +126,19 @@ class FairQueue(Generic[Item]):
         space.used_at = job.used_at = now
         return entry
 
-    def take(self, now: float, longest: float = float("inf")) -> Entry[Item] | None:
+    def take(
+        self, now: float, longest: float = float("inf"), *, urgent: bool = False
+    ) -> Entry[Item] | None:
         """The next decision of at most ``longest`` seconds whose job is within its budget; None if
-        there is none. Charges its estimated cost until :meth:`settle`."""
+        there is none. ``urgent``: none that may wait. Charges its estimated cost until
+        :meth:`settle`."""
         firsts: dict[str, tuple[float, int, Entry[Item]]] = {}
         over = {key for key, _ in self._over_budget(now)}
         for (name, job_name), (_, job) in self._waiting.items():
             if over and (name, job_name) in over:
                 continue
             for each in job.entries:
-                if each.cost <= longest:
+                if each.cost <= longest and (each.credit > 0 or not urgent):
                     mine = (job.spent + each.rank, each.number, each)
                     firsts[name] = min(firsts.get(name, mine), mine)
         if not firsts:

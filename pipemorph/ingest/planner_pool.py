@@ -1,8 +1,8 @@
 """Makes the decisions of all jobs of a host: in turn, in as many processes as it has processors.
 
 - Whose decision is next says :class:`~pipemorph.ingest.fair_queue.FairQueue`.
-- A short decision does not wait behind long ones: one more process makes short ones only. It has
-  the priority of its host: on busy processors a nicer one waits for longer than it plans.
+- A short decision that is urgent does not wait behind others: one more process makes only such. It
+  has the priority of its host: on busy processors a nicer one waits for longer than it plans.
 - Equal problems are planned once: what was asked before is remembered, and what is being planned is
   shared (:mod:`pipemorph.ingest.memo`).
 """
@@ -80,7 +80,8 @@ class _Run:
 
 
 class PlannerPool:
-    """A :data:`Planner` with ``processes`` worker processes, and one more for short decisions.
+    """A :data:`Planner` with ``processes`` worker processes, and one more for short decisions that
+    are urgent.
 
     ``on_decided`` is called for every decision, ``on_over_budget`` once for a job that has used its
     budget and waits. Close it when done.
@@ -193,7 +194,10 @@ class PlannerPool:
         """Give what waits to the processes that are free."""
         now = self._now()
         for lane, longest in (("short", SHORT_SECONDS), ("any", float("inf"))):
-            while self._free[lane] and (entry := self._queue.take(now, longest)) is not None:
+            while self._free[lane]:
+                entry = self._queue.take(now, longest, urgent=lane == "short")
+                if entry is None:
+                    break
                 self._free[lane] -= 1
                 run = entry.item
                 run.started_at = now

@@ -17,6 +17,7 @@ from pipemorph.api.spec import Checkpoint, PipeMorphJob
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
+from pipemorph.local.moves import Moves
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
     common_environment,
@@ -41,6 +42,8 @@ from pipemorph.local.service import ControlService
 from pipemorph.manifest import check_module, load_job
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
+PLACES_SECONDS = 1.0
+"""Time from one look at the network, for other places of the ranks, to the next."""
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
 SUSPENDED_STATUS = 1
@@ -89,11 +92,13 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             show=refresh,
             grace=grace,
             ladder=Ladder(job.spec.failure_policy.max_restarts),
+            moves=Moves(job.spec, progress.note),
         )
         host.announce()
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
         run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
+        run.relayouts = host.moves.records(run.iterations)
     progress.close()
 
     complete = written(write_report, folder, run)
@@ -119,6 +124,7 @@ class _Host:
     show: Callable[[], None]
     grace: float
     ladder: Ladder
+    moves: Moves
     started: float = field(default_factory=time.monotonic)
     kept: KeptFolder | None = None
     """What ranks leave for the next generation; None: they leave nothing."""
@@ -128,6 +134,12 @@ class _Host:
     """The longest time from a start to the end of the first iteration; None before the first."""
     starting: bool = True
     """Whether the ranks have not finished an iteration since they started."""
+    life: Life = field(default_factory=Life)
+    """Of the ranks that run."""
+    left_at: float = 0.0
+    """When ranks last left for other places: wall clock, seconds."""
+    considered: float = 0.0
+    """When other places were last considered, monotonic."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
 
@@ -163,6 +175,14 @@ class _Host:
 
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
         """Climb the ladder, record how the ranks ended, and tell of what follows."""
+        if ending.end is End.MOVED and self.interrupts.received is None:
+            following = Life(life.attempt, life.generation + 1)
+            self.progress.note(f"generation {following.generation} begins at other places")
+            self.moves.left(following.generation)
+            self.left_at = ending.at
+            self.journal.forget_view()
+            self.service.change_places(self.moves.late_links())
+            return following
         rung, why = self.ladder.after(ending, self.journal.done())
         if self.interrupts.received is not None and rung is not Rung.NONE:
             ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
@@ -192,6 +212,11 @@ class _Host:
         self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
+        if self.kept is not None:
+            # The ranks may have met since the last look.
+            self.moves.look(self.kept, self.life.generation)
+        if self.moves.failed(attempt=rung is Rung.ATTEMPT):
+            self.service.change_places(self.moves.late_links())
         if rung is Rung.ATTEMPT:
             self.service.begin_attempt(attempt)
             self.run.begin_attempt(time.time())
@@ -199,11 +224,14 @@ class _Host:
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
         resumed = None
-        if self.recovering is not None and self.kept is not None:
-            resumed = self.kept.resumed(self.recovering.generation)
+        if (self.starting or self.recovering is not None) and self.kept is not None:
+            resumed = self.kept.resumed(self.life.generation)
         first = self.journal.first(resumed.iteration if resumed is not None else 0)
+        if self.kept is not None:
+            self.moves.look(self.kept, self.life.generation)
         if first is not None and self.starting:
             self.starting = False
+            self.moves.arrived(self.life.generation, first[0], first[1] - self.left_at)
             self.start_seconds = max(self.start_seconds or 0.0, time.monotonic() - self.began)
         if self.recovering is not None and first is not None:
             recovery, self.recovering = self.recovering, None
@@ -211,7 +239,21 @@ class _Host:
             recovery.seconds = max(0.0, at - recovery.ending.at)
             recovery.resumed = resumed
             self.progress.note(recovery.line())
+        self._consider_places()
         self.show()
+
+    def _consider_places(self) -> None:
+        """Ask the ranks to change places, if that pays."""
+        now = time.monotonic()
+        if self.kept is None or not self.moves.decides or now < self.considered + PLACES_SECONDS:
+            return
+        self.considered = now
+        network = None if self.start_seconds is None else self.service.network()
+        if network is None or self.start_seconds is None:
+            return
+        move = self.moves.consider(network, self.start_seconds)
+        if move is not None:
+            self.moves.ask(move, self.kept, self.life.generation)
 
     def _hung(self) -> str | None:
         """Why the ranks are taken for hanging, if no iteration has been finished for long."""
@@ -250,13 +292,14 @@ class _Host:
                     token_file=private.token,
                     trace_dir=self.folder.trace.resolve(),
                     kept_dir=self.kept.root if self.kept else None,
+                    layout=self.moves.layout,
                 )
         finally:
             private.remove()
             self.reaper.send("keep", str(private.root))
 
     def start(self, ranks: RankSet, life: Life, shared: AttemptEnvironment) -> None:
-        self.began, self.starting = time.monotonic(), True
+        self.began, self.starting, self.life = time.monotonic(), True, life
         command = self.job.spec.trainer.argv(sys.executable)
         parallelism = self.job.spec.parallelism
         for rank in range(parallelism.world_size):

@@ -12,14 +12,15 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
+from pipemorph.control.decide.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
-from pipemorph.wire import AdaptationRecord, LinkHealthReport
+from pipemorph.wire import AdaptationRecord, LinkHealthReport, SlowDirection
 
 T = TypeVar("T")
 
@@ -101,6 +102,22 @@ class ControlService:
 
         async def read() -> list[AdaptationRecord]:
             return [record.model_copy(deep=True) for record in self._controller.records]
+
+        return self._call(read())
+
+    def change_places(self, slow: Sequence[SlowDirection]) -> None:
+        """See :meth:`JobController.change_places`."""
+
+        async def change() -> None:
+            self._controller.change_places(slow)
+
+        self._call(change())
+
+    def network(self) -> Network | None:
+        """What another layout would be judged by, see :meth:`JobController.network`."""
+
+        async def read() -> Network | None:
+            return self._controller.network(time.time())
 
         return self._call(read())
 

@@ -137,6 +137,14 @@ class Schedule:
             counts.append(forwards)
         return tuple(counts)
 
+    @cached_property
+    def mixed(self) -> int | None:
+        """The first stage with both fused and split backwards; None if there is none."""
+        for i, ops in enumerate(self.stages):
+            if {OpKind.B, OpKind.BW} <= {op.kind for op in ops}:
+                return i
+        return None
+
     def slackness(self) -> tuple[int, ...]:
         """``Δ_i = x_i - x_{i+1}``, one per link: the warm-up that absorbs delay on link *i*."""
         x = self.warmup()

@@ -11,16 +11,11 @@ from typing import Any, NamedTuple
 from pipemorph.control import AdaptationRecord
 from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.costs import Costs
+from pipemorph.replay.links import DispatchChoice, Links, in_seconds, job_spec
 from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
-from pipemorph.replay.trainer import (
-    AdaptiveTrainer,
-    DispatchChoice,
-    Links,
-    Telemetry,
-    in_seconds,
-    job_spec,
-)
+from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
 
 class Change(NamedTuple):
@@ -92,14 +87,7 @@ def replay(
     problem = in_seconds(problem)
     links = Links(problem, trace)
     well = links.under((Route.DIRECT,) * len(problem.links))
-    fixed = {
-        name: _plan(well, policy)
-        for name, policy in (
-            ("1f1b", Policy.ONE_F_ONE_B),
-            ("zero-bubble", Policy.ZERO_BUBBLE),
-            ("static", Policy.PIPEMORPH),
-        )
-    }
+    fixed = {name: _plan(well, policy) for name, policy in _fixed(problem).items()}
     if iterations is None:
         iterations = _iterations(trace, links, fixed["static"])
 
@@ -178,11 +166,32 @@ class Oracle:
             )
         )
         problem = self._problem.model_copy(update={"links": links})
+        if _has_several(problem):
+            return plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes)
         return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
 
 
+def _has_several(problem: Problem) -> bool:
+    """Whether ranks have several stages."""
+    return problem.ranks not in (None, problem.stage_count)
+
+
+def _fixed(problem: Problem) -> dict[str, Policy]:
+    """The contenders that never change their plan. With several stages per rank there is one made
+    by a rule, that of the placement."""
+    rules = {"1f1b": Policy.ONE_F_ONE_B, "zero-bubble": Policy.ZERO_BUBBLE}
+    if _has_several(problem):
+        rules = {"1f1b": Policy.ONE_F_ONE_B_INTERLEAVED}
+        if problem.placement == "v":
+            rules = {"zero-bubble": Policy.ZERO_BUBBLE_V}
+    return rules | {"static": Policy.PIPEMORPH}
+
+
 def _plan(problem: Problem, policy: Policy) -> Plan:
-    return plan(problem, policy).to_plan(0, (Route.DIRECT,) * len(problem.links))
+    routes = (Route.DIRECT,) * len(problem.links)
+    if _has_several(problem):
+        return plan_interleaved(problem, policy).to_plan(0, routes)
+    return plan(problem, policy).to_plan(0, routes)
 
 
 def _keep(links: Links, made: Plan) -> Callable[[int, float], float]:

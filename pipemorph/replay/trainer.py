@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
@@ -18,23 +18,17 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
 from pipemorph.control.observe.observer import JobTelemetry, Observer
-from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Op, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning import Op, OpKind, Plan, Route, Simulation
 from pipemorph.planning.offload import copying
-from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.planning.simulation.simulator import following, simulate_changing
-from pipemorph.replay.trace import LinkState, LinkTrace
+from pipemorph.replay.links import Links
 from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
 """How arrivals are observed on the direct route. exact: as they happen. python: a receiver that
 computes sees a message at the end of its op, and says so. device: the same, and it never knows that
 it was idle, as on CUDA. On the delegated route the engine sees all as they happen."""
-
-DispatchChoice = Dispatch | Literal["auto"]
-"""As of ``spec.schedule.dispatch``."""
 
 WAITED = 0.001
 """Seconds in the queue from which a message counts as held up, as for the ranks' recorders."""
@@ -55,170 +49,6 @@ class Iteration:
 
     seconds: float
     version: int
-
-
-class Links:
-    """The links of a job in seconds: their own delay and transfer, and what a trace changes.
-
-    Raises :class:`InputError` if a trace has rates of links whose messages have no stated size.
-    """
-
-    def __init__(self, problem: Problem, trace: LinkTrace) -> None:
-        self._base = [link.delay for link in problem.links]
-        self._transfers = [link.transfer for link in problem.links]
-        self._bytes = [link.message_bytes for link in problem.links]
-        for i, state in (pair for states in trace.states for pair in states.items()):
-            if state.gbps is not None and self._bytes[i] is None:
-                raise InputError(f"the trace has gbps of link {i}; set links[{i}].message_bytes")
-        narrow = any(state.gbps for states in trace.states for state in states.values())
-        self._rates = narrow or any(self._transfers)
-        self._half = [link.half_duplex for link in problem.links]
-        self._problem, self._trace = problem, trace
-
-    def sizes(self, stage: int) -> tuple[int | None, int | None]:
-        """Bytes of a microbatch's activations and of its inputs that lead to the stage's
-        ``recompute_limit``; None if it has none."""
-        limits = self._problem.stages[stage]
-        if not limits.may_recompute or not limits.in_flight_limit or limits.in_flight_limit == 1:
-            return None, None
-        return limits.recompute_limit, limits.in_flight_limit - 1
-
-    def under(self, routes: Sequence[Route]) -> Problem:
-        """The problem with links as they are without a fault, for messages on ``routes``."""
-        links = [
-            link_on(route, base, half_duplex=half).model_copy(update={"transfer": transfer})
-            for route, base, transfer, half in zip(
-                routes, self._base, self._transfers, self._half, strict=True
-            )
-        ]
-        return self._problem.model_copy(update={"links": tuple(links)})
-
-    def pace(self) -> Pace:
-        """Of another trainer that begins."""
-        return Pace(self._problem)
-
-    def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
-        """The links that are not well."""
-        return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
-
-    def delay_at(self, iteration: int, began: float) -> Callable[[int, float], float]:
-        """(link, seconds since the iteration began) → delay of a message sent then."""
-
-        def delay(link: int, sent: float) -> float:
-            state = self.changed(iteration, began + sent).get(link)
-            return self._base[link] + (state.delay if state is not None else 0.0)
-
-        return delay
-
-    def transfer(self, link: int, state: LinkState | None) -> float:
-        """How long a message occupies a link in a state."""
-        nbytes = self._bytes[link]
-        if state is None or state.gbps is None or nbytes is None:
-            return self._transfers[link]
-        return transfer_ms(nbytes, state.gbps) / 1e3
-
-    def transfer_at(self, iteration: int, began: float) -> Callable[[int, float], float] | None:
-        """The same for how long a message occupies the link; None if none has a rate."""
-        if not self._rates:
-            return None
-        return lambda link, sent: self.transfer(
-            link, self.changed(iteration, began + sent).get(link)
-        )
-
-    def run(
-        self, plan: Plan, iteration: int, began: float, before: Sequence[float] | None = None
-    ) -> Simulation:
-        """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
-        when each stage may begin, counted from then; see :class:`Pace`."""
-        problem = self.under(plan.routes).under(plan)
-        delay_at = self.delay_at(iteration, began)
-        transfer_at = self.transfer_at(iteration, began)
-        return simulate_changing(
-            plan.schedule,
-            problem,
-            delay_at,
-            plan.dispatch,
-            transfer_at=transfer_at,
-            before=before,
-        )
-
-
-class Pace:
-    """Makes iterations follow each other: all stages begin the next one when the last stage has
-    ended, or, without a barrier, each when it has ended itself."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.barrier = problem.objective == "makespan"
-        self.before: list[float] | None = None
-        """When each stage may begin the next iteration, counted from its begin on stage 0."""
-
-    def follow(self, ran: Simulation) -> float:
-        """Seconds from the begin of an iteration to that of the next, which is then the one that
-        follows."""
-        if self.barrier:
-            return ran.makespan
-        took, self.before = following(ran.free, ran.after)
-        return took
-
-
-def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
-    """The spec of a job of this problem (milliseconds), as its user would write it.
-
-    Raises :class:`InputError` for what a replay does not know.
-    """
-    for i, stage in enumerate(problem.stages):
-        if stage.device_limit is not None:
-            raise InputError(f"stages[{i}].device_limit is set; a replay does not offload")
-    caps = problem.in_flight_limits()
-    half = {link.half_duplex for link in problem.links}
-    if len(half) > 1:
-        raise InputError("some links have half_duplex; a replay needs all of them, or none")
-    times = [
-        {
-            "forward": stage.forward,
-            "backwardInput": stage.backward_input,
-            "backwardWeight": stage.backward_weight,
-            "fusedBackward": stage.fused_backward,
-        }
-        for stage in problem.stages
-    ]
-    schedule = {
-        "microbatches": problem.microbatches,
-        "stageTimes": times,
-        "dispatch": str(dispatch),
-        "warmup": list(problem.warmup) if problem.warmup else None,
-        "recompute": "auto" if any(s.may_recompute for s in problem.stages) else "never",
-    }
-    if any(cap is not None for cap in caps):
-        schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
-    return JobSpec.model_validate(
-        {
-            "parallelism": {"stages": problem.stage_count},
-            "schedule": schedule,
-            "trainer": {"module": "replay", "iterations": 1_000_000},
-            "transport": {"directDuplex": "half" if True in half else "full"},
-        }
-    )
-
-
-TIMES = ("forward", "backward_input", "backward_weight", "fused_backward", "reduction")
-
-
-def in_seconds(problem: Problem) -> Problem:
-    """A problem file's milliseconds as seconds."""
-    stages = tuple(
-        stage.model_copy(
-            update={
-                name: value / 1e3 for name in TIMES if (value := getattr(stage, name)) is not None
-            }
-        )
-        for stage in problem.stages
-    )
-    links = tuple(
-        link.model_copy(update={"delay": link.delay / 1e3, "transfer": link.transfer / 1e3})
-        for link in problem.links
-    )
-    return problem.model_copy(update={"stages": stages, "links": links})
 
 
 class AdaptiveTrainer:
@@ -255,7 +85,7 @@ class AdaptiveTrainer:
             seconds=seconds,
             loss=None,
             plan_version=self._plan.version,
-            bubble_fraction=ran.bubble_fraction,
+            bubble_fraction=self._links.bubble_fraction(ran),
             barrier=self._pace.barrier,
         )
         profiles = [self._profile(i, ran) for i in range(len(ran.stages))]
@@ -275,6 +105,8 @@ class AdaptiveTrainer:
         before: dict[tuple[int, bool], float] = {}
         latencies: dict[tuple[int, int, bool], float] = {}
         for message in deliver(ran).messages:
+            if self._links.within(message.link):
+                continue
             stamp, exact = self._observe(ran, message)
             transfer = transfer_at(message.link, message.sent)
             leaves = message.arrived - delay_at(message.link, message.sent) - transfer
@@ -318,7 +150,16 @@ class AdaptiveTrainer:
         if self._telemetry == "exact" or self._plan.routes[message.link] is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
-        ops = ran.stages[stage]
+        rank = self._links.rank_of[stage]
+        ops = sorted(
+            (
+                op
+                for ops, mine in zip(ran.stages, self._links.rank_of, strict=True)
+                if mine == rank
+                for op in ops
+            ),
+            key=lambda op: op.start,
+        )
         running = ops[max(0, bisect_right(ops, message.arrived, key=lambda op: op.start) - 1)]
         if running.start <= message.arrived < running.end:
             return running.end, False
@@ -362,8 +203,8 @@ class AdaptiveTrainer:
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:
-        """What the stage's rank measures. While it fuses, that is one time for B and W. A forward
-        that runs again is not part of its backward."""
+        """What the stage's rank measures. If it fuses all backwards, that is one time for B and
+        W. A forward that runs again is not part of its backward."""
         took: dict[OpKind, list[float]] = {}
         ops = ran.stages[stage]
         forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
@@ -376,8 +217,9 @@ class AdaptiveTrainer:
         return StageProfile(
             stage=stage,
             forward=_mean(took[OpKind.F]),
-            backward_input=_mean(fused or took[OpKind.B]),
-            backward_weight=0.0 if fused else _mean(took[OpKind.W]),
+            backward_input=_mean(took.get(OpKind.B) or took[OpKind.BW]),
+            backward_weight=_mean(took[OpKind.W]) if OpKind.W in took else 0.0,
+            fused_backward=_mean(fused) if fused else None,
             split="emulated",
             peak_memory=0,
             activation_bytes=size,

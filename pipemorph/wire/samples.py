@@ -5,9 +5,10 @@ Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from pipemorph.planning.ir import Route
 from pipemorph.wire.base import Count, Seconds, WireModel
@@ -102,6 +103,21 @@ class StageProfile(WireModel):
     """None for a stage without device, and where its driver does not say."""
 
 
+@dataclass(frozen=True)
+class SlowestEdge:
+    """The slowest edge of a group's ring, as a message of the size of a reduction's chunk found it.
+
+    ``at``: from this rank of the group, numbered in its order, to the next. ``seconds``: half of a
+    round trip. ``usual``: the least that most edges of the ring have taken.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    at: Count
+    seconds: Seconds
+    usual: Seconds
+
+
 class ReductionSample(WireModel):
     """How the gradients of a stage were reduced over the ranks with other data, in one iteration.
 
@@ -124,6 +140,8 @@ class ReductionSample(WireModel):
     """Of it, after the last op of the rank."""
     waited: Seconds
     """``exposed`` of this rank, which may have waited for others of the group."""
+    slowest: SlowestEdge | None = None
+    """If the edges were measured."""
 
 
 class RailSample(WireModel):

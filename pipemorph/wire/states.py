@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire.base import Count, Seconds, WireModel
-from pipemorph.wire.samples import DeviceClock
+from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
 FABRIC_VARIABLE = "PIPEMORPH_FABRIC"
 """Environment variable with a :class:`FabricView`, as JSON, from the first pod's preflight to rank
@@ -125,6 +125,8 @@ class ReductionHealth:
     normal: Seconds | None
     exposed: Seconds
     bytes: Count
+    slowest: SlowestEdge | None = None
+    """Of its ring, when its edges were last measured; None: they were not."""
 
     @property
     def name(self) -> str:

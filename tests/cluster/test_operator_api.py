@@ -390,7 +390,7 @@ def test_nodes_are_read_and_marked_only_if_the_chart_s_values_say_so(jobs: Jobs)
     condition = {"fabric.nodeConditions.enabled": True}
     taint = {"fabric.taint.enabled": True}
     read = {"get nodes", "list nodes"}
-    told = {"patch nodes/status", "create events"}
+    told = {"patch nodes/status"}
     assert rights_to_nodes(rendered(jobs)) == {}
     assert rights_to_nodes(rendered(jobs, **label)) == {"-ingest": {"list nodes"}}
     assert rights_to_nodes(rendered(jobs, **condition)) == {"": read | told}
@@ -426,6 +426,38 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
         for argument in document["spec"]["template"]["spec"]["containers"][0]["args"]
     ]
     assert arguments.count("--namespace=a") == 2
+
+
+def test_events_may_be_written_where_there_are_jobs_and_of_nodes(jobs: Jobs) -> None:
+    """And, of the Lease, where the release is: by nobody anywhere else, and read by the operator
+    alone, of its jobs."""
+
+    def granted(**values: Any) -> set[tuple[str, str, str]]:
+        return {
+            (
+                d["metadata"].get("namespace", "everywhere"),
+                d["metadata"]["name"],
+                " ".join(r["verbs"]),
+            )
+            for d in rendered(jobs, **values)
+            for r in d.get("rules") or ()
+            if "events" in r["resources"]
+        }
+
+    name = f"{FULL_NAME.replace(RELEASE, 'x')}"
+    marks = {"fabric.nodeConditions.enabled": True, "fabric.taint.enabled": True}
+    everywhere = {
+        ("sys", f"{name}-lease", "create"),
+        ("default", f"{name}-sys-node-events", "create"),
+    }
+    assert granted(watchNamespaces=["a"], **marks) == everywhere | {
+        ("a", f"{name}-sys", "create list"),
+        ("a", f"{name}-sys-ingest", "create"),
+    }
+    assert granted(**marks) == everywhere | {
+        ("everywhere", f"{name}-sys", "create list"),
+        ("everywhere", f"{name}-sys-ingest", "create"),
+    }
 
 
 def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path: Path) -> None:

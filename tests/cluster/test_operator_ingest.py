@@ -1,6 +1,7 @@
 """The ingest on a real API server: whom it believes, what it takes, what it never forgets."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
@@ -157,18 +158,24 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
     apply(jobs.get("behind")["metadata"]["resourceVersion"])
 
 
-def test_jobs_adapt_while_the_api_server_is_away(jobs: Jobs) -> None:
-    """The versions that the ingest serves then are reserved, and in status later."""
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(70.0, marks=pytest.mark.soak)])
+def test_jobs_adapt_while_the_api_server_is_away(jobs: Jobs, seconds: float) -> None:
+    """The versions that the ingest serves then are reserved, and in status later. ``seconds``: how
+    long it is away before a link turns slow: longer than a token is kept without a review."""
     cluster = jobs.cluster
     if cluster.control_plane is None:
         pytest.skip("the control plane is not ours to stop")
-    jobs.apply(manifest("away"))
+    trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
+    jobs.apply(manifest("away", trainer=trainer))
     pods = jobs.run("away", 4)
     ranks = jobs.ranks("away", pods[0])
     ranks.run(4)
     reserved = jobs.wait("away", lambda job: job["status"]["control"]["reserved"] > 0)
     cluster.control_plane.stop_apiserver()
+    stopped = time.monotonic()
     try:
+        while time.monotonic() - stopped < seconds:
+            ranks.run(1)
         ranks.delays[1] = SLOW
         # Reports are taken meanwhile: the token was checked before.
         wait_for("a directive", lambda: ranks.observed > 0 or ranks.run(1), DEADLINE, interval=0.0)

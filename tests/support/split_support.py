@@ -128,6 +128,7 @@ def split(
             runner.self_test(samples(job))
     torch.manual_seed(5)
     result = Result()
+    runner.begin_iteration(fused={int(op[2:]) for op in order.split() if op.startswith("BW")})
     run_order(job, runner, order, result, device_limit)
     assert runner.in_flight == 0
     _collect(module, result)

@@ -19,6 +19,8 @@ PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without it none
                        are kept
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
+PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
+                       number. See :mod:`pipemorph.api.layout`
 PIPEMORPH_GRACE_SECONDS
                        seconds after a SIGTERM in which the rank may save; default 25
 ====================== ==========================================================
@@ -37,6 +39,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.api.layout import Layout
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import read_text
@@ -74,6 +77,8 @@ class TrainerContext:
     """Ranks on this machine, or in this pod."""
     kept_dir: Path | None = None
     generation: int = 0
+    places: str | None = None
+    """By rank, the place that runs it, as JSON; None: that of its number."""
     grace_seconds: float = GRACE_SECONDS
     """Time after a SIGTERM in which the rank may save."""
 
@@ -141,6 +146,7 @@ class TrainerContext:
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
             kept_dir=Path(kept_dir) if kept_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
+            places=environ.get("PIPEMORPH_PLACES"),
             grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
         )
         if context.trace_bytes < LEAST_TRACE_BYTES:
@@ -188,6 +194,14 @@ class TrainerContext:
             stages_per_rank=each,
             placement=placement or "interleaved",
         )
+
+    def layout(self, mesh: MeshShape) -> Layout:
+        """Where the ranks of ``mesh`` are. Raises :class:`InputError` if the launcher did not tell
+        one place for each."""
+        first = Layout.first(mesh)
+        if self.job is not None:
+            first = Layout.first(mesh, self.job.spec.parallelism.ranks_per_pod)
+        return first if self.places is None else first.read(self.places)
 
     def coordinate(
         self,

@@ -39,6 +39,7 @@ from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
+from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
@@ -60,6 +61,7 @@ class Iterations:
         stages: run the ops, by stage.
         replicas: keeps the replicas of the stages equal; None for one replica or emulated stages.
         reducer: averages their gradients; that of ``replicas``, or of emulated stages.
+        ring: measures the edges of the ring in which it does so; None: nobody wants to know.
         tied: sums the gradients of weights that other stages hold, too; None without any.
         steps: the optimizer's step before an iteration may be one that did not wait for its norm.
         plans: the plans of this rank; plans from ``control`` are added to it.
@@ -79,6 +81,7 @@ class Iterations:
         stages: Mapping[int, OwnStage],
         replicas: Replicas | None,
         reducer: Reducer | None,
+        ring: RingProbe | None,
         tied: Tied | None,
         steps: OptimisticSteps,
         plans: PlanBook,
@@ -97,7 +100,7 @@ class Iterations:
         first = next(iter(stages.values()))
         self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
-        self._reducer, self._steps = reducer, steps
+        self._reducer, self._ring, self._steps = reducer, ring, steps
         self._control, self._reporter, self._traces = control, reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
@@ -254,6 +257,8 @@ class Iterations:
             self._replicas.sync()
         elif self._reducer is not None:
             self._reducer.finish()
+        if self._ring is not None and self._reducer is not None:
+            self._ring.after(self._reducer.newest)
         self._waiting.end()
         if self._tied is not None:
             # Last, since it waits for other stages, and so for their ops.
@@ -426,6 +431,7 @@ class Iterations:
         return ReductionSample(
             stage=self._coordinate.stage, replica=column,
             group=self._coordinate.mesh.data_group(column), **found._asdict(),
+            slowest=self._ring.take() if self._ring is not None else None,
         )  # fmt: skip
 
     def _allow(self, deadline: float) -> None:
@@ -496,9 +502,16 @@ class Iterations:
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
         self._postponed = None
 
-    def ask(self, asked: Callable[[], bool]) -> None:
-        """Have ``asked`` tell whether this rank is asked to end, see :attr:`leaving`."""
-        self._loss.asked = asked
+    def ask(self, asked: Callable[[], bool], to_move: Callable[[], bool]) -> None:
+        """Have ``asked`` tell whether this rank is asked to end, see :attr:`leaving`, and
+        ``to_move`` whether to leave for another place, see :attr:`moving`."""
+        self._loss.asked, self._loss.asked_to_move = asked, to_move
+
+    @property
+    def moving(self) -> bool:
+        """Whether a rank was asked to leave for another place when it shared the loss of the last
+        iteration, the same on all ranks."""
+        return self._loss.moving
 
     @property
     def leaving(self) -> bool:

@@ -48,6 +48,7 @@ from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
+from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.metrics import metered
@@ -112,7 +113,11 @@ class Parts:
         self.waiting = Waiting(str(self.coordinate))
         self.wait_for = CollectiveWait(self.waiting, self.settings.deadline_seconds)
         several = self.world.group(DATA) is not None
-        faults = FaultTrace(self.settings.faults, self.settings.direct_duplex == "half")
+        faults = FaultTrace(
+            self.settings.faults,
+            self.settings.direct_duplex == "half",
+            context.layout(self.coordinate.mesh),
+        )
         self._reduction_faults = faults.of_group(self.coordinate)
         modules = modules_of(own, self.coordinate)
         if modules and several:
@@ -189,9 +194,16 @@ class Parts:
             )
             for number, each in self.stages.items()
         }
+        job = context.job
+        # A host that cannot give ranks other places tells none.
+        asked = job is not None and job.spec.adaptation.relayout
+        self._moves = asked and context.places is not None
+        ring = None
+        if self._moves:
+            ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.iterations = Iterations(
             world=self.world, links=self.links, stages=self.stages,
-            replicas=self.replicas, reducer=self._reducer(),
+            replicas=self.replicas, reducer=self._reducer(), ring=ring,
             tied=self.tied, steps=self.steps, plans=self.plans, control=self.control,
             reporter=self.reporter, traces=self.traces, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
@@ -248,10 +260,15 @@ class Parts:
             self.extra,
         )
         every = self.settings.snapshot_iterations
-        late = LateCopies(accelerator) if accelerator is not None and every is not None else None
+        if every is None:
+            # What copies take on a device nobody knows; only one is made when ranks move.
+            every = 1 if accelerator is None or not self._moves else 0
+            late = LateCopies(accelerator) if accelerator is not None and self._moves else None
+        else:
+            late = LateCopies(accelerator) if accelerator is not None else None
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
-            generation=self._generation, every=every or 1, late=late,
+            generation=self._generation, every=every, late=late,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper

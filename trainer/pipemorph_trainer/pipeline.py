@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
-from pipemorph.exits import EXIT_SAVED
+from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, leave_file, stay_file
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
@@ -177,9 +177,14 @@ class Pipeline:
         self._last_word = LastWord(
             self.current_wait, self._leave_traces, context.grace_seconds if saves else 0.0
         )
-        self._parts.iterations.ask(lambda: self._last_word.asked)
-        self._leaving = False
-        """Whether all ranks save before the next iteration and end, as one of them was asked to."""
+        kept, generation = context.kept_dir, context.generation
+        leave = None if kept is None else kept / leave_file(generation)
+        self._parts.iterations.ask(
+            lambda: self._last_word.asked, lambda: leave is not None and leave.exists()
+        )
+        self._leaving = self._moving = False
+        """Whether all ranks save before the next iteration and end, and whether they leave for
+        other places, as one of them was asked to."""
         self._last_activity = monotonic()
         self._closed = False
         self._synchronized = True
@@ -265,10 +270,12 @@ class Pipeline:
             self._end_iteration(monotonic())
             self._save_if_due()
             self._leave_if_asked()
+            self._move_if_asked()
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
             self._synchronized = self._parts.iterations.synchronizes
             self._leaving = self._parts.iterations.leaving and self._synchronized
+            self._moving = self._parts.iterations.moving and self._synchronized
             self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
@@ -611,7 +618,7 @@ class Pipeline:
     def _mark(self) -> None:
         """Say that the batch of the next iteration has not been drawn yet."""
         keeper = self._parts.keeper
-        if keeper is not None and keeper.mark(self.iteration):
+        if keeper is not None and keeper.mark(self.iteration, moving=self._moving):
             return
         if self._leaving or self._due(self.iteration, after=self._saved):
             self._parts.extra.mark()
@@ -621,6 +628,8 @@ class Pipeline:
     def _keep(self) -> None:
         """Copy the state before the next iteration. Before anybody is told that the last one is
         over, so that no iteration that has been reported is repeated."""
+        if self._moving:
+            self._settle()
         if self._parts.keeper is not None:
             tells = self.coordinate.rank == 0
             self._parts.keeper.begin(
@@ -628,6 +637,7 @@ class Pipeline:
                 self._parts.iterations.unreported() if tells else (),
                 synchronized=self._synchronized,
                 pending=self._parts.steps.pending,
+                moving=self._moving,
             )
 
     def _told(self, resumed: Resumed) -> str | None:
@@ -661,14 +671,38 @@ class Pipeline:
             self._save(parts.checkpoints)
         self._finish_writing()
         self._last_word.saved = True
+        self._leave(
+            f"saved the checkpoint of iteration {self.iteration}, since a rank was asked to end",
+            EXIT_SAVED,
+        )
+
+    def _move_if_asked(self) -> None:
+        """End this rank if all are to leave for other places, each with a copy of its state. If
+        one of them has none, all go on, and rank 0 says so."""
+        wanted, context = self._wanted(), self.context
+        if not self._moving or (wanted and self.iteration >= wanted):
+            return
+        keeper, folder = self._parts.keeper, context.kept_dir
+        why = "it keeps no state" if keeper is None else keeper.seal(self.iteration)
+        lacks = [f"rank {r}: {w}" for r, w in enumerate(self._parts.world.tell_all(why)) if w]
+        if not lacks:
+            self._leave(f"left at iteration {self.iteration}, for other places", EXIT_MOVES)
+        if self.coordinate.rank == 0 and folder is not None:
+            log.warning("ranks do not change places: %s", lacks[0])
+            (folder / stay_file(context.generation)).write_text(lacks[0])
+            (folder / leave_file(context.generation)).unlink(missing_ok=True)
+
+    def _leave(self, text: str, code: int) -> NoReturn:
+        """End this rank, as all do."""
+        parts = self._parts
+        self._finish_writing()
         parts.iterations.finish_reports()
         self._closed = True
-        text = f"saved the checkpoint of iteration {self.iteration}, since a rank was asked to end"
         if self.coordinate.rank == 0:
             print(text, file=sys.stderr, flush=True)
         parts.reporter.publish(message=text)
         self._release(goodbye=True)
-        raise SystemExit(EXIT_SAVED)
+        raise SystemExit(code)
 
     def _wanted(self) -> int:
         """The iterations of the manifest; 0 without one."""

@@ -103,6 +103,12 @@ def _alone(spec: Object) -> bool:
 
 
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
+    if attempt.job.spec.adaptation.relayout:
+        raise Unbuildable(
+            names.R_INVALID_SPEC,
+            "spec.adaptation.relayout is true; ranks change places only under `pipemorph run`, not"
+            " in pods: leave it out",
+        )
     if attempt.job.spec.template is None:
         if not config.trainer_image:
             raise Unbuildable(

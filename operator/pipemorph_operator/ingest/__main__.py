@@ -40,8 +40,8 @@ from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.fabric import FabricWatch, Part
 from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats, number_of
 from pipemorph_operator.ingest.seats.share import Share
+from pipemorph_operator.ingest.status.write_budget import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.write_budget import look_interval
 from pipemorph_operator.metrics import (
     DECISIONS,
     OVER_BUDGET,

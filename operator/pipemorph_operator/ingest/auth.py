@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from pipemorph.ingest import Identity, Refused
@@ -25,7 +25,14 @@ from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
 KEPT_SECONDS = 60.0
 """Longest caching of a valid token, and so the longest time that a deleted pod's token is still
-accepted. The time is randomised down by up to a quarter, to spread reviews after a restart."""
+accepted while the API server answers."""
+AGAIN = (0.7, 0.95)
+"""Parts of that after which a token in use is reviewed again, beside the requests that it comes
+with: none of them waits. At random in between, to spread reviews after a restart."""
+AWAY_SECONDS = 300.0
+"""How long a token that was valid is accepted while the API server cannot be asked."""
+ANSWER_SECONDS, RETRY_SECONDS = 5.0, 10.0
+"""An API server that has not answered within the first cannot be asked; when it is asked again."""
 KEPT_BAD_SECONDS = 10.0
 KEPT_MISPLACED_SECONDS = 2.0
 """Caching of a pod that does not match the job: it may match as soon as status is updated."""
@@ -73,6 +80,17 @@ class _Refusal(Exception):
         self.status, self.reason, self.message, self.keep = status, reason, message, keep
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A token that was found valid. ``until``: it is accepted; ``again_at``: it is reviewed again;
+    ``reviewed_at``: it was reviewed last."""
+
+    identity: Identity
+    reviewed_at: float
+    again_at: float
+    until: float
+
+
 class PodTokenAuthenticator:
     """An :class:`~pipemorph.ingest.Authenticator` that uses TokenReviews."""
 
@@ -91,7 +109,7 @@ class PodTokenAuthenticator:
         self._expected = expected
         self._arrival, self._may_come = arrival, may_come
         self._clock = clock
-        self._good: OrderedDict[bytes, tuple[float, Identity]] = OrderedDict()
+        self._good: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bad: OrderedDict[bytes, tuple[float, _Refusal]] = OrderedDict()
         self._under_way: Counter[tuple[str, str]] = Counter()
         self._asking: dict[bytes, asyncio.Task[Identity | _Refusal]] = {}
@@ -112,24 +130,33 @@ class PodTokenAuthenticator:
             raise Refused(403, f"job {namespace}/{job} is unknown or not accepting reports")
         scope = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
         key = hashlib.sha256(scope.encode("utf-8", "replace")).digest()
-        kept = self._good.get(key) or self._bad.get(key)
-        answer = kept[1] if kept is not None and kept[0] > self._clock() else None
-        if answer is None:
+        now, good, bad = self._clock(), self._good.get(key), self._bad.get(key)
+        answer: Identity | _Refusal | None = None
+        if good is not None and now < good.until:
+            answer = good.identity
+        elif good is None and bad is not None and now < bad[0]:
+            answer = bad[1]
+        if answer is None or (good is not None and now >= good.again_at):
             try:
-                token_claims.check(token, expected.audience, self._clock())
+                token_claims.check(token, expected.audience, now)
             except token_claims.Unfit as unfit:
                 self._count(unfit.reason)
                 raise Refused(401, str(unfit)) from None
-            answer = await self._answer(key, token, namespace, expected, source)
+            reviewed = self._reviewed(key, token, namespace, expected, source)
+            if answer is None:
+                # A caller that disconnects must not cancel the review for the others.
+                answer = (
+                    reviewed if isinstance(reviewed, _Refusal) else await asyncio.shield(reviewed)
+                )
         if isinstance(answer, _Refusal):
             self._count(answer.reason)
             raise Refused(answer.status, answer.message)
         return answer
 
-    async def _answer(
+    def _reviewed(
         self, key: bytes, token: str, namespace: str, expected: Expected, source: str
-    ) -> Identity | _Refusal:
-        """Review the token; concurrent callers with the same token share one review."""
+    ) -> asyncio.Task[Identity | _Refusal] | _Refusal:
+        """The review of the token; concurrent callers with the same token share one."""
         task = self._asking.get(key)
         if task is None:
             # A token that was valid before is not forged: limits for unknown tokens do not apply.
@@ -143,8 +170,7 @@ class PodTokenAuthenticator:
             self._asking[key] = task
             self._under_way.update(parties)
             task.add_done_callback(lambda _: self._asked(key, parties))
-        # A caller that disconnects must not cancel the review for the others.
-        return await asyncio.shield(task)
+        return task
 
     def _asked(self, key: bytes, parties: list[tuple[str, str]]) -> None:
         self._asking.pop(key, None)
@@ -156,22 +182,36 @@ class PodTokenAuthenticator:
     async def _ask(
         self, key: bytes, token: str, namespace: str, expected: Expected
     ) -> Identity | _Refusal:
+        known = self._good.get(key)
         try:
-            async with self._reviews:
-                answer = await self._review(token, namespace, expected)
+            async with (
+                asyncio.timeout(ANSWER_SECONDS if known is not None else None),
+                self._reviews,
+            ):
+                identity = await self._review(token, namespace, expected, known)
         except _Refusal as refusal:
             self._good.pop(key, None)
             _keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
             return refusal
         except REQUEST_ERRORS as error:
+            now = self._clock()
+            if known is not None and now < (end := known.reviewed_at + AWAY_SECONDS):
+                again_at, until = now + RETRY_SECONDS / 2, min(end, now + RETRY_SECONDS)
+                _keep(self._good, key, replace(known, again_at=again_at, until=until), MOST_KEPT)
+                return known.identity
             # Reject if it cannot be checked: the agent retries while its ranks keep training.
             message = f"the token could not be checked: {reason_of(error)}"
             return _Refusal(503, "unreachable", message, 0.0)
-        until = self._clock() + KEPT_SECONDS * random.uniform(0.75, 1.0)
-        _keep(self._good, key, (until, answer), MOST_KEPT)
-        return answer
+        now = self._clock()
+        again_at = now + KEPT_SECONDS * random.uniform(*AGAIN)
+        _keep(self._good, key, _Kept(identity, now, again_at, now + KEPT_SECONDS), MOST_KEPT)
+        return identity
 
-    async def _review(self, token: str, namespace: str, expected: Expected) -> Identity:
+    async def _review(
+        self, token: str, namespace: str, expected: Expected, known: _Kept | None
+    ) -> Identity:
+        """``known``: of a token that was valid, whose pod is known to be a rank. Its review fails
+        once that pod is gone: the token is bound to it."""
         TOKEN_REVIEWS.inc()
         review = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -191,6 +231,8 @@ class PodTokenAuthenticator:
         subject = str(user.get("username", ""))
         if subject.split(":")[:3] != ["system", "serviceaccount", namespace]:
             raise _Refusal(403, "pod", "the token is of another namespace", KEPT_BAD_SECONDS)
+        if known is not None:
+            return known.identity
         found = await self._api.get(path("Pod", namespace, pod))
         problem = "is gone" if found is None else misplaced(found, uid, expected)
         if problem:

@@ -39,7 +39,7 @@ from pipemorph_operator.cluster.fabric_map import (
     ports_of,
 )
 from pipemorph_operator.cluster.facts import PodFacts
-from pipemorph_operator.ingest.store import TrackedJob
+from pipemorph_operator.ingest.status.tracked import TrackedJob
 from pipemorph_operator.metrics import FABRIC_PAIRS, FABRIC_SUSPECTS
 
 log = logging.getLogger("pipemorph.fabric")

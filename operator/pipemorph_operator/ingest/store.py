@@ -1,9 +1,7 @@
-"""Tracks the jobs that may report, and writes the ingest's part of their status.
+"""Tracks the jobs that may report.
 
 Kept up to date by an informer of PipeMorphJobs: a job of this replica is tracked while it has an
-attempt and has not finished. The ingest owns ``training``, ``control``, ``recoveries`` and six
-conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
-other. Every write contains all owned fields.
+attempt and has not finished.
 """
 
 from __future__ import annotations
@@ -12,21 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import (
-    Condition,
-    ControlState,
     JobStatus,
     PodReplacement,
-    Recoveries,
-    TrainingStatus,
     condition,
 )
-from pipemorph.control import JobController, JobView
+from pipemorph.control import JobController
 from pipemorph.control.first_plan import (
     FirstSchedule,
     initial_problem,
@@ -37,37 +29,24 @@ from pipemorph.control.first_plan import (
 from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
-from pipemorph.planning import Policy
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
+from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.job import read_job
-from pipemorph_operator.ingest import figures, snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
-from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
-from pipemorph_operator.ingest.fence import Fence, Overtaken
-from pipemorph_operator.ingest.recovery_events import RecoveryEvents
-from pipemorph_operator.ingest.summary import Source, judge, summarize
+from pipemorph_operator.ingest.status import snapshot_codec, write_budget
+from pipemorph_operator.ingest.status.condition_events import ConditionEvents
+from pipemorph_operator.ingest.status.fence import Fence, Overtaken
+from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.status.tracked import Key, TrackedJob
+from pipemorph_operator.ingest.status.writer import StatusWriter
 from pipemorph_operator.metrics import (
-    DIRECTIVES,
     JOBS_TRACKED,
-    PERSIST_SECONDS,
-    STATUS_WRITES,
     forget_job,
 )
 from pipemorph_operator.policy.lifetime import is_ours
 
 log = logging.getLogger("pipemorph.ingest")
-
-MOST_WRITES = 16
-"""Limit of concurrent status writes. More would only wait in the API server while their time limits
-run. Changes of state use at most half, so that directives need not wait for them; what may wait, a
-quarter."""
-
-FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
-"""Seconds to wait after each failed write of a job's final status."""
-GONE = frozenset({404, 409})
-"""HTTP status if the job no longer exists, or was replaced by one of the same name."""
 
 PLAN_AGAIN_SECONDS = 5.0
 """Delay before a retry after the planner process of first plans died."""
@@ -75,106 +54,8 @@ PLAN_AGAIN_SECONDS = 5.0
 ARRIVAL_SECONDS = 4.0
 """How long a request waits for its job to be known: an agent waits for five seconds."""
 
-Key = tuple[str, str]
-
 FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
 """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
-
-
-@dataclass
-class TrackedJob:
-    """A tracked job, which may report."""
-
-    namespace: str
-    name: str
-    uid: str
-    generation: int
-    controller: JobController
-    control: ControlState | None
-    conditions: list[Condition]
-    reports: write_budget.ReportLog
-    generations: Generations
-    recoveries: Recoveries | None
-    """As last written."""
-    recovery_events: RecoveryEvents
-    events: ConditionEvents
-    fence: Fence
-    versions: Versions
-    job_uid: str | None
-    """UID of the attempt's batch Job."""
-    written: TrainingStatus | None = None
-    key_state: write_budget.KeyState | None = None
-    written_at: float = float("-inf")
-    changed_at: float = float("-inf")
-    """When a change of state was written last."""
-    began_at: float | None = None
-    """The first look at which it had begun to report."""
-    deciding_since: float | None = None
-    """The first look at which the decision under way was seen."""
-    profiled_at: int | None = None
-    """Of the control state in status: see :attr:`JobController.profiled_at`."""
-    looked_at: float = float("-inf")
-    looked_version: int = -1
-    """The newest plan version at the last look."""
-    ended: bool = False
-    overtaken: bool = False
-    """Whether another ingest has written a plan meanwhile."""
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def key(self) -> Key:
-        return self.namespace, self.name
-
-    @property
-    def reserves_early(self) -> bool:
-        """Whether to reserve plan versions before a directive needs them: if the job reports here
-        and adapts. Not beside another ingest: each would drive out the other."""
-        spec = self.controller.spec
-        return (
-            self.reports.reported_at is not None
-            and not (self.ended or self.overtaken)
-            and spec.adaptation.enabled
-            and spec.schedule.policy_kind is Policy.PIPEMORPH
-            and self.versions.run_out(self.controller.plan_version)
-        )
-
-    @property
-    def recovers(self) -> bool:
-        """Whether status does not have what there is to tell of generations."""
-        return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
-
-    @property
-    def has_profile(self) -> bool:
-        """Whether to save op times that a decision has looked at, with whatever write comes next:
-        lest the next ingest asks for it again."""
-        reported = self.reports.reported_at is not None and not (self.ended or self.overtaken)
-        return reported and self.controller.profiled_at != self.profiled_at
-
-    def awaits_directive(self, now: float) -> bool:
-        """Whether a decision has been under way for a moment only: its directive is written with
-        all that has changed."""
-        if self.controller.replan is None:
-            self.deciding_since = None
-            return False
-        if self.deciding_since is None:
-            self.deciding_since = now
-        return now - self.deciding_since < write_budget.DECIDING_SECONDS
-
-    @property
-    def has_news(self) -> bool:
-        """Whether more than the job's progress may have changed since the last look."""
-        newest = self.controller.newest_record
-        return (
-            self.reports.news
-            or self.recovers
-            or self.reserves_early
-            or self.looked_version != self.controller.plan_version
-            or (newest is not None and newest.iteration_seconds_after is None)
-        )
-
-    @property
-    def source(self) -> Source:
-        return Source(self.controller, self.reports.reported_at, self.generation, self.ended)
 
 
 def _has_ended(status: Mapping[str, Any]) -> bool:
@@ -198,23 +79,21 @@ class ClusterStore:
         """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
         self.on_dropped: Callable[[JobController, Generations], None] = lambda *_: None
         """Told of jobs that are not tracked any more."""
-        self.replicas = 1
-        """How many there are: each may write its part of what all may."""
-        self._cluster = cluster
         self._first_plan = first_plan
         self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
         """Jobs to track once they have their first plan: the latest object, and the task."""
         self._clock = clock
-        self._monotonic = monotonic
         self._tracked: dict[Key, TrackedJob] = {}
-        self._budget = write_budget.Budget(monotonic())
-        self._rush = write_budget.Rush()
-        self._writes = asyncio.Semaphore(MOST_WRITES)
-        self._writing = 0
+        self._writer = StatusWriter(
+            cluster,
+            clock=clock,
+            monotonic=monotonic,
+            is_tracked=lambda tracked: self._tracked.get(tracked.key) is tracked,
+            overtaken=self._overtaken,
+        )
         self._listed = False
         self._awaited: dict[Key, list[asyncio.Future[None]]] = {}
         """Requests for jobs that may be tracked soon."""
-        self._sender = EventSender(cluster)
         self._final_writes: dict[Key, asyncio.Task[None]] = {}
 
     # --- the JobStore interface -----------------------------------------------------------
@@ -280,17 +159,7 @@ class ClusterStore:
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary to status. Raises if the write failed."""
-        tracked = self._tracked.get((namespace, job))
-        if tracked is None:
-            raise LookupError(f"job {namespace}/{job} is no longer tracked")
-        started = self._monotonic()
-        self._budget.charge(started, replicas=self.replicas)
-        async with tracked.writing:
-            await self._pack(tracked, snapshot)
-            tracked.versions.reserve(tracked.controller.plan_version)
-            await self._write(tracked)
-        DIRECTIVES.inc()
-        PERSIST_SECONDS.observe(self._monotonic() - started)
+        await self._writer.persist(self._required(namespace, job), snapshot)
 
     def generations(self, namespace: str, job: str) -> Generations | None:
         tracked = self._tracked.get((namespace, job))
@@ -298,13 +167,28 @@ class ClusterStore:
 
     async def persist_generations(self, namespace: str, job: str) -> None:
         """Write the job's status, and in it the generation. Raises if the write failed."""
+        await self._writer.persist_generations(self._required(namespace, job))
+
+    def _required(self, namespace: str, job: str) -> TrackedJob:
         tracked = self._tracked.get((namespace, job))
         if tracked is None:
             raise LookupError(f"job {namespace}/{job} is no longer tracked")
-        self._budget.charge(self._monotonic(), replicas=self.replicas)
-        tracked.reports.again()  # Whatever becomes of this write.
-        async with tracked.writing:
-            await self._write(tracked)
+        return tracked
+
+    async def look(self, key: Key) -> None:
+        """Write the job's status if it is due. Failures are logged and retried."""
+        tracked = self._tracked.get(key)
+        if tracked is not None:
+            await self._writer.look(tracked, len(self._tracked))
+
+    @property
+    def replicas(self) -> int:
+        """How many there are: each may write its part of what all may."""
+        return self._writer.replicas
+
+    @replicas.setter
+    def replicas(self, count: int) -> None:
+        self._writer.replicas = count
 
     @property
     def keys(self) -> list[Key]:
@@ -358,7 +242,7 @@ class ClusterStore:
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
-            tracked.reports.reported_at = None
+            tracked.reports.reported_at = tracked.taken_over_at = None
             tracked.reports.again()
 
     def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
@@ -377,6 +261,9 @@ class ClusterStore:
             return
         status = JobStatus.model_validate(body.get("status") or {})
         seen = status.training
+        reported = (
+            seen is not None and seen.attempt == attempt and seen.last_report_time is not None
+        )
         generations = Generations(
             spec.parallelism.pods,
             spec.failure_policy.max_restarts,
@@ -415,6 +302,7 @@ class ClusterStore:
             fence=Fence(metadata.get("resourceVersion"), status),
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
+            taken_over_at=self._clock() if reported else None,
             written=status.training,
             profiled_at=controller.profiled_at,
         )
@@ -488,169 +376,12 @@ class ClusterStore:
             self.on_dropped(tracked.controller, tracked.generations)
         if tracked is not None and final:
             tracked.ended = True
-            self._final_writes[key] = task = asyncio.create_task(self._write_final(tracked))
+            self._final_writes[key] = task = asyncio.create_task(self._writer.finish(tracked))
             task.add_done_callback(lambda _: self._final_writes.pop(key, None))
 
-    async def _write_final(self, tracked: TrackedJob) -> None:
-        """Write the final status of a finished job: its last figures, and links not slow."""
-        for pause in FINAL_WRITE_PAUSES:
-            try:
-                async with tracked.writing:
-                    await self._write(tracked)
-                return
-            except Overtaken:
-                return  # Another ingest writes the final status.
-            except REQUEST_ERRORS as error:
-                why = reason_of(error)
-                log.warning("%s/%s: writing the final status failed: %s", *tracked.key, why)
-                if isinstance(error, ApiRefused) and error.status in GONE:
-                    return
-            # Retry here: finished jobs are no longer visited.
-            await asyncio.sleep(pause)
-
-    # --- status ---------------------------------------------------------------------------
-
-    @property
-    def _in_all(self) -> int:
-        """Jobs of all replicas, about."""
-        return len(self._tracked) * self.replicas
-
-    async def look(self, key: Key) -> None:
-        """Write the job's status if it is due. Failures are logged and retried."""
-        tracked = self._tracked.get(key)
-        now = self._monotonic()
-        if tracked is None or tracked.writing.locked():
-            return
-        if tracked.awaits_directive(now):
-            return
-        lasted = tracked.written_at - tracked.changed_at
-        # A job that has begun to report is written soon: its directives would wait for that.
-        begins = tracked.reserves_early and not tracked.versions.granted
-        if begins:
-            if tracked.began_at is None:
-                tracked.began_at = now
-                self._rush.begins(now)
-            if self._rush.holds(tracked.began_at, now):
-                return
-        since = float("inf") if begins else now - tracked.written_at
-        due = partial(write_budget.is_due, since_write=since, jobs=self._in_all, lasted=lasted)
-        unseen = now - tracked.looked_at
-        if not tracked.reports.pending:
-            visits = unseen >= write_budget.FIGURES_SECONDS
-        else:
-            figures_due = write_budget.figures_interval(len(self._tracked))
-            visits = due(tracked.has_news) or unseen >= figures_due
-        if not visits:
-            return
-        tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
-        wall = self._clock()
-        view = tracked.controller.view(wall)
-        key_state = write_budget.KeyState.of(tracked.source, view, wall)
-        recovers, reserves = tracked.recovers, tracked.reserves_early
-        state_changed = key_state != tracked.key_state or recovers
-        tracked.reports.news = state_changed
-        training, conditions = self._summary(tracked, view, wall)
-        figures.show(key, training, conditions, tracked.reports.reported_at)
-        known = training == tracked.written and conditions == tracked.conditions
-        if known and not (reserves or recovers):
-            tracked.reports.looked()
-            return
-        # Nobody waits for the first write of this process: it may have a thousand to make.
-        urgent = state_changed and tracked.key_state is not None
-        # One that was never written must not wait until all others are.
-        first = state_changed and tracked.written is None
-        if (
-            not due(state_changed or reserves)
-            or self._writing >= MOST_WRITES // (2 if urgent else 4)
-            or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
-        ):
-            return  # Retried in the next round.
-        tracked.reports.looked()
-        async with tracked.writing:
-            try:
-                if (
-                    reserves
-                    or tracked.has_profile
-                    or (state_changed and training.adaptations and tracked.control is not None)
-                ):
-                    await self._pack(tracked, tracked.controller.snapshot())
-                if reserves:
-                    tracked.versions.reserve(tracked.controller.plan_version)
-                await self._write(tracked)
-            except (*REQUEST_ERRORS, Overtaken, LookupError) as error:
-                tracked.reports.again()
-                tracked.written_at = self._monotonic()
-                log.warning("%s/%s: writing status failed: %s", *key, error)
-
-    @staticmethod
-    async def _pack(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
-        """Keep the snapshot for the next write; only its versions if it is too large for status."""
-        tracked.profiled_at = snapshot.get("profiled_at")
-        try:
-            tracked.control = await snapshot_codec.pack_beside(snapshot)
-        except snapshot_codec.TooLarge as error:
-            log.warning(
-                "%s/%s: %s; saved only its version: after a restart, another plan is made",
-                *tracked.key, error,
-            )  # fmt: skip
-            tracked.control = ControlState(
-                attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=""
-            )
-
-    @staticmethod
-    def _summary(
-        tracked: TrackedJob, view: JobView, now: float
-    ) -> tuple[TrainingStatus, list[Condition]]:
-        source = tracked.source
-        training = summarize(source, now, view, tracked.written)
-        return training, judge(source, tracked.conditions, now, view)
-
-    async def _write(self, tracked: TrackedJob) -> None:
-        """Write the ingest's part of a job's status, as of when the write starts."""
-        self._writing += 1
-        try:
-            async with self._writes:
-                await self._apply(tracked)
-        finally:
-            self._writing -= 1
-
-    async def _apply(self, tracked: TrackedJob) -> None:
-        if not tracked.ended and self._tracked.get(tracked.key) is not tracked:
-            raise LookupError("the job is no longer tracked here")
-        wall = self._clock()
-        view = tracked.controller.view(wall)
-        key_state = write_budget.KeyState.of(tracked.source, view, wall)
-        training, conditions = self._summary(tracked, view, wall)
-        control = tracked.control
-        if control is not None:
-            control = control.model_copy(update={"reserved": tracked.versions.reserved})
-        # Not of jobs whose ranks have always been well.
-        saved = tracked.generations.saved
-        status = JobStatus(
-            conditions=conditions,
-            training=training,
-            control=control,
-            recoveries=saved if saved.count else None,
-        )
-        about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
-        try:
-            await tracked.fence.apply(self._cluster, about, status)
-        except BaseException as error:
-            STATUS_WRITES.labels(result="error").inc()
-            if isinstance(error, Overtaken) and self._tracked.get(tracked.key) is tracked:
-                log.error("%s/%s: %s; continuing from it", *tracked.key, error)
-                self._drop(tracked.key)
-                self._take(tracked.key, error.body)
-                if (again := self._tracked.get(tracked.key)) is not None:
-                    again.overtaken = True
-            raise
-        STATUS_WRITES.labels(result="ok").inc()
-        if control is not None and control.reserved is not None:
-            tracked.versions.written(control.reserved)
-        tracked.written, tracked.conditions = training, conditions
-        tracked.recoveries = status.recoveries
-        events = tracked.recovery_events.changed(status.recoveries)
-        self._sender.send(about, [*tracked.events.changed(conditions, wall), *events])
-        tracked.written_at = self._monotonic()
-        if key_state != tracked.key_state:
-            tracked.key_state, tracked.changed_at = key_state, tracked.written_at
+    def _overtaken(self, tracked: TrackedJob, error: Overtaken) -> None:
+        """Go on from what another ingest has written."""
+        self._drop(tracked.key)
+        self._take(tracked.key, error.body)
+        if (again := self._tracked.get(tracked.key)) is not None:
+            again.overtaken = True

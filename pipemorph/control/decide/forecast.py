@@ -252,10 +252,9 @@ class Forecast:
         )
         cut = self._spec.parallelism
         if cut.stages_per_rank > 1:
-            # Planned for the makespan of the ops, with or without a barrier and a reduction.
-            stages = [stage.model_copy(update={"reduction": None}) for stage in problem.stages]
+            # Planned for the makespan, with or without a barrier.
             placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
-            return problem.model_copy(update=placed | {"stages": tuple(stages)})
+            return problem.model_copy(update=placed)
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
@@ -322,7 +321,11 @@ class Forecast:
             made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
         if not self._may_go_online(routes):
             return made
-        online = [replace(option.plan, dispatch=Dispatch.ONLINE) for option in made]
+        online = [
+            replace(option.plan, dispatch=Dispatch.ONLINE)
+            for option in made
+            if option.plan.schedule.mixed is None
+        ]
         return [*made, *(self.of(plan) for plan in online if self.excess(plan) is None)]
 
     def longer_searched(self, best: Option) -> list[Option]:
@@ -365,6 +368,7 @@ class Forecast:
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             return [self.of(made.to_plan(0, routes, dispatch))]
+        problem = problem.model_copy(update={"dispatch": dispatch})
         found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
         alike = self._varying is None and not self.parts
         if dispatch is Dispatch.STATIC and self._situation.barrier and alike:

@@ -557,17 +557,30 @@ def _links(times: Sequence[float], since: float, elsewhere: Collection[int]) -> 
 
 
 def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
-    known = [state for state in states if state.health == "healthy"]
-    if len(known) <= 1:
-        return known[0] if known else LinkState(link=link, health="unknown")
-    worst = max(known, key=lambda state: state.wire_time)
-    since = [state.since_iteration for state in known if state.since_iteration is not None]
+    worst, least, newest, several = None, 1.0, None, False
+    for state in states:
+        if state.health != "healthy":
+            continue
+        if worst is None:
+            worst, least, newest = state, state.confidence, state.since_iteration
+            continue
+        several = True
+        if state.wire_time > worst.wire_time:
+            worst = state
+        least = min(least, state.confidence)
+        since = state.since_iteration
+        if since is not None and (newest is None or since > newest):
+            newest = since
+    if worst is None:
+        return LinkState(link=link, health="unknown")
+    if not several:
+        return worst
     return LinkState.model_construct(
         link=link,
         health="healthy",
         wire_time=worst.wire_time,
-        confidence=min(state.confidence for state in known),
-        since_iteration=max(since, default=None),
+        confidence=least,
+        since_iteration=newest,
         column=worst.column,
         direction=worst.direction,
     )

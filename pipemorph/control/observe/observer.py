@@ -153,6 +153,8 @@ class Observer:
         """Per route, the normal wire time of the job's directions."""
         self._to_tell: set[int] = set()
         """Parts with something to be told before they report."""
+        self._moved_links: set[int] = set()
+        """Links of which parts have told other figures since the last refresh."""
         self._told_late = (False, False)
         self._links.judged_elsewhere = self._parts.judged
         self._reductions.elsewhere = self._parts.groups
@@ -341,6 +343,9 @@ class Observer:
         links, walked = self._links, 0
         for key in links.silent(now, TURNS):
             self._new_directions.put(links.direction(key, now))
+        for link in self._moved_links:
+            self._look_at_rest(link, now)
+        self._moved_links.clear()
         for _ in range(links.count):
             self._look_at_rest(self._walk_next, now)
             walked += links.directions(self._walk_next) + len(self._parts.rests[self._walk_next])
@@ -378,12 +383,15 @@ class Observer:
 
     def hear(self, report: PartReport, now: float) -> None:
         """Process a report of a part, which fits."""
-        known = len(self._parts.judged)
+        known, healthy = len(self._parts.judged), self._parts.parts[report.part].rests
+        moved = {rest.link for rest in report.links if rest.health == "healthy"} & healthy
+        self._moved_links |= moved
         self._parts.take(report, now)
         for row in report.directions:
             self._new_directions.put(row)
         for rest in report.links:
-            self._look_at_rest(rest.link, now)
+            if rest.link not in moved:
+                self._look_at_rest(rest.link, now)
         for state in report.stages:
             self._look_at_stage(state.stage)
         for group in report.reductions:
@@ -643,7 +651,7 @@ def _stage_differs(told: StageState, new: StageState) -> Change:
 
 
 def _reduction_differs(told: ReductionHealth, new: ReductionHealth) -> Change:
-    if new.slow != told.slow:
+    if new.slow != told.slow or new.slowest != told.slowest:
         return Change.NOW
     same = (new.bytes, new.normal is None) == (told.bytes, told.normal is None)
     pairs = (

@@ -15,7 +15,7 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_book import DOUBTED_WEIGHT
-from pipemorph.wire import ReductionHealth, ReductionSample
+from pipemorph.wire import ReductionHealth, ReductionSample, SlowestEdge
 from pipemorph.wire.parts import UsualReduction
 
 NEWEST = 3
@@ -32,6 +32,7 @@ class _Group:
     def __init__(self, thresholds: Thresholds) -> None:
         self.detector = DelayDetector(thresholds)
         self.newest: ReductionSample | None = None
+        self.slowest: SlowestEdge | None = None
         self.late = False
         """Whether its newest iteration was above the threshold, while it is not slow."""
         self.seconds: deque[float] = deque(maxlen=NEWEST)
@@ -72,6 +73,7 @@ class ReductionBook:
             if newest is not None and sample.iteration <= newest.iteration:
                 continue
             group.newest, seen = sample, True
+            group.slowest = sample.slowest or group.slowest
             self._changed.add(key)
             group.seconds.append(sample.seconds)
             group.exposed.append(sample.exposed)
@@ -176,6 +178,7 @@ class ReductionBook:
             normal=group.detector.base,
             exposed=median(group.exposed),
             bytes=group.newest.bytes,
+            slowest=group.slowest,
         )
 
 

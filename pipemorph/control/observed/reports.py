@@ -21,6 +21,7 @@ from pipemorph.wire import (
     RailHealth,
     RailsView,
     ReductionHealth,
+    SlowDirection,
     StageOps,
     StragglersView,
     TransportsView,
@@ -136,6 +137,7 @@ class Observed:
     def __init__(
         self, spec: JobSpec, *, footprints: Sequence[Footprint] = (), events: Events
     ) -> None:
+        self._spec = spec
         self.sequence = 0
         self.state = "starting"
         self.message: str | None = None
@@ -187,6 +189,18 @@ class Observed:
         return DirectiveEnvelope(
             memory=self._memory, settings=self._settings if stale else None, slow=slow
         )
+
+    def change_places(self, slow: Sequence[SlowDirection]) -> None:
+        """Forget what is known of links and reductions: their ranks are elsewhere now. ``slow``: of
+        the links, for the agent that starts."""
+        spec = self._spec
+        self.links = LinkTable(
+            spec.parallelism.mesh, stale_after=spec.adaptation.stale_after_seconds
+        )
+        self.links.restore(slow)
+        self.transports = TransportsView(links=("",) * (spec.parallelism.stages - 1))
+        self._reductions = {}
+        self.stages.reduce({})
 
     @property
     def newest_plan_version(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipemorph.api.layout import Layout
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.errors import InputError
@@ -28,7 +29,7 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 @dataclass(frozen=True)
 class AttemptEnvironment:
     """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
-    leave their state for the next one; None: nobody would read it."""
+    leave their state for the next one; None: nobody would read it. ``layout``: where ranks are."""
 
     attempt: int
     generation: int
@@ -39,6 +40,7 @@ class AttemptEnvironment:
     token_file: Path
     trace_dir: Path
     kept_dir: Path | None
+    layout: Layout
 
 
 def rank_environment(
@@ -54,7 +56,9 @@ def rank_environment(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(where.master_port),
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            # The device of its place, wherever the rank is in the mesh.
+            "LOCAL_RANK": str(where.layout.places[rank]),
+            "PIPEMORPH_PLACES": where.layout.text,
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,
             "PIPEMORPH_JOB_FILE": str(where.job_file),

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipemorph.exits import leave_file, stay_file
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -49,6 +51,18 @@ class KeptFolder:
             found = json.loads((self.root / f"resumed.generation-{generation}").read_text())
             return Resumed(int(found["iteration"]), str(found["rung"]), str(found["why"]))
         except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def ask_to_leave(self, generation: int) -> None:
+        """Ask the ranks of a generation to leave for other places. Raises OSError."""
+        (self.root / leave_file(generation)).touch(mode=0o600)
+
+    def stay(self, generation: int) -> str | None:
+        """Why the ranks of a generation do not leave, as they were asked to; None if they said
+        nothing."""
+        try:
+            return (self.root / stay_file(generation)).read_text()
+        except OSError:
             return None
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from queue import Empty, SimpleQueue
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.exits import END_NOW, EXIT_SAVED
+from pipemorph.exits import END_NOW, EXIT_MOVES, EXIT_SAVED
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
@@ -47,6 +47,8 @@ class End(StrEnum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     DEADLINE = "deadline"
+    MOVED = "moved"
+    """The ranks have left together, to go on at other places."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def supervise(
         killed, hurried = _stop(
             ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves, told=told
         )
+        if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
+            ending = Ending(End.FAILED, "not all ranks left for other places", retry=True)
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed) or ending
         waited = grace if _may_save(ending) else min(grace, END_SECONDS)
@@ -181,6 +185,8 @@ def _until_the_end(
         rank = ranks.note_exit(event.rank, event.status)
         if saves and event.status == EXIT_SAVED:
             return Ending(End.INTERRUPTED, "a rank got SIGTERM")
+        if _moved(rank):
+            return Ending(End.MOVED, "the ranks leave for other places", retry=True)
         if event.status != 0:
             return _failure(rank)
         first_done = first_done or time.monotonic()
@@ -212,7 +218,9 @@ def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
     bad = [
         r
         for r in ranks.ended
-        if r not in killed and r.status != 0 and (r.status not in asked or _exception(r))
+        if r not in killed
+        and r.status not in (0, EXIT_MOVES)
+        and (r.status not in asked or _exception(r))
     ]
     if not bad:
         return None
@@ -316,7 +324,8 @@ def _stop(
         ):
             return ranks.running, True
     may_save = _may_save(ending)
-    if not (saves and _saved(ranks)):  # Else all do, by agreement, and end by themselves.
+    if not (saves and _saved(ranks)) and ending.end is not End.MOVED:
+        # Else all do, by agreement, and end by themselves.
         ranks.end(save=may_save)
     hurried = _wait(ranks, events, refresh, grace if may_save else min(grace, END_SECONDS))
     return ranks.running, hurried
@@ -325,6 +334,10 @@ def _stop(
 def _may_save(ending: Ending) -> bool:
     """Whether the ranks may save before they end: none of them has failed."""
     return ending.end is not End.FAILED
+
+
+def _moved(rank: RankProcess) -> bool:
+    return rank.status == EXIT_MOVES
 
 
 def _saved(ranks: RankSet) -> bool:

@@ -108,6 +108,8 @@ class RunRecord:
     last: View = field(default_factory=View)
     """The state of the run when it ended."""
     recoveries: list[Recovery] = field(default_factory=list)
+    relayouts: list[dict[str, Any]] = field(default_factory=list)
+    """Changes of the ranks' places, for the report."""
 
     @property
     def goodput(self) -> float | None:
@@ -180,6 +182,7 @@ class RunRecord:
             "split": splits,
             "faults": faults,
             "recoveries": [recovery.record() for recovery in self.recoveries],
+            "relayouts": self.relayouts,
             "goodput": self.goodput,
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),

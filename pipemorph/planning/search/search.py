@@ -75,7 +75,7 @@ def search(
     if core.compiled is None:
         warn_of_no_build()
         order = _start(problem, costs, warmup)
-        return Found(order, _objective(problem, order), lower_bound(problem), n)
+        return Found(order, objective_of(problem, order), lower_bound(problem), n)
     if listing_effort is None:
         least = FEWEST_LISTINGS * 3 * n * costs.stage_count
         listing_effort = effort * max(LISTING_EFFORT, least)
@@ -103,7 +103,8 @@ def search(
     return Found(order, makespan - less, bound - less, n)
 
 
-def _objective(problem: Problem, order: list[bytes]) -> float:
+def objective_of(problem: Problem, order: Sequence[bytes]) -> float:
+    """Makespan or period of an order in the core's codes, as the problem asks for."""
     costs = Costs.of(problem)
     if problem.objective == "makespan":
         return core.makespan(costs, order)

@@ -24,8 +24,10 @@ from typing import NamedTuple
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency, recompute_room
 from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.search.mixed import fuse_first, mix
 from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.search.search import search
+from pipemorph.planning.simulation.core import decode
 from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict, simulate
 
@@ -77,7 +79,7 @@ class Variant:
 
 
 class _Choice(NamedTuple):
-    """Per stage: the in-flight cap (N: none) and whether the backward is fused. ``copies``:
+    """Per stage: the in-flight cap (N: none) and whether the backwards are fused. ``copies``:
     whether op times in the search include copies and recomputed forwards."""
 
     caps: tuple[int, ...]
@@ -110,8 +112,10 @@ def variants(problem: Problem) -> Iterator[Variant]:
     without = None
     within = on_device(problem)
     if _room_for_warmup(within):
-        for without in fused_variants(within):
-            yield without
+        for each in fused_variants(within):
+            if each.schedule.mixed is None:
+                without = each
+            yield each
     yield from exceeding_variants(_with_stated_limits(problem), without)
     yield from exceeding_variants(within.recomputing(), without)
 
@@ -134,7 +138,8 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
     """Successively better plans without offload: split, then fused where that is shorter.
 
     Fusing shortens the work but delays the gradient's send, so any subset of stages may be best:
-    tries no stage, all stages whose fused backward is shorter, then changes of single stages.
+    tries no stage, all stages whose fused backward is shorter, then changes of single stages, and
+    last, for static dispatch, stages that fuse the backwards of their first microbatches only.
     """
     whole = tuple(stage.fusing_pays for stage in problem.stages)
     caps, none = _caps(problem), (False,) * problem.stage_count
@@ -161,6 +166,12 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
     for i in [i for i, pays in enumerate(whole) if pays][: _steps(problem)]:
         if better(best._replace(fused=_toggled(best.fused, i))):
             yield found
+    if problem.dispatch is Dispatch.ONLINE:
+        return
+    mixed = mix(found.problem)
+    if mixed is not None and mixed.objective < found.objective * (1 - SAME):
+        schedule = decode(mixed.order, problem.microbatches)
+        yield Variant(found.problem, schedule, predict(schedule, found.problem))
 
 
 def exceeding_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
@@ -272,18 +283,13 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
         _search_times(stage, cap, fused, copies=choice.copies)
         for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
     ]
-    found = search(problem.model_copy(update={"stages": tuple(asked)})).schedule
-    fused = Schedule(
-        problem.microbatches,
-        tuple(
-            _fuse(ops) if fuses else ops
-            for ops, fuses in zip(found.stages, choice.fused, strict=True)
-        ),
-    )
+    n = problem.microbatches
+    order = search(problem.model_copy(update={"stages": tuple(asked)})).order
+    fused = decode(list(map(fuse_first, order, (n * fuses for fuses in choice.fused))), n)
     peaks = fused.in_flight_peak()
     limits = tuple(map(_device_limit, problem.stages, peaks))
     schedule = Schedule(
-        problem.microbatches,
+        n,
         tuple(
             ops if limit is None else fit_on_device(ops, limit)
             for ops, limit in zip(fused.stages, limits, strict=True)
@@ -330,15 +336,6 @@ def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> 
             "device_limit": None,
             "recompute": False,
         }
-    )
-
-
-def _fuse(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The ops with BW instead of each B, and without W."""
-    return tuple(
-        Op(OpKind.BW, op.microbatch) if op.kind is OpKind.B else op
-        for op in ops
-        if op.kind is not OpKind.W
     )
 
 

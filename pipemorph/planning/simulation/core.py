@@ -27,6 +27,7 @@ compiled = built
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
 CODE = {kind: code for code, kind in enumerate(KINDS)}
+_F, _, _W, _BW = CODE.values()
 MAX_STAGES_PER_RANK = 64
 """An op's code is a byte: its kind, plus 4 times the position of its stage on the rank."""
 
@@ -64,11 +65,29 @@ def encode(ops: Iterable[Op]) -> bytes:
 def decode(codes: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
     """The schedule of one stage per rank. Its stages share the op objects."""
     ops = [[Op(kind, m) for m in range(microbatches)] for kind in KINDS]
-    stages = []
-    for kinds in codes:
-        turn = [iter(each) for each in ops]
-        stages.append(tuple([next(turn[kind]) for kind in kinds]))
+    stages = [
+        tuple([ops[kind][m] for kind, m in zip(kinds, microbatches_of(kinds), strict=True)])
+        for kinds in codes
+    ]
     return Schedule(microbatches, tuple(stages))
+
+
+def microbatches_of(kinds: bytes | bytearray) -> list[int]:
+    """The microbatch of each op of a stage. A BW is the turn of a B and of a W."""
+    f = b = w = 0
+    found = []
+    for kind in kinds:
+        if kind == _F:
+            found.append(f)
+            f += 1
+        elif kind == _W:
+            found.append(w)
+            w += 1
+        else:
+            found.append(b)
+            b += 1
+            w += kind == _BW
+    return found
 
 
 def in_order(

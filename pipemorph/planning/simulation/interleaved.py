@@ -8,7 +8,7 @@ feeds stage *s+1*, which may be on another rank or the same. A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
-from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
 
@@ -211,10 +211,18 @@ def validate_interleaved(
     _run(schedule, free)
 
 
-def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> InterleavedSimulation:
+def simulate_interleaved(
+    schedule: InterleavedSchedule,
+    problem: Problem,
+    *,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> InterleavedSimulation:
     """Execute a schedule in its order under the times, caps and delays of ``problem``.
 
     ``problem.stages`` and ``links`` follow the model; a link within a rank takes no time.
+    ``delay_at`` and ``transfer_at``: as of
+    :func:`~pipemorph.planning.simulation.simulator.simulate_changing`.
     Raises :class:`InputError` if the schedule is invalid or does not fit the problem.
     """
     placement = schedule.placement()
@@ -229,14 +237,21 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
             raise InputError(
                 f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
             )
-    for i, stage in enumerate(problem.stages):
-        if stage.reduction:
-            raise InputError(
-                f"stages[{i}].reduction is {stage.reduction:g}; with several stages per rank it is"
-                " not simulated: leave it out"
-            )
     validate_interleaved(schedule, problem.in_flight_limits())
-    return InterleavedSimulation(schedule, _run(schedule, placed_costs(problem, placement)))
+    ran = _run(
+        schedule,
+        placed_costs(problem, placement),
+        _between_ranks(delay_at, placement),
+        _between_ranks(transfer_at, placement),
+    )
+    after = [0.0] * problem.stage_count
+    for ops in schedule.ranks:
+        # A rank reduces the gradients of all its stages, after the last op of all of them.
+        mine = {op.stage for op in ops}
+        after[ops[-1].stage] = max(problem.stages[s].reduction or 0.0 for s in mine)
+    if any(after):
+        ran = replace(ran, after=tuple(after))
+    return InterleavedSimulation(schedule, ran)
 
 
 def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
@@ -254,19 +269,30 @@ def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
         queues=across(costs.queues),
         outstanding=across(costs.outstanding),
         half_duplex=across(costs.half_duplex),
-        # Which rank it follows on is not known to the core.
+        # Which stage's op is the last on a rank is not known to the core.
         after=[0.0] * costs.stage_count,
     )
 
 
-def _run(schedule: InterleavedSchedule, costs: Costs) -> Simulation:
+def _between_ranks(times: DelayAt | None, placement: Sequence[int]) -> DelayAt | None:
+    if times is None:
+        return None
+    return lambda link, sent: 0.0 if placement[link] == placement[link + 1] else times(link, sent)
+
+
+def _run(
+    schedule: InterleavedSchedule,
+    costs: Costs,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> Simulation:
     """The execution, by stage. Raises :class:`ScheduleError` that names an op in a deadlock."""
     stages_of = [sorted({op.stage for op in ops}) for ops in schedule.ranks]
     codes = [
         bytes([4 * mine.index(op.stage) + CODE[op.kind] for op in ops])
         for ops, mine in zip(schedule.ranks, stages_of, strict=True)
     ]
-    ran = in_order(costs, codes, stages_of)
+    ran = in_order(costs, codes, stages_of, delay_at, transfer_at)
     stages: list[list[TimedOp]] = [[] for _ in range(costs.stage_count)]
     free: list[list[float]] = [[] for _ in stages]
     for rank, ops in enumerate(schedule.ranks):

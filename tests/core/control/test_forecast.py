@@ -69,8 +69,8 @@ def test_online_dispatch_is_a_choice_while_slow_links_are_delegated() -> None:
     assert dispatches(DELEGATED, parallelism=sharded) == [Dispatch.STATIC], "one order of ops"
 
 
-def test_ranks_with_several_stages_are_planned_without_what_follows_their_last_op() -> None:
-    """Their simulation has no tails, as those of replicas that reduce gradients."""
+def test_ranks_with_several_stages_are_planned_with_what_follows_their_last_op() -> None:
+    """A rank reduces the gradients of all its stages at once."""
     op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, reduction=0.02)
     delays = (0.0, 0.03, 0.0)
     job = spec(
@@ -85,9 +85,12 @@ def test_ranks_with_several_stages_are_planned_without_what_follows_their_last_o
         schedule={"dispatch": "auto"},
     )
     situation = Situation((op,) * 4, delays, delays, (False, True, False), (False,) * 3)
-    (option,) = Forecast(job, situation).fresh((Route.DIRECT, Route.DELEGATED, Route.DIRECT))
+    routes = (Route.DIRECT, Route.DELEGATED, Route.DIRECT)
+    (option,) = Forecast(job, situation).fresh(routes)
     assert option.plan.dispatch is Dispatch.STATIC
-    assert option.seconds > 8 * 0.06
+    without = replace(situation, stages=(op.model_copy(update={"reduction": None}),) * 4)
+    ops = Forecast(job, without).of(option.plan).seconds
+    assert 0.06 * 8 < ops < option.seconds <= ops + 0.02
 
 
 @pytest.mark.parametrize(("delay", "route"), [(0.012, Route.DIRECT), (0.020, Route.DELEGATED)])

@@ -491,3 +491,42 @@ def test_of_a_link_in_several_parts_the_worst_is_told() -> None:
     unknown = LinkState(link=0, health="unknown")
     assert book.rest(0, 1000.0, [unknown]).health == "unknown"
     assert book.rest(0, 1000.0, [unknown, told[0]]) == told[0]
+
+
+def test_what_parts_tell_of_links_that_stay_well_is_looked_at_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look walks what all parts have told of the link. That one is not well any more is seen at
+    once."""
+    looked: list[int] = []
+    rest = LinkBook.rest
+
+    def counted(self: LinkBook, link: int, *rest_of: Any) -> LinkState:
+        looked.append(link)
+        return rest(self, link, *rest_of)
+
+    monkeypatch.setattr(LinkBook, "rest", counted)
+    mesh, now = MeshShape(2, 8), 1000.0
+    job = Observer(mesh, job="j", namespace="n", attempt=0, part_ranks=2)
+
+    def hear(sequence: int, **state: Any) -> None:
+        told = {"link": 0, "column": 0, "wire_time": BASE, "confidence": 0.9} | state
+        report = {
+            "protocol": 2, "job": "j", "namespace": "n", "attempt": 0, "part": 4, "sent_at": now,
+            "sequence": sequence, "state": "training", "iteration": 1, "links": [told],
+            "observed_plan_version": 0, "applied_plan_version": 0,
+        }  # fmt: skip
+        job.hear(PartReport.model_validate(report), now)
+
+    hear(1, health="healthy")
+    assert looked == [0], "it is news that it is well"
+    for sequence in range(2, 20):
+        hear(sequence, health="healthy", wire_time=BASE * sequence)
+    assert looked == [0]
+    job.observe(JobTelemetry(iteration=1, ports=0), now + 1)
+    assert len(looked) > 1
+    (link,) = job.report(1, now + 1, 0).links
+    assert link.wire_time == pytest.approx(19 * BASE), "the newest"
+    looked.clear()
+    hear(20, health="unknown")
+    assert looked == [0]

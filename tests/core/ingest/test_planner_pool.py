@@ -402,6 +402,27 @@ def test_a_short_decision_does_not_wait_behind_long_ones() -> None:
     asyncio.run(with_pool(PlannerPool(2), test))
 
 
+def test_a_short_decision_that_is_urgent_does_not_wait_behind_those_that_may_wait() -> None:
+    """All jobs that a host has just met ask for those at the same time."""
+
+    async def test(pool: PlannerPool) -> None:
+        workers = Workers(pool)
+        asks = [
+            asyncio.create_task(pool(("a", f"{i}"), replace(short_one(i), cause="profile")))
+            for i in range(4)
+        ]
+        assert await workers.settled() == [0, 1], "a third one would be in the way"
+        asks += [asyncio.create_task(pool(("a", "slow"), short_one(10)))]
+        assert await workers.settled() == [0, 1, 10]
+        asks += [asyncio.create_task(pool(("a", "too"), short_one(11)))]
+        workers.working[1].set_result(0.01)
+        assert await workers.settled() == [0, 10, 11], "it comes before those, whoever is free"
+        for ask in asks:
+            ask.cancel()
+
+    asyncio.run(with_pool(PlannerPool(2), test))
+
+
 def test_equal_decisions_are_made_once_and_remembered() -> None:
     seen: list[Decided] = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -19,7 +21,7 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning import plan as make_plan
-from pipemorph.planning.simulation.core import static
+from pipemorph.planning.simulation.core import makespan, static
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.simulator import predict
 
@@ -135,3 +137,56 @@ def test_no_order_of_online_dispatch_is_shorter_than_the_plan() -> None:
         problem = Problem(microbatches=n, stages=stages, links=links)
         online = simulate(make_plan(problem, Policy.ZERO_BUBBLE).schedule, problem, Dispatch.ONLINE)
         assert make_plan(problem).makespan <= predict(online.schedule(), problem) * (1 + 1e-9)
+
+
+def all_orders(microbatches: int, cap: int) -> Iterator[bytes]:
+    """Every order of a stage's ops, as the core's codes: 0 F, 1 B, 2 W."""
+
+    def extend(done: tuple[int, int, int], order: bytes) -> Iterator[bytes]:
+        f, b, w = done
+        if w == microbatches:
+            yield order
+        if f < microbatches and f - w < cap:
+            yield from extend((f + 1, b, w), order + b"\0")
+        if b < f:
+            yield from extend((f, b + 1, w), order + b"\1")
+        if w < b:
+            yield from extend((f, b, w + 1), order + b"\2")
+
+    return extend((0, 0, 0), b"")
+
+
+def test_the_search_finds_the_shortest_of_all_orders() -> None:
+    """Where a queue is shared the order of messages of both directions matters, which the list
+    scheduler does not see: the steps of the local search have to."""
+    rng = random.Random(7)
+
+    def half() -> float:
+        return rng.randint(0, 24) / 2
+
+    for case in range(400):
+        count, n = rng.choice([(2, 3), (2, 2), (3, 2)])
+        stages = tuple(
+            StageTimes(
+                forward=half(),
+                backward_input=half(),
+                backward_weight=half(),
+                in_flight_limit=rng.choice([None, None, 1, 2]),
+            )
+            for _ in range(count)
+        )
+        links = tuple(
+            Link(
+                delay=rng.choice([0, half()]),
+                transfer=rng.choice([0, half()]),
+                queues=rng.randint(1, 3),
+                outstanding=rng.choice([None, 1, 2]),
+                half_duplex=True,
+            )
+            for _ in range(count - 1)
+        )
+        problem = Problem(microbatches=n, stages=stages, links=links)
+        costs = Costs.of(problem)
+        orders = [all_orders(n, min(n, k or n)) for k in problem.in_flight_limits()]
+        best = min(makespan(costs, order) for order in product(*orders))
+        assert make_plan(problem).makespan == pytest.approx(best, rel=1e-9), (case, problem)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from pipemorph.errors import InputError
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph.planning.simulation.lower_bound import lower_bound
 
 
@@ -94,9 +94,17 @@ def test_the_reference_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower_bound(problem) <= compiled
 
 
-def test_several_stages_per_rank_have_none() -> None:
-    problem = problem_of([1.0, None, None, None]).model_copy(
-        update={"policy": Policy.ONE_F_ONE_B_INTERLEAVED, "ranks": 2}
+def test_a_rank_with_several_stages_reduces_after_the_last_op_of_all() -> None:
+    """The longest of its reductions, which fewer ops at its end can hide as well."""
+    problem = problem_of([None] * 4).model_copy(update={"ranks": 2})
+    ops = plan_interleaved(problem)
+    slow = problem.model_copy(
+        update={"stages": (stage(1), stage(), stage(30.0), stage())},
     )
-    with pytest.raises(InputError, match=r"stages\[0\].reduction is 1; with several stages"):
-        plan_interleaved(problem)
+    ran = simulate_interleaved(ops.schedule, slow)
+    ends = [ops_of[-1][1].end for ops_of in ran.by_rank()]
+    assert ran.makespan == max(ends[0] + 30, ends[1])
+    assert ran.simulation.exposed_reduction == ran.makespan - max(ends)
+    planned = plan_interleaved(slow)
+    assert planned.lower_bound <= planned.simulation.makespan <= ran.makespan
+    assert sum(after > 0 for after in ran.simulation.after) == 1

@@ -14,8 +14,9 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, lower_bound
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, late_share, replay
+from pipemorph.replay.links import DispatchChoice
 from pipemorph.replay.trace import load_trace, parse_trace
-from pipemorph.replay.trainer import DispatchChoice, Telemetry
+from pipemorph.replay.trainer import Telemetry
 
 TRACES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
@@ -257,3 +258,28 @@ def test_auto_dispatch_loses_nothing_where_delays_keep_changing() -> None:
     )
     assert free.seconds["adaptive"] <= 1.005 * kept.seconds["adaptive"]
     assert free.seconds["static"] == kept.seconds["static"]
+
+
+@pytest.mark.parametrize(("placement", "rule"), [("interleaved", "1f1b"), ("v", "zero-bubble")])
+def test_ranks_with_several_stages(placement: str, rule: str) -> None:
+    problem = PROBLEM.model_copy(update={"ranks": 2, "placement": placement})
+    fault = parse_trace(
+        '{"at_iteration": 12, "links": {"0": {"delay_ms": 40}}}\n{"at_iteration": 52, "links": {}}',
+        3,
+    )
+    found = replay(problem, fault, telemetry="python")
+    assert list(found.seconds) == [rule, "static", "adaptive", "oracle"]
+    adaptive = found.share("adaptive")
+    assert adaptive is not None and 0.7 < adaptive <= 1.01
+    assert "link 0" in found.changes[0].reason
+    # All work of two stages is on one rank.
+    least = 72 * 12 * 2 * (TIMES.forward + TIMES.backward_input + TIMES.backward_weight) / 1e3
+    assert found.seconds["oracle"] > least
+    for telemetry in ("exact", "device"):
+        assert not replay(problem, WELL, telemetry=telemetry).changes
+
+
+def test_a_link_within_a_rank_has_no_faults() -> None:
+    problem = PROBLEM.model_copy(update={"ranks": 2, "placement": "v"})
+    with pytest.raises(InputError, match="link 1, whose stages are both on rank 1"):
+        replay(problem, FAULT)

@@ -412,6 +412,14 @@ def test_labels_of_kueue_on_the_job_are_passed_through() -> None:
     assert "other" not in labels
 
 
+def test_ranks_in_pods_do_not_change_places() -> None:
+    cut = {"stages": 2, "replicas": 2}
+    spec: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
+    with pytest.raises(Unbuildable, match="only under `pipemorph run`") as caught:
+        objects(attempt(parallelism=cut, **spec), CONFIG)
+    assert caught.value.reason == "InvalidSpec"
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

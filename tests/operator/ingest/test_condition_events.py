@@ -11,7 +11,7 @@ import pytest
 from pipemorph.api.status import Condition
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.events import MAX_MESSAGE, Event
-from pipemorph_operator.ingest.condition_events import (
+from pipemorph_operator.ingest.status.condition_events import (
     BURST,
     EVENT_SECONDS,
     MOST_UNDER_WAY,

@@ -23,14 +23,17 @@ from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
-from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import count_decision, parser
-from pipemorph_operator.ingest.condition_events import ConditionEvents
-from pipemorph_operator.ingest.fence import Overtaken
+from pipemorph_operator.ingest.status import snapshot_codec, write_budget, writer
+from pipemorph_operator.ingest.status.condition_events import ConditionEvents
+from pipemorph_operator.ingest.status.fence import Overtaken
+from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.summary import Source, judge, summarize
 
 # --- saved state ------------------------------------------------------------------------------
+
+STALE = 30.0
+"""Seconds without a report after which links are unknown."""
 
 
 def spec(stages: int = 4) -> JobSpec:
@@ -187,6 +190,41 @@ def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
     assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
 
 
+def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
+    """Until its agent has had the time to come: what the other ingest wrote holds."""
+    api = Shared()
+    api.job["status"] |= {
+        "training": {"attempt": 0, "iteration": 7, "lastReportTime": "1970-01-01T00:16:39Z"},
+        "conditions": [
+            {"type": kind, "status": "True", "reason": reason, "message": "as it was"}
+            | {"lastTransitionTime": "1970-01-01T00:00:00Z"}
+            for kind, reason in (
+                ("LinksHealthy", "AllLinksHealthy"),
+                ("ScheduleAdapted", "Adapted"),
+            )
+        ],
+    }
+
+    def reasons() -> dict[str, str]:
+        return {c["type"]: c["reason"] for c in api.job["status"]["conditions"]}
+
+    async def run() -> None:
+        cluster: Any = api
+        now = 1000.0
+        store = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
+        store.changed(("team", "gpt"), copy.deepcopy(api.job))
+        before, version = reasons(), api.job["metadata"]["resourceVersion"]
+        now += STALE / 2
+        await store.look(("team", "gpt"))
+        assert (reasons(), api.job["metadata"]["resourceVersion"]) == (before, version)
+        now += STALE
+        await store.look(("team", "gpt"))
+        assert reasons()["LinksHealthy"] == "ReportsStale"
+        assert reasons()["ScheduleAdapted"] == "Adapted", "nobody said otherwise"
+
+    asyncio.run(run())
+
+
 def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> None:
     last = TrainingStatus(
         attempt=0,
@@ -267,7 +305,7 @@ def test_the_last_word_on_a_job_is_tried_again(
     refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its links would be slow for ever: nobody looks at a job again that has ended."""
-    monkeypatch.setattr(store, "FINAL_WRITE_PAUSES", (0.0,) * 5)
+    monkeypatch.setattr(writer, "FINAL_WRITE_PAUSES", (0.0,) * 5)
     api: Any = StatusWrites(*refusals)
     job = body(stages=4)
     job["status"] = {"attempt": 0}

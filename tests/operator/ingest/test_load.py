@@ -15,8 +15,8 @@ from pipemorph.control.first_plan import FirstSchedule, initial_schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
-from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
-from pipemorph_operator.ingest.write_budget import (
+from pipemorph_operator.ingest.status.write_budget import (
+    BEGINS_PER_SECOND,
     BURST,
     DECIDING_SECONDS,
     HELD_SECONDS,
@@ -28,6 +28,8 @@ from pipemorph_operator.ingest.write_budget import (
     Budget,
     Rush,
 )
+from pipemorph_operator.ingest.status.writer import MOST_WRITES
+from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
@@ -326,6 +328,36 @@ def test_first_writes_wait_while_a_thousand_jobs_come_back() -> None:
         now += 1.0
     assert written[0] == HELD_SECONDS, "nobody waits for longer"
     assert written[-1] <= 24 + RUSH_SECONDS, "nor once all are back"
+
+
+def test_first_writes_leave_the_api_server_to_others() -> None:
+    jobs = 100
+
+    async def run() -> list[int]:
+        api: Any = SlowApi()
+        api.go.set()
+        now, found = 1000.0, []
+        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
+        for i in range(jobs):
+            job = copy.deepcopy(JOB)
+            job["metadata"] |= {"name": f"j{i}", "uid": f"u{i}"}
+            job["status"]["training"] = {"attempt": 0, "lastReportTime": "1970-01-01T00:00:00Z"}
+            store.changed(("default", f"j{i}"), job)
+        for tenth in range(450):
+            now = 1000.0 + tenth / 10
+            for i in range(jobs):
+                if tenth % 10 == 0:
+                    controller: Any = store.lookup("default", f"j{i}")
+                    controller.report(reported(1 + tenth).model_copy(update={"job": f"j{i}"}), now)
+                await store.look(("default", f"j{i}"))
+            found.append(len(api.applied))
+        assert all(store.reserved("default", f"j{i}") for i in range(jobs))
+        return found
+
+    found = asyncio.run(run())
+    held, ends = found[int(10 * RUSH_SECONDS) - 1], found.index(jobs)
+    assert held <= 2, "as long as it is a rush"
+    assert ends / 10 - RUSH_SECONDS == pytest.approx(jobs / BEGINS_PER_SECOND, rel=0.2)
 
 
 def test_a_few_jobs_that_begin_are_no_rush() -> None:

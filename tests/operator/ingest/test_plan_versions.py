@@ -31,8 +31,8 @@ from pipemorph.wire import (
     LinkHealthReport,
 )
 from pipemorph_operator.ingest.seats.share import Share
+from pipemorph_operator.ingest.status.write_budget import SPACING_SECONDS
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.write_budget import SPACING_SECONDS
 from pipemorph_trainer.agent.uplinks.deputy import Deputy
 
 KEY = ("team", "gpt")

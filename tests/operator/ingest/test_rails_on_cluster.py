@@ -18,9 +18,9 @@ from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
 from pipemorph.control import JobController
 from pipemorph.wire import FabricDirection, FabricView, RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
+from pipemorph_operator.ingest.status.summary import Source, judge, summarize
+from pipemorph_operator.ingest.status.write_budget import KeyState
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.summary import Source, judge, summarize
-from pipemorph_operator.ingest.write_budget import KeyState
 from pipemorph_operator.metrics import JOB_GAUGES
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"

@@ -14,8 +14,8 @@ from pipemorph.api.status import JobStatus, Recoveries, RecoveryRecord
 from pipemorph.ingest import GenerationDesk
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.cluster.job import operator_part
-from pipemorph_operator.ingest.fence import Overtaken
-from pipemorph_operator.ingest.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.status.fence import Overtaken
+from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.store import ClusterStore
 
 KEY = ("team", "gpt")

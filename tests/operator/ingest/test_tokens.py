@@ -15,12 +15,15 @@ from prometheus_client import REGISTRY
 from pipemorph.ingest import Refused
 from pipemorph_operator.ingest import auth
 from pipemorph_operator.ingest.auth import (
+    AGAIN,
+    AWAY_SECONDS,
     KEPT_SECONDS,
     MOST_OF_ONE_JOB,
     MOST_OF_ONE_SOURCE,
     MOST_REVIEWS,
     POD_NAME,
     POD_UID,
+    RETRY_SECONDS,
     Expected,
     PodTokenAuthenticator,
 )
@@ -38,7 +41,9 @@ class Api:
     """An API server that knows one pod and its token."""
 
     def __init__(self) -> None:
-        self.reviews = 0
+        self.reviews = self.reads = 0
+        self.away: Exception | None = None
+        """What everybody is told who asks."""
         self.status: dict[str, Any] = {
             "authenticated": True,
             "audiences": [AUDIENCE],
@@ -58,10 +63,13 @@ class Api:
     async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         self.reviews += 1
         await asyncio.sleep(0)
+        if self.away is not None:
+            raise self.away
         return {"status": self.status}
 
     async def get(self, url: str) -> dict[str, Any] | None:
         assert url == "/api/v1/namespaces/team/pods/p0"
+        self.reads += 1
         return self.pod
 
 
@@ -94,6 +102,52 @@ def test_a_rank_is_let_in_and_asked_about_once_a_minute() -> None:
     door.now += KEPT_SECONDS + 1
     assert door.knock(token()) == 200
     assert door.api.reviews == 2
+
+
+def test_a_token_in_use_is_reviewed_again_and_no_request_waits_for_it() -> None:
+    door = Door()
+    slow = door.api = door.authenticator._api = Slow()
+    slow.go.set()
+    assert door.knock(slow.known) == 200
+
+    async def run() -> None:
+        slow.go.clear()
+        door.now += KEPT_SECONDS * AGAIN[1]
+        for _ in range(3):
+            await asyncio.wait_for(door.authenticator.authenticate(slow.known, "team", "gpt"), 15)
+        assert slow.reviews == 1, "the second has not been answered yet"
+        slow.go.set()
+        (review,) = door.authenticator._asking.values()
+        await asyncio.wait_for(review, 15)
+        door.now += KEPT_SECONDS * (1 - AGAIN[1]) + 1
+        await asyncio.wait_for(door.authenticator.authenticate(slow.known, "team", "gpt"), 15)
+        assert (slow.reviews, slow.reads) == (2, 1), "its pod is the one that was read"
+
+    asyncio.run(run())
+
+
+def test_a_token_in_use_that_is_no_longer_valid_is_refused_after_its_review() -> None:
+    door = Door()
+    assert door.knock(token()) == 200
+    change(door.api, "unknown")
+    door.now += KEPT_SECONDS + 1
+    assert door.knock(token()) == 401
+
+
+@pytest.mark.parametrize("away", [ConnectionRefusedError(), TimeoutError()], ids=repr)
+def test_ranks_are_heard_while_the_api_server_is_away(away: Exception) -> None:
+    """For five minutes, if they were let in before."""
+    door = Door()
+    assert door.knock(token()) == 200
+    door.api.away = away
+    for _ in range(int(AWAY_SECONDS / RETRY_SECONDS) - 1):
+        door.now += RETRY_SECONDS
+        assert door.knock(token()) == 200
+    assert door.knock(forged(1)) == 503
+    door.now += RETRY_SECONDS + 1
+    assert door.knock(token()) == 503
+    door.api.away = None
+    assert door.knock(token()) == 200
 
 
 def test_callers_with_one_token_share_one_review() -> None:
@@ -324,7 +378,7 @@ def test_tokens_that_came_together_do_not_expire_together() -> None:
     door = Door()
     for i in range(50):
         assert door.knock(forged(i)) == 200
-    ends = [until for until, _ in door.authenticator._good.values()]
+    ends = [kept.again_at for kept in door.authenticator._good.values()]
     assert max(ends) <= door.now + KEPT_SECONDS
     assert max(ends) - min(ends) > KEPT_SECONDS / 10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from split_support import Job as StageJob
 from split_support import samples
 from test_split_zoo import vectors
 from torch import nn
-from trainer_jobs import Job, Record, make_plan, train
+from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
+from pipemorph.planning import Plan, Schedule
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.executor.split import SplitReport, self_test
 from pipemorph_trainer.executor.split.trial import Outcome
@@ -81,3 +83,26 @@ def test_a_plan_that_ran_one_knows_better() -> None:
         ratio = fused.backward_input / (before.backward_input + before.backward_weight)
         now = after.backward_input + after.backward_weight
         assert after.fused_backward == pytest.approx(ratio * now)
+
+
+def half_fused(plan: Plan) -> Plan:
+    """The zero-bubble plan of four microbatches whose first two have a fused backward."""
+    letters = ["FFBBFIFIWW", "FBFBFIFIWW"]
+    return replace(plan, schedule=Schedule.decode(4, letters))
+
+
+@pytest.mark.multiprocess
+def test_a_plan_may_fuse_some_backwards_of_a_stage_and_split_others() -> None:
+    """To the bit the losses and gradients of one process; both forms are told of."""
+    job = Job(2, 4, policy="zero-bubble", iterations=8)
+    mixed = half_fused(make_plan(job, 1, "zero-bubble"))
+    assert mixed.schedule.mixed == 0
+    switches = ((2, mixed, range(2)),)
+    records = run_ranks(2, measured, job.with_(switches=switches))
+    assert_same(records, reference(Job(2, 4, iterations=8)))
+    for record in records:
+        assert record.versions[-1] == 1
+        profile = record.profiles[-1]
+        assert profile.split == "module"
+        assert profile.backward_weight > 0 and profile.fused_backward
+        assert profile.fused_backward != profile.backward_input

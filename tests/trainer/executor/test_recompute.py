@@ -123,7 +123,7 @@ def test_the_last_stage_keeps_what_its_module_returns_once() -> None:
         module, is_first=False, is_last=True, loss_fn=lambda y, _: y.sum(), microbatches=2
     )
     outputs: list[Any] = []
-    runner.begin_iteration(only_fused=True, outputs=outputs)
+    runner.begin_iteration(fused={0, 1}, outputs=outputs)
     for k in range(2):
         runner.forward(k, vectors(k), recompute=True)
     for k in range(2):

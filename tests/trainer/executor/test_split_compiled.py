@@ -253,8 +253,8 @@ def test_bf16_differs_at_most_by_rounding_and_then_in_every_plan_alike() -> None
     assert_close(want, got, 1e-2)
     again, fused = split(job_of(case, "pipemorph"), WHOLE)
     assert_equal(got, again)
-    fused.begin_iteration(only_fused=True)
-    assert fused._active.split == "module"
+    fused.begin_iteration(fused={0})
+    assert fused._splits(0).split == "module"
 
 
 def test_optimized_module_and_name_of_backend() -> None:
@@ -465,7 +465,7 @@ def train_sharded(context: TrainerContext) -> dict[str, tuple[list[str], list[st
         runner = StageRunner(stage, is_first=False, is_last=False, microbatches=2, agree=gathered)
         for iteration in range(3):
             stage.zero_grad()
-            runner.begin_iteration(only_fused=iteration != 1)
+            runner.begin_iteration(fused=set() if iteration == 1 else {0, 1})
             for k in range(2):
                 runner.forward(k, vectors(2 * context.rank + k))
             for k in range(2):

@@ -90,6 +90,15 @@ def test_gradients_add_up_over_iterations_and_mixed_orders() -> None:
         same_bits(p.grad, dict(module.named_parameters())[name].grad, name)
 
 
+def test_what_is_fused_runs_without_the_split() -> None:
+    """In an iteration in which other microbatches are split."""
+    torch.manual_seed(0)
+    job = Job(mlp(), batch)
+    got, runner = split(job, "F0 BW0 F1 F2 B1 B2 W1 W2")
+    assert_equal(sequential(job), got)
+    assert [runner._splits(k).split for k in range(3)] == ["fused", "module", "module"]
+
+
 @pytest.mark.parametrize("mode", ["module", "graph", "fused"])
 def test_every_mode_gives_the_same_bits(mode: str) -> None:
     torch.manual_seed(0)
@@ -389,7 +398,7 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
     from torch.distributed.tensor import DTensor
 
     def iterate(runner: StageRunner) -> None:
-        runner.begin_iteration(only_fused=False)
+        runner.begin_iteration(fused=frozenset())
         for k in range(3):
             runner.forward(k, batch(k))
         for k in range(3):
@@ -424,7 +433,7 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
                 torch.testing.assert_close(one.grad, two.grad.full_tensor())
         # A refused iteration leaves no trace.
         before = [p.grad.full_tensor() for p in sharded.parameters() if p.grad is not None]
-        second.begin_iteration(only_fused=False)
+        second.begin_iteration(fused=frozenset())
         second.forward(0, batch())
         second.discard()
         second.end_iteration()

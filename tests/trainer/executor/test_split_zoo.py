@@ -546,6 +546,11 @@ def test_zoo(name: str) -> None:
     assert set(beast.deferred) <= set(report.deferred), text
     assert set(beast.in_b) <= set(report.not_deferred), text
     assert_equal(want, got)
-    for order in ("F0 B0 F1 B1 W0 F2 B2 W1 W2", "F0 F1 F2 BW0 BW1 BW2"):
+    for order in (
+        "F0 B0 F1 B1 W0 F2 B2 W1 W2",
+        "F0 F1 F2 BW0 BW1 BW2",
+        "F0 F1 BW0 F2 B1 B2 W1 W2",
+        "F0 F1 B0 F2 W0 BW1 B2 W2",
+    ):
         again, _ = split(beast.job, order)
         assert_equal(want, again)

@@ -316,7 +316,7 @@ def test_a_split_that_loses_a_gradient_is_refused(zero_grad: bool) -> None:
     )
 
     def step() -> None:
-        runner.begin_iteration(only_fused=False)
+        runner.begin_iteration(fused=frozenset())
         runner.forward(0, ())
         runner.backward_input(0)
         runner.backward_weight(0)

@@ -182,10 +182,8 @@ class Executor:
         self._residency, self._recomputes = Residency(device_limit), recompute
         self._profiled = profiling()
         self._shapes_known = not start.shapes_to_below
-        only_fused = not any(op.kind is OpKind.B for op in ops)
-        self._runner.begin_iteration(
-            only_fused=only_fused, outputs=inputs.outputs, divisor=inputs.divisor
-        )
+        fused = frozenset(op.microbatch for op in ops if op.kind is OpKind.BW)
+        self._runner.begin_iteration(fused=fused, outputs=inputs.outputs, divisor=inputs.divisor)
         self.refused, self.cause = start.refused, None
         self._from_above, self._from_below = receives
         if self._gate is not None:

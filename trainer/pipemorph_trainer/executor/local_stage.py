@@ -11,7 +11,7 @@ from torch import nn
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch
+from pipemorph.planning import Dispatch, OpKind
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
@@ -158,10 +158,10 @@ class OwnStage:
         )
         if found.backward_weight:
             self._apart = found.backward_input + found.backward_weight
-        elif self._apart and self._footprint.fused_ratio is not None and not self.emulated:
+        whole, ran = found.fused_backward, any(op.kind is OpKind.BW for op in ops)
+        if ran and whole is not None and self._apart and not self.emulated:
             # Measured in training, it tells more than the self-test.
-            ratio = found.backward_input / self._apart
-            self._footprint = replace(self._footprint, fused_ratio=ratio)
+            self._footprint = replace(self._footprint, fused_ratio=whole / self._apart)
         return found
 
     def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:

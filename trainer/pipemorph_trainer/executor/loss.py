@@ -32,16 +32,20 @@ class SharedLoss:
         # Keeps the world and not its groups, whose last references World.leave() drops.
         self._world, self._divisor = world, 1.0
         self._accelerator, self._wait_for = accelerator, wait
-        self._loss = torch.zeros(3, dtype=torch.float64)
+        self._loss = torch.zeros(4, dtype=torch.float64)
         self._work: Any = None
         self._copy: LossCopy | None = None
         self.refused = False
         """Whether a replica refused the step. Valid after :meth:`wait`."""
         self.asked: Callable[[], bool] = lambda: False
         """Whether this rank is asked to end."""
+        self.asked_to_move: Callable[[], bool] = lambda: False
         self.leaving = False
         """Whether a rank was asked to end when it shared its loss, the same on all ranks. Stays
         True. Valid after :meth:`wait`."""
+        self.moving = False
+        """Whether a rank was asked to leave for another place when it shared its loss, the same on
+        all ranks. Valid after :meth:`wait`."""
 
     def begin(self, divisor: float) -> None:
         """Begin a call. ``divisor``: of the sum over microbatches; only used on the last stage."""
@@ -78,6 +82,7 @@ class SharedLoss:
         self._wait_for.waiting.end()
         self.refused = bool(self._loss[1])
         self.leaving = self.leaving or bool(self._loss[2])
+        self.moving = bool(self._loss[3])
         return float(self._loss[0]) / self._world.coordinate.mesh.columns
 
     def _share(self, losses: Sequence[float], *, refused: bool = False) -> None:
@@ -86,6 +91,7 @@ class SharedLoss:
         for loss in losses:
             total += loss
         self._loss = torch.tensor(
-            [total / self._divisor, refused, self.asked()], dtype=torch.float64
+            [total / self._divisor, refused, self.asked(), self.asked_to_move()],
+            dtype=torch.float64,
         )
         self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)

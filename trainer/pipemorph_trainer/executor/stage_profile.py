@@ -55,8 +55,8 @@ def stage_profile(
     copies: Sequence[TimedCopy] = (),
     clock: DeviceClock | None = None,
 ) -> StageProfile:
-    """Means over one iteration's ops, since an iteration takes their sum. A fused backward counts
-    as ``backward_input``.
+    """Means over one iteration's ops, since an iteration takes their sum. Fused backwards count
+    as ``backward_input`` where there are no others.
 
     The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
     depend on which microbatches a plan offloads or recomputes. That of copies is reported as
@@ -75,11 +75,10 @@ def stage_profile(
             took -= copying.get((kind, microbatch), 0.0)
         times[kind].append(took if took > 0.0 else 0.0)
 
-    def mean(*kinds: OpKind) -> float:
-        found = [took for kind in kinds for took in times[kind]]
-        return statistics.fmean(found) if found else 0.0
+    def mean(kind: OpKind) -> float:
+        return statistics.fmean(times[kind]) if times[kind] else 0.0
 
-    backward = mean(OpKind.B, OpKind.BW)
+    backward = mean(OpKind.B) or mean(OpKind.BW)
     weight = 0.0 if split == "fused" else mean(OpKind.W)
     return StageProfile(
         stage=stage,
@@ -91,7 +90,7 @@ def stage_profile(
         activation_bytes=footprint.activation_bytes,
         input_bytes=footprint.input_bytes,
         offload_copy=_longer(moves) if moves else footprint.offload_copy,
-        fused_backward=_fused(ops, backward, weight, footprint.fused_ratio),
+        fused_backward=_fused(mean(OpKind.BW), backward, weight, footprint.fused_ratio),
         clock=clock,
     )
 
@@ -104,14 +103,10 @@ def _longer(copies: Sequence[TimedCopy]) -> float:
     return max(statistics.median(times) for times in took.values())
 
 
-def _fused(
-    ops: Sequence[TimedOp], backward: float, weight: float, ratio: float | None
-) -> float | None:
+def _fused(measured: float, backward: float, weight: float, ratio: float | None) -> float | None:
     if ratio is None:
         return None
-    if any(op.kind is OpKind.BW for op in ops):
-        return backward
-    return ratio * (backward + weight)
+    return measured or ratio * (backward + weight)
 
 
 def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:

@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.api.mesh import Coordinate
+from pipemorph.api.layout import Layout, Wire
+from pipemorph.api.mesh import DATA, Coordinate
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held
@@ -31,18 +32,44 @@ from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held
 log = logging.getLogger("pipemorph.trainer")
 
 _FREE_AT = struct.Struct("d")
+CHUNK_BYTES = 512 << 10
+"""Most bytes that a rank sends to the next of its ring in one step of a reduction: NCCL's own, its
+buffer of 4 MiB in 8 steps."""
 
 
 @dataclass(frozen=True)
 class FaultTrace:
-    """The faults of a job's links. ``half_duplex``: both directions of a direct route share one
-    queue, as those of a pair of ranks may in torch.distributed; for comparisons."""
+    """The faults of a job. ``layout``: where its ranks are. ``half_duplex``: both directions of a
+    direct route share one queue, as those of a pair of ranks may in torch.distributed; for
+    comparisons."""
 
     faults: Sequence[Fault] = ()
     half_duplex: bool = False
+    layout: Layout | None = None
 
     def of(self, link: int, replica: int) -> list[Fault]:
-        return [f for f in self.faults if f.link == link and f.replica == replica]
+        """The faults of what a link goes over."""
+        layout = self.layout
+        if layout is None or layout.is_first:
+            mine = [f for f in self.faults if f.link == link and f.replica == replica]
+        else:
+            mesh = layout.mesh
+            mine = self._between(mesh.rank(link, replica), mesh.rank(link + 1, replica))
+        return mine + ([] if layout is None else self._of_wire(layout.link(link, replica)))
+
+    def _between(self, rank: int, other: int) -> list[Fault]:
+        """The faults of the link that the places of two ranks had in the beginning."""
+        assert self.layout is not None
+        mesh, places = self.layout.mesh, {self.layout.places[rank], self.layout.places[other]}
+        return [
+            f
+            for f in self.faults
+            if f.link is not None
+            and {mesh.rank(f.link, f.replica), mesh.rank(f.link + 1, f.replica)} == places
+        ]
+
+    def _of_wire(self, wire: Wire) -> list[Fault]:
+        return [f for f in self.faults if f.between is not None and sorted(f.between) == [*wire]]
 
     def of_group(self, coordinate: Coordinate) -> ReductionFaults | None:
         """The faults of the ranks that reduce gradients together with this one; None if it has
@@ -54,7 +81,15 @@ class FaultTrace:
             for fault in self.faults
             if fault.reduction == coordinate.stage and mesh.data_group(fault.replica) == group
         ]
-        return ReductionFaults(mine) if mine else None
+        edges: list[list[Fault]] = []
+        if self.layout is not None:
+            ring = mesh.others(coordinate, DATA)
+            for at, wire in enumerate(self.layout.edges(tuple(ring))):
+                across = [*self._of_wire(wire)]
+                if not self.layout.is_first:
+                    across += self._between(ring[at], ring[(at + 1) % len(ring)])
+                edges.append(_shaping(across))
+        return ReductionFaults(mine, edges) if mine or any(edges) else None
 
     def make_queue(self, link: int, replica: int) -> SharedQueue | None:
         """The shared queue of both directions of a link; None if it needs none."""
@@ -180,31 +215,39 @@ class LinkFaults:
 
 
 class ReductionFaults:
-    """The faults of the group in which this rank reduces its gradients. All its ranks call it."""
+    """The faults of the group in which this rank reduces its gradients. All its ranks call it.
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults = faults
-        self._counts = [_Count() for _ in faults]
+    ``faults``: of all that is reduced. ``edges``: of each edge of the ring; a bucket goes round it
+    in steps, of which each takes as long as on the slowest edge.
+    """
+
+    def __init__(self, faults: Sequence[Fault], edges: Sequence[Sequence[Fault]] = ()) -> None:
+        self._whole, self._edges = len(faults), edges
+        self._faults = [*faults, *{id(f): f for edge in edges for f in edge}.values()]
+        self._counts = [_Count() for _ in self._faults]
         self._began: float | None = None
+        self._iteration = 0
+
+    def _active(self, faults: Sequence[Fault], iteration: int, now: float) -> list[Fault]:
+        # Training began at most an iteration ago.
+        began = self._began = self._began or now
+        return [f for f in faults if _is_active(f, iteration, began, now)]
 
     def hold(self, sent: Sequence[float], sizes: Sequence[int], iteration: int) -> list[float]:
         """Wait until all buckets are there, and return when each was. ``sent``: when the last rank
         of the group sent each; wall clock. ``sizes``: bytes."""
-        now = time.time()
-        # Training began at most an iteration ago.
-        self._began = self._began or now
-        active = [
-            i for i, f in enumerate(self._faults) if _is_active(f, iteration, self._began, now)
-        ]
+        now, self._iteration = time.time(), iteration
+        active = self._active(self._faults, iteration, now)
         if not active or not sizes:
             return list(sent)
-        delay, rate = _effect(self._faults[i] for i in active)
+        delay, rate = _effect(f for f in active if f in self._faults[: self._whole])
         ends, free = [], 0.0
         for at, nbytes in zip(sent, sizes, strict=True):
-            free = max(at, free) + (nbytes / rate if rate else 0.0)
+            free = max(at, free) + (nbytes / rate if rate else 0.0) + self._round(nbytes, now)
             ends.append(free + delay)
-        for i in active:
-            count = self._counts[i]
+        for fault, count in zip(self._faults, self._counts, strict=True):
+            if fault not in active:
+                continue
             count.messages += len(sizes)
             count.hold_seconds += ends[-1] - sent[0]
             count.last_iteration = iteration
@@ -212,6 +255,21 @@ class ReductionFaults:
                 count.first_iteration = iteration
         time.sleep(max(0.0, ends[-1] - now))
         return ends
+
+    def _round(self, nbytes: int, now: float) -> float:
+        """Seconds by which the faults of the edges make the reduction of a bucket longer."""
+        ranks = max(1, len(self._edges))
+        chunk = min(CHUNK_BYTES, -(-nbytes // ranks))
+        rounds = -(-nbytes // (chunk * ranks)) if chunk else 0
+        slowest = max((self.edge(at, chunk, now) for at in range(len(self._edges))), default=0.0)
+        return 2 * (ranks - 1) * rounds * slowest
+
+    def edge(self, at: int, nbytes: int, now: float) -> float:
+        """Seconds by which the faults of one edge make a step with so many bytes longer."""
+        if not self._edges:
+            return 0.0
+        delay, rate = _effect(self._active(self._edges[at], self._iteration, now))
+        return delay + (nbytes / rate if rate else 0.0)
 
     def record(self) -> list[dict[str, Any]]:
         """One entry per fault: the fault and its effects on this rank."""

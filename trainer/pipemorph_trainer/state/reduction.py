@@ -424,6 +424,11 @@ class Reducer:
                 waited=self._last[2],
             )
 
+    @property
+    def newest(self) -> Reduced | None:
+        """What :meth:`take` will return. The same times on all ranks of the group."""
+        return self._reduced
+
     def take(self) -> Reduced | None:
         """The newest reduction of which the times of the whole group are known, once: that of the
         iteration before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class TorchStageRunner:
     ) -> None:
         self._ops, self._module = ops, module
         self._splits, self._loss_of, self._loss_kept = splits, loss_of, loss_kept
-        self._only_fused = self._first = True
+        self._fuses = self._first = True
         self._fused: frozenset[str] | None = None
         """Parameters to which the first iteration gave a gradient."""
         self._checked = False
@@ -65,12 +65,12 @@ class TorchStageRunner:
     def begin_iteration(
         self,
         *,
-        only_fused: bool,
+        fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
     ) -> None:
         """``outputs`` and ``divisor`` are torch's schedule's to keep and to apply."""
-        self._only_fused = only_fused
+        self._fuses = bool(fused)
         if self.evaluating:
             return
         if not self._checked:
@@ -167,7 +167,7 @@ class TorchStageRunner:
         got = frozenset(n for n, mark in after.items() if mark not in (None, self._before.get(n)))
         if self._fused is None:
             self._fused = got
-        elif not self._only_fused:
+        elif not self._fuses:
             self._checked = True
             if lost := sorted(self._fused - got):
                 more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ class StageRunner:
             # At the first backward with gradients torch imports for seconds: here on all ranks at
             # once, instead of on one after the other in the first iteration.
             torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
-        self._only_fused = False
+        self._fused: Set[int] = frozenset()
         self._parameters = list(module.parameters())
         self._recompute = recompute
         self._rerun: Rerun | None = None
@@ -147,20 +147,20 @@ class StageRunner:
     def begin_iteration(
         self,
         *,
-        only_fused: bool,
+        fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
     ) -> None:
-        """Begin an iteration. ``only_fused``: all its backwards are fused (op BW). ``outputs``: the
-        last stage appends what its module returns for each microbatch, detached. ``divisor``: of
-        each loss before its backward; None: N.
+        """Begin an iteration. ``fused``: the microbatches whose backward is one op (BW).
+        ``outputs``: the last stage appends what its module returns for each microbatch, detached.
+        ``divisor``: of each loss before its backward; None: N.
 
-        With ``only_fused``, F runs without the overhead of a split, which is a few per cent for a
-        small stage. Raises :class:`SplitError` with microbatches in flight.
+        Their F and BW run without the overhead of a split, which is a few per cent for a small
+        stage. Raises :class:`SplitError` with microbatches in flight.
         """
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
-        self._only_fused = only_fused
+        self._fused = fused
         self._call.outputs = outputs
         self._call.divisor = self.microbatches if divisor is None else divisor
         if self._store is not None:
@@ -172,10 +172,9 @@ class StageRunner:
         self._sharded.reduce()
         reduce_partial(self.module)
 
-    @property
-    def _active(self) -> Splitter:
+    def _splits(self, microbatch: int) -> Splitter:
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.
-        whole = self._only_fused and not self._splitter.tolerance
+        whole = microbatch in self._fused and not self._splitter.tolerance
         return self._plain if whole else self._splitter
 
     @property
@@ -268,7 +267,7 @@ class StageRunner:
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
     ) -> Flight:
         def run() -> Flight:
-            return self._active.forward(self._call, microbatch, args, kwargs, target)
+            return self._splits(microbatch).forward(self._call, microbatch, args, kwargs, target)
 
         flight = run() if self._has_run else find_clone_inputs(self._call, run)
         self._has_run = True
@@ -304,7 +303,9 @@ class StageRunner:
         kept = self._kept.pop(microbatch, None)
         if kept is None or self._rerun is None:
             raise OrderError(f"F{microbatch} was not run with recompute; its activations are here")
-        self._flights[microbatch] = kept.run(self._active, self._call, microbatch, self._rerun)
+        self._flights[microbatch] = kept.run(
+            self._splits(microbatch), self._call, microbatch, self._rerun
+        )
 
     def _storing(self) -> ActivationStore:
         if self._store is None:
@@ -326,14 +327,14 @@ class StageRunner:
         """
         self._expect("B", microbatch)
         self._keep_output_grads(microbatch, output_grads)
-        grads = self._active.backward_input(self._flights[microbatch], output_grads)
+        grads = self._splits(microbatch).backward_input(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         return grads
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: add this microbatch's gradients to ``.grad``, and drop the microbatch."""
         self._expect("W", microbatch)
-        self._active.backward_weight(self._flights[microbatch])
+        self._splits(microbatch).backward_weight(self._flights[microbatch])
         self._finish(microbatch)
 
     def backward(
@@ -343,7 +344,7 @@ class StageRunner:
         self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
         self._keep_output_grads(microbatch, output_grads)
-        grads = self._active.backward(self._flights[microbatch], output_grads)
+        grads = self._splits(microbatch).backward(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         self._finish(microbatch)
         return grads

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ class EmulatedRunner:
     def begin_iteration(
         self,
         *,
-        only_fused: bool,
+        fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -38,13 +38,14 @@ class Runner(Protocol):
     def begin_iteration(
         self,
         *,
-        only_fused: bool,
+        fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
     ) -> None:
-        """Begin an iteration. ``only_fused``: all its backwards on this stage are BW. ``outputs``:
-        the last stage appends what it returns for each microbatch, detached; None: it is not
-        kept. ``divisor``: of each loss before its backward; None: the number of microbatches."""
+        """Begin an iteration. ``fused``: the microbatches whose backward on this stage is BW.
+        ``outputs``: the last stage appends what it returns for each microbatch, detached; None: it
+        is not kept. ``divisor``: of each loss before its backward; None: the number of
+        microbatches."""
 
     def forward(
         self,

@@ -109,6 +109,14 @@ def receive(
     return head.mark
 
 
+def digest(copy: Copy) -> str:
+    """The hash of what a copy holds, in hexadecimal."""
+    found = hashlib.blake2b(copy.object, digest_size=32)
+    for piece in _pieces(copy.raw()):
+        found.update(piece.numpy().data)
+    return found.hexdigest()
+
+
 def _pieces(raw: Tensor) -> Iterator[Tensor]:
     for start in range(0, raw.numel(), PIECE_BYTES):
         yield raw[start : start + PIECE_BYTES]

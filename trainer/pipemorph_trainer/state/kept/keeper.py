@@ -36,7 +36,7 @@ from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.gradients import levelled_over
 from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
 from pipemorph_trainer.state.kept.copies import Copy, Form, form_of, room
-from pipemorph_trainer.state.kept.exchange import Head, receive, send
+from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
@@ -79,8 +79,9 @@ class _Writing:
 
 
 class Keeper:
-    """The copies of this rank's state, in ``folder``, before every ``every`` iterations. Main
-    thread only. ``late``: writes those of a device; None: all is in host memory.
+    """The copies of this rank's state, in ``folder``, before every ``every`` iterations; 0: only
+    when ranks leave for other places. Main thread only. ``late``: writes those of a device; None:
+    all is in host memory.
 
     They are in a subfolder ``rank-<RANK>.generation-<G>``, which every generation takes over.
     """
@@ -99,7 +100,7 @@ class Keeper:
     ) -> None:
         self._number = next(_numbers)
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
-        self._every, self._began_with = every, 0
+        self._every, self._began_with = every, 0 if every else -1
         self._alike = _slots(world, placements, shared=values.shared)
         mine = folder / f"rank-{world.coordinate.rank}.generation-{generation}"
         self._late = late
@@ -153,6 +154,8 @@ class Keeper:
 
     def _due(self, iteration: int) -> bool:
         """Whether the state before an iteration is kept: the same on all ranks."""
+        if not self._every:
+            return False
         return iteration % self._every == 0 or iteration == self._began_with
 
     def _open(self, folder: Path, mine: Path) -> str:
@@ -192,12 +195,12 @@ class Keeper:
     def _tell(self) -> None:
         log.warning("%s keeps no state in memory: %s", self._world.coordinate, self._why)
 
-    def mark(self, iteration: int) -> bool:
+    def mark(self, iteration: int, *, moving: bool = False) -> bool:
         """Say that an iteration is over, and the batch of the next one, ``iteration``, has not been
         drawn yet. Returns whether the state is kept before that, with what batches are drawn from
-        as it is now."""
+        as it is now. ``moving``: it is, as ranks leave for other places."""
         self._inside = False
-        self._due_next = self._due(iteration) and not self._why
+        self._due_next = (moving or self._due(iteration)) and not self._why
         if self._due_next:
             self._values.mark()
         return self._due_next
@@ -213,13 +216,15 @@ class Keeper:
         *,
         synchronized: bool,
         pending: bool,
+        moving: bool = False,
     ) -> None:
-        """Copy the state before an iteration, if it is one that is kept. ``unreported``: iterations
-        that have not been reported. ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
+        """Copy the state before an iteration, if it is one that is kept, or if ranks leave for
+        other places (``moving``). ``unreported``: iterations that have not been reported.
+        ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
         if self._why:
             return
         self._inside = True
-        if not self._due(iteration):
+        if not moving and not self._due(iteration):
             return
         offer = Offer(iteration, "pending" if pending else "final", synchronized)
         try:
@@ -288,6 +293,21 @@ class Keeper:
         self._remove()
         self._tell()
 
+    def seal(self, iteration: int) -> str:
+        """Finish the copy before an iteration, with its hash, for the rank's next place. Returns
+        why there is none; empty if there is."""
+        if self._late is not None and not self._why:
+            try:
+                self._late.finish(WRITE_SECONDS)
+            except PipelineError as error:
+                self._stop(error)
+        slot = None if self._why else self._slots.of(iteration)
+        if slot is None:
+            return self._why or f"it has no copy of iteration {iteration}"
+        assert slot.copy is not None and slot.offer is not None
+        self._slots.finish(slot, slot.offer, {**slot.copy.mark, "hash": digest(slot.copy)})
+        return ""
+
     def clear(self) -> None:
         """Remove all copies, which an earlier run has left."""
         if not self._why:
@@ -299,7 +319,8 @@ class Keeper:
 
     def began_with(self, iteration: int) -> None:
         """The first iteration of this generation, which is kept as well."""
-        self._began_with = iteration
+        if self._every:
+            self._began_with = iteration
 
     def _pending(self) -> tuple[Slot, Offer] | None:
         """The newest copy, if the optimizer's step before it was not known to stand."""
@@ -361,6 +382,8 @@ class Keeper:
                 self._wait.waiting.end()
         copy = self._of(found.iteration, rank)
         misfit = self._values.misfit(copy.form, copy.object)
+        if copy.mark.get("hash") not in (None, digest(copy)):
+            misfit = "its bytes are not those that the rank had when it left"
         for each, why in enumerate(self._world.tell_all(misfit)):
             if why:
                 self._remove()

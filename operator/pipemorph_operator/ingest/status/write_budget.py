@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipemorph.control import Health, JobView
 from pipemorph.control.generations import Generations
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest.summary import Source, verdicts
+from pipemorph_operator.ingest.status.summary import Source, verdicts
 
 FIGURES_SECONDS = 5.0
 """Between two updates of a job's metrics, and two visits of one that does not report, whose links
@@ -40,6 +40,9 @@ BURST = 80.0
 RUSH_JOBS, RUSH_SECONDS, HELD_SECONDS = 20, 4.0, 20.0
 """So many jobs that begin to report within so many seconds are a rush; how long it may hold a first
 write."""
+BEGINS_PER_SECOND = 10.0
+"""Limit of the first writes of jobs that begin to report: a thousand that come back together would
+take the API server for half a minute. Who needs a plan meanwhile has it written at once."""
 LOOK_SECONDS = 1.0
 LOOKS_PER_SECOND = 400.0
 """Limit for all jobs together: leaves most of a CPU for reports."""
@@ -127,6 +130,7 @@ class Rush:
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=RUSH_JOBS)
+        self._next = float("-inf")
 
     def begins(self, now: float) -> None:
         """A job has begun to report."""
@@ -136,6 +140,14 @@ class Rush:
         """Whether the first write of a job that began then has to wait."""
         rush = len(self._newest) == RUSH_JOBS and now - self._newest[0] < RUSH_SECONDS
         return rush and now - began_at < HELD_SECONDS
+
+    def lets(self, now: float, replicas: int = 1) -> bool:
+        """Whether another job's first write may begin; if so, counts it. ``replicas`` share the
+        rate."""
+        if now < self._next:
+            return False
+        self._next = max(self._next + replicas / BEGINS_PER_SECOND, now)
+        return True
 
 
 class Budget:

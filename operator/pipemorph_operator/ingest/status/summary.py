@@ -41,12 +41,14 @@ from pipemorph_operator.policy.conditions import updated
 @dataclass(frozen=True)
 class Source:
     """The input of a summary. ``reported_at``: wall clock of the newest report; ``ended``: the job
-    is Complete or Failed, so its links are idle."""
+    is Complete or Failed, so its links are idle; ``taken_over_at``: wall clock from which this
+    process has a job whose ranks had reported to another one."""
 
     controller: JobController
     reported_at: float | None
     generation: int | None
     ended: bool = False
+    taken_over_at: float | None = None
 
 
 def summarize(
@@ -157,7 +159,16 @@ def judge(
 
 
 def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
-    """Status, reason and message of each condition: cheap enough for every report."""
+    """Status, reason and message of each condition that can be told: cheap enough for every report.
+
+    A job that was taken over is as another process found it, until its ranks have had the time to
+    report here; where they do not, what needs their reports is stale."""
+    if source.reported_at is None and source.taken_over_at is not None and not source.ended:
+        stale = _without_reports(source, now)
+        needing = [names.LINKS_HEALTHY, names.RAILS_HEALTHY, names.STAGES_EVEN]
+        if source.controller.spec.parallelism.mesh.data > 1:
+            needing.append(names.REDUCTIONS_HEALTHY)
+        return dict.fromkeys(needing, stale) if stale is not None else {}
     found = {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
@@ -180,9 +191,10 @@ def _without_reports(source: Source, now: float) -> Verdict | None:
     if source.ended:
         return "Unknown", names.R_FINISHED, "the job has finished; its links are no longer tracked"
     stale_after = source.controller.spec.adaptation.stale_after_seconds
-    if source.reported_at is None:
+    heard_at = source.taken_over_at if source.reported_at is None else source.reported_at
+    if heard_at is None:
         return "Unknown", names.R_NO_REPORTS, "no rank of this attempt has reported yet"
-    silent = now - source.reported_at
+    silent = now - heard_at
     if silent > stale_after:
         # Without the age of the report, which would change status every second.
         return "Unknown", names.R_STALE, f"no report for more than {stale_after:g} s"

@@ -1,0 +1,124 @@
+"""A job that may report: its controller, and what is known of its status."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
+from pipemorph.control import JobController
+from pipemorph.control.generations import Generations
+from pipemorph.ingest import Versions
+from pipemorph.planning import Policy
+from pipemorph_operator.ingest.status import write_budget
+from pipemorph_operator.ingest.status.condition_events import ConditionEvents
+from pipemorph_operator.ingest.status.fence import Fence
+from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.status.summary import Source
+
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+
+
+@dataclass
+class TrackedJob:
+    """A tracked job, which may report."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    controller: JobController
+    control: ControlState | None
+    conditions: list[Condition]
+    reports: write_budget.ReportLog
+    generations: Generations
+    recoveries: Recoveries | None
+    """As last written."""
+    recovery_events: RecoveryEvents
+    events: ConditionEvents
+    fence: Fence
+    versions: Versions
+    job_uid: str | None
+    """UID of the attempt's batch Job."""
+    taken_over_at: float | None = None
+    """Wall clock from which it is tracked here, if the attempt's ranks had reported before."""
+    written: TrainingStatus | None = None
+    key_state: write_budget.KeyState | None = None
+    written_at: float = float("-inf")
+    changed_at: float = float("-inf")
+    """When a change of state was written last."""
+    began_at: float | None = None
+    """The first look at which it had begun to report."""
+    deciding_since: float | None = None
+    """The first look at which the decision under way was seen."""
+    profiled_at: int | None = None
+    """Of the control state in status: see :attr:`JobController.profiled_at`."""
+    looked_at: float = float("-inf")
+    looked_version: int = -1
+    """The newest plan version at the last look."""
+    ended: bool = False
+    overtaken: bool = False
+    """Whether another ingest has written a plan meanwhile."""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def key(self) -> Key:
+        return self.namespace, self.name
+
+    @property
+    def reserves_early(self) -> bool:
+        """Whether to reserve plan versions before a directive needs them: if the job reports here
+        and adapts. Not beside another ingest: each would drive out the other."""
+        spec = self.controller.spec
+        return (
+            self.reports.reported_at is not None
+            and not (self.ended or self.overtaken)
+            and spec.adaptation.enabled
+            and spec.schedule.policy_kind is Policy.PIPEMORPH
+            and self.versions.run_out(self.controller.plan_version)
+        )
+
+    @property
+    def recovers(self) -> bool:
+        """Whether status does not have what there is to tell of generations."""
+        return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether to save op times that a decision has looked at, with whatever write comes next:
+        lest the next ingest asks for it again."""
+        reported = self.reports.reported_at is not None and not (self.ended or self.overtaken)
+        return reported and self.controller.profiled_at != self.profiled_at
+
+    def awaits_directive(self, now: float) -> bool:
+        """Whether a decision has been under way for a moment only: its directive is written with
+        all that has changed."""
+        if self.controller.replan is None:
+            self.deciding_since = None
+            return False
+        if self.deciding_since is None:
+            self.deciding_since = now
+        return now - self.deciding_since < write_budget.DECIDING_SECONDS
+
+    @property
+    def has_news(self) -> bool:
+        """Whether more than the job's progress may have changed since the last look."""
+        newest = self.controller.newest_record
+        return (
+            self.reports.news
+            or self.recovers
+            or self.reserves_early
+            or self.looked_version != self.controller.plan_version
+            or (newest is not None and newest.iteration_seconds_after is None)
+        )
+
+    @property
+    def source(self) -> Source:
+        return Source(
+            self.controller,
+            self.reports.reported_at,
+            self.generation,
+            self.ended,
+            self.taken_over_at,
+        )

@@ -1,0 +1,238 @@
+"""Writes the ingest's part of jobs' status: plans, what they train, and their conditions.
+
+The ingest owns ``training``, ``control``, ``recoveries`` and six conditions (field owner
+``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every write
+contains all owned fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus
+from pipemorph.control import JobView
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
+from pipemorph_operator.ingest import figures
+from pipemorph_operator.ingest.status import snapshot_codec, write_budget
+from pipemorph_operator.ingest.status.condition_events import EventSender
+from pipemorph_operator.ingest.status.fence import Overtaken
+from pipemorph_operator.ingest.status.summary import judge, summarize
+from pipemorph_operator.ingest.status.tracked import TrackedJob
+from pipemorph_operator.metrics import DIRECTIVES, PERSIST_SECONDS, STATUS_WRITES
+
+log = logging.getLogger("pipemorph.ingest")
+
+MOST_WRITES = 16
+"""Limit of concurrent status writes. More would only wait in the API server while their time limits
+run. Changes of state use at most half, so that directives need not wait for them; what may wait, a
+quarter."""
+
+FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
+"""Seconds to wait after each failed write of a job's final status."""
+GONE = frozenset({404, 409})
+"""HTTP status if the job no longer exists, or was replaced by one of the same name."""
+
+
+class StatusWriter:
+    """Writes status when it is due, within the budget that all jobs share. ``is_tracked``: whether
+    a job may still be written; ``overtaken`` is told of one of which another ingest has written a
+    plan."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        is_tracked: Callable[[TrackedJob], bool],
+        overtaken: Callable[[TrackedJob, Overtaken], None],
+    ) -> None:
+        self.replicas = 1
+        """How many there are: each may write its part of what all may."""
+        self._cluster = cluster
+        self._clock = clock
+        self._monotonic = monotonic
+        self._is_tracked = is_tracked
+        self._overtaken = overtaken
+        self._budget = write_budget.Budget(monotonic())
+        self._rush = write_budget.Rush()
+        self._writes = asyncio.Semaphore(MOST_WRITES)
+        self._writing = 0
+        self._sender = EventSender(cluster)
+
+    async def persist(self, tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
+        """Write the directive and the summary. Raises if the write failed."""
+        started = self._monotonic()
+        self._budget.charge(started, replicas=self.replicas)
+        async with tracked.writing:
+            await self._pack(tracked, snapshot)
+            tracked.versions.reserve(tracked.controller.plan_version)
+            await self._write(tracked)
+        DIRECTIVES.inc()
+        PERSIST_SECONDS.observe(self._monotonic() - started)
+
+    async def persist_generations(self, tracked: TrackedJob) -> None:
+        """Write all, and with it the generation. Raises if the write failed."""
+        self._budget.charge(self._monotonic(), replicas=self.replicas)
+        tracked.reports.again()  # Whatever becomes of this write.
+        async with tracked.writing:
+            await self._write(tracked)
+
+    async def look(self, tracked: TrackedJob, jobs: int) -> None:
+        """Write the job's status if it is due. ``jobs``: how many this replica has. Failures are
+        logged and retried."""
+        key, now = tracked.key, self._monotonic()
+        if tracked.writing.locked() or tracked.awaits_directive(now):
+            return
+        lasted = tracked.written_at - tracked.changed_at
+        # A job that has begun to report is written soon: its directives would wait for that.
+        begins = tracked.reserves_early and not tracked.versions.granted
+        if begins:
+            if tracked.began_at is None:
+                tracked.began_at = now
+                self._rush.begins(now)
+            if self._rush.holds(tracked.began_at, now):
+                return
+        since = float("inf") if begins else now - tracked.written_at
+        in_all = jobs * self.replicas
+        due = partial(write_budget.is_due, since_write=since, jobs=in_all, lasted=lasted)
+        unseen = now - tracked.looked_at
+        if not tracked.reports.pending:
+            visits = unseen >= write_budget.FIGURES_SECONDS
+        else:
+            figures_due = write_budget.figures_interval(jobs)
+            visits = due(tracked.has_news) or unseen >= figures_due
+        if not visits:
+            return
+        tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
+        wall = self._clock()
+        view = tracked.controller.view(wall)
+        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        recovers, reserves = tracked.recovers, tracked.reserves_early
+        state_changed = key_state != tracked.key_state or recovers
+        tracked.reports.news = state_changed
+        training, conditions = self._summary(tracked, view, wall)
+        figures.show(key, training, conditions, tracked.reports.reported_at)
+        known = training == tracked.written and conditions == tracked.conditions
+        if known and not (reserves or recovers):
+            tracked.reports.looked()
+            return
+        # Nobody waits for the first write of this process: it may have a thousand to make.
+        urgent = state_changed and tracked.key_state is not None
+        # One that was never written must not wait until all others are.
+        first = state_changed and tracked.written is None
+        if (
+            not due(state_changed or reserves)
+            or self._writing >= MOST_WRITES // (2 if urgent else 4)
+            or (begins and not key_state.slow and not self._rush.lets(now, self.replicas))
+            or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
+        ):
+            return  # Retried in the next round.
+        tracked.reports.looked()
+        async with tracked.writing:
+            try:
+                if (
+                    reserves
+                    or tracked.has_profile
+                    or (state_changed and training.adaptations and tracked.control is not None)
+                ):
+                    await self._pack(tracked, tracked.controller.snapshot())
+                if reserves:
+                    tracked.versions.reserve(tracked.controller.plan_version)
+                await self._write(tracked)
+            except (*REQUEST_ERRORS, Overtaken, LookupError) as error:
+                tracked.reports.again()
+                tracked.written_at = self._monotonic()
+                log.warning("%s/%s: writing status failed: %s", *key, error)
+
+    @staticmethod
+    async def _pack(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
+        """Keep the snapshot for the next write; only its versions if it is too large for status."""
+        tracked.profiled_at = snapshot.get("profiled_at")
+        try:
+            tracked.control = await snapshot_codec.pack_beside(snapshot)
+        except snapshot_codec.TooLarge as error:
+            log.warning(
+                "%s/%s: %s; saved only its version: after a restart, another plan is made",
+                *tracked.key, error,
+            )  # fmt: skip
+            tracked.control = ControlState(
+                attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=""
+            )
+
+    @staticmethod
+    def _summary(
+        tracked: TrackedJob, view: JobView, now: float
+    ) -> tuple[TrainingStatus, list[Condition]]:
+        source = tracked.source
+        training = summarize(source, now, view, tracked.written)
+        return training, judge(source, tracked.conditions, now, view)
+
+    async def _write(self, tracked: TrackedJob) -> None:
+        """Write the ingest's part of a job's status, as of when the write starts."""
+        self._writing += 1
+        try:
+            async with self._writes:
+                await self._apply(tracked)
+        finally:
+            self._writing -= 1
+
+    async def _apply(self, tracked: TrackedJob) -> None:
+        if not tracked.ended and not self._is_tracked(tracked):
+            raise LookupError("the job is no longer tracked here")
+        wall = self._clock()
+        view = tracked.controller.view(wall)
+        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        training, conditions = self._summary(tracked, view, wall)
+        control = tracked.control
+        if control is not None:
+            control = control.model_copy(update={"reserved": tracked.versions.reserved})
+        # Not of jobs whose ranks have always been well.
+        saved = tracked.generations.saved
+        status = JobStatus(
+            conditions=conditions,
+            training=training,
+            control=control,
+            recoveries=saved if saved.count else None,
+        )
+        about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
+        try:
+            await tracked.fence.apply(self._cluster, about, status)
+        except BaseException as error:
+            STATUS_WRITES.labels(result="error").inc()
+            if isinstance(error, Overtaken) and self._is_tracked(tracked):
+                log.error("%s/%s: %s; continuing from it", *tracked.key, error)
+                self._overtaken(tracked, error)
+            raise
+        STATUS_WRITES.labels(result="ok").inc()
+        if control is not None and control.reserved is not None:
+            tracked.versions.written(control.reserved)
+        tracked.written, tracked.conditions = training, conditions
+        tracked.recoveries = status.recoveries
+        events = tracked.recovery_events.changed(status.recoveries)
+        self._sender.send(about, [*tracked.events.changed(conditions, wall), *events])
+        tracked.written_at = self._monotonic()
+        if key_state != tracked.key_state:
+            tracked.key_state, tracked.changed_at = key_state, tracked.written_at
+
+    async def finish(self, tracked: TrackedJob) -> None:
+        """Write the final status of a finished job: its last figures, and links not slow."""
+        for pause in FINAL_WRITE_PAUSES:
+            try:
+                async with tracked.writing:
+                    await self._write(tracked)
+                return
+            except Overtaken:
+                return  # Another ingest writes the final status.
+            except REQUEST_ERRORS as error:
+                why = reason_of(error)
+                log.warning("%s/%s: writing the final status failed: %s", *tracked.key, why)
+                if isinstance(error, ApiRefused) and error.status in GONE:
+                    return
+            # Retry here: finished jobs are no longer visited.
+            await asyncio.sleep(pause)

@@ -1,0 +1,97 @@
+"""Which place runs which coordinate of a job's mesh, and which wires lie between them.
+
+A *place* is where a rank runs: a slot of a pod, with its device. Places are numbered like the ranks
+of the job's first layout, so in that one rank *r* runs at place *r*. A *wire* is what is between
+two pods; what is known of one stays known of it when other ranks use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipemorph.api.mesh import DATA, MeshShape
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.errors import InputError
+
+Wire = tuple[int, int]
+"""Two pods, the lower one first; equal if both ends are in one pod."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``places``: by rank, the place that runs it."""
+
+    mesh: MeshShape
+    places: tuple[int, ...]
+    ranks_per_pod: int = 1
+
+    @staticmethod
+    def first(mesh: MeshShape, ranks_per_pod: int = 1) -> Layout:
+        """The layout that a job begins with."""
+        return Layout(mesh, tuple(range(mesh.world_size)), ranks_per_pod)
+
+    @staticmethod
+    def of(cut: Parallelism) -> Layout:
+        return Layout.first(cut.mesh, cut.ranks_per_pod)
+
+    @property
+    def is_first(self) -> bool:
+        return self.places == tuple(range(len(self.places)))
+
+    @property
+    def text(self) -> str:
+        """JSON, for :meth:`read`."""
+        return json.dumps(self.places)
+
+    def read(self, text: str) -> Layout:
+        """This layout with other places. Raises :class:`InputError` unless ``text`` gives each
+        place to one rank."""
+        try:
+            places = json.loads(text)
+        except (ValueError, RecursionError):
+            places = None
+        if not isinstance(places, list) or sorted(map(str, places)) != sorted(
+            map(str, range(self.mesh.world_size))
+        ):
+            raise InputError(
+                f"places are {text[:80]!r}; expected each number below"
+                f" {self.mesh.world_size} once, as a JSON array"
+            )
+        return replace(self, places=tuple(map(int, places)))
+
+    def swapped(self, rank: int, other: int) -> Layout:
+        """This layout with the places of two ranks exchanged."""
+        places = list(self.places)
+        places[rank], places[other] = places[other], places[rank]
+        return replace(self, places=tuple(places))
+
+    def moved(self, to: Layout) -> tuple[int, ...]:
+        """The ranks that run elsewhere in ``to``."""
+        pairs = enumerate(zip(self.places, to.places, strict=True))
+        return tuple(rank for rank, (here, there) in pairs if here != there)
+
+    def pod(self, rank: int) -> int:
+        return self.places[rank] // self.ranks_per_pod
+
+    def wire(self, rank: int, other: int) -> Wire:
+        """What is between the places of two ranks."""
+        low, high = sorted((self.pod(rank), self.pod(other)))
+        return low, high
+
+    def link(self, link: int, column: int) -> Wire:
+        """What a link between two stages goes over."""
+        return self.wire(self.mesh.rank(link, column), self.mesh.rank(link + 1, column))
+
+    @cached_property
+    def rings(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that reduce gradients together, each group in the order of its ring."""
+        return tuple(map(tuple, self.mesh.groups(DATA))) if self.mesh.data > 1 else ()
+
+    def edges(self, ring: tuple[int, ...]) -> Iterator[Wire]:
+        """What is between the ranks of a ring: from each to the next, from the last to the
+        first."""
+        for at, rank in enumerate(ring):
+            yield self.wire(rank, ring[(at + 1) % len(ring)])

@@ -1,0 +1,112 @@
+"""Plans whose stages fuse the backwards of their first microbatches and split the others.
+
+A fused backward is shorter than its parts but delays the gradient that it sends. Where there is
+room in memory, gradients are not urgent until the drain, so the first backwards of an iteration
+are fused, and the last are split: their W fill the drain.
+
+Orders are those of the search, for split backwards and for the mean times of some shares of fused
+ones; then the number of fused backwards is changed, stage by stage, as long as the plan does not
+get longer. Orders are the core's codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.search.rng import Rng
+from pipemorph.planning.search.search import objective_of, search
+from pipemorph.planning.simulation.core import CODE
+from pipemorph.planning.simulation.lower_bound import SAME
+
+SHARES = (0.25, 0.5, 0.75)
+"""Shares of fused backwards whose mean times are searched with."""
+STEPS, STEP_OPS, FEWEST = 200, 120_000, 10
+"""Changes that are tried of each order: their number, or the number of ops in all of them. A
+problem that allows fewer than :data:`FEWEST` has no such plan."""
+CHANGES = (-4, -2, -1, 1, 2, 4)
+
+_B, _W, _BW = (CODE[kind] for kind in (OpKind.B, OpKind.W, OpKind.BW))
+
+
+class Mixed(NamedTuple):
+    """An order in which stage *i* fuses the backwards of its first ``fused[i]`` microbatches."""
+
+    order: list[bytes]
+    fused: tuple[int, ...]
+    objective: float
+
+
+def mix(problem: Problem) -> Mixed | None:
+    """The best such order found; None for a problem that is too large to look. Its activations stay
+    on the device."""
+    n = problem.microbatches
+    steps = min(STEPS, STEP_OPS // (3 * n * problem.stage_count))
+    if steps < FEWEST:
+        return None
+    found = _changed(problem, search(problem).order, _counts(problem, SHARES[0]), steps)
+    for share in SHARES:
+        fused = _counts(problem, share)
+        times = map(_mean_times, problem.stages, (count / n for count in fused))
+        order = search(problem.model_copy(update={"stages": tuple(times)})).order
+        other = _changed(problem, order, fused, steps)
+        if other.objective < found.objective * (1 - SAME):
+            found = other
+    return found
+
+
+def fuse_first(order: bytes, count: int) -> bytes:
+    """A stage's order of split backwards with those of the first ``count`` microbatches fused: in
+    place of their B."""
+    seen = {_B: 0, _W: 0}
+    ops = bytearray()
+    for code in order:
+        whole = code in seen and seen[code] < count
+        if code in seen:
+            seen[code] += 1
+        if not whole:
+            ops.append(code)
+        elif code == _B:
+            ops.append(_BW)
+    return bytes(ops)
+
+
+def _counts(problem: Problem, share: float) -> tuple[int, ...]:
+    n = problem.microbatches
+    return tuple(round(share * n) if stage.fusing_pays else 0 for stage in problem.stages)
+
+
+def _mean_times(stage: StageTimes, share: float) -> StageTimes:
+    """The stage's times with this share of its backwards fused."""
+    backward = share * stage.whole_backward + (1 - share) * stage.backward_input
+    weight = (1 - share) * stage.backward_weight
+    return stage.model_copy(update={"backward_input": backward, "backward_weight": weight})
+
+
+def _changed(problem: Problem, order: Sequence[bytes], fused: tuple[int, ...], steps: int) -> Mixed:
+    """The order with other numbers of fused backwards, as long as it does not get longer."""
+    rng, n = Rng(), problem.microbatches
+    rows = list(map(fuse_first, order, fused))
+    least = objective_of(problem, rows)
+    for _ in range(steps):
+        a = rng.below(len(fused))
+        b = rng.below(len(fused)) if rng.below(2) else a
+        change = rng.pick(CHANGES)
+        counts = tuple(
+            max(0, min(n, count + change))
+            if min(a, b) <= i <= max(a, b) and problem.stages[i].fusing_pays
+            else count
+            for i, count in enumerate(fused)
+        )
+        if counts == fused:
+            continue
+        tried = [
+            row if new == old else fuse_first(whole, new)
+            for row, whole, old, new in zip(rows, order, fused, counts, strict=True)
+        ]
+        objective = objective_of(problem, tried)
+        if objective <= least:
+            rows, fused, least = tried, counts, objective
+    return Mixed(rows, fused, least)

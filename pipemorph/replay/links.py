@@ -1,0 +1,224 @@
+"""What a trainer in simulation runs on: a job, and links that follow a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning.ir import place_stages
+from pipemorph.planning.problem import transfer_ms
+from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
+    simulate_interleaved,
+)
+from pipemorph.planning.simulation.simulator import following, simulate_changing
+from pipemorph.replay.trace import LinkState, LinkTrace
+
+DispatchChoice = Dispatch | Literal["auto"]
+"""As of ``spec.schedule.dispatch``."""
+
+
+class Links:
+    """The links of a job in seconds: their own delay and transfer, and what a trace changes.
+
+    Raises :class:`InputError` if a trace has rates of links whose messages have no stated size.
+    """
+
+    def __init__(self, problem: Problem, trace: LinkTrace) -> None:
+        self._base = [link.delay for link in problem.links]
+        self._transfers = [link.transfer for link in problem.links]
+        self._bytes = [link.message_bytes for link in problem.links]
+        for i, state in (pair for states in trace.states for pair in states.items()):
+            if state.gbps is not None and self._bytes[i] is None:
+                raise InputError(f"the trace has gbps of link {i}; set links[{i}].message_bytes")
+        narrow = any(state.gbps for states in trace.states for state in states.values())
+        self._rates = narrow or any(self._transfers)
+        self._half = [link.half_duplex for link in problem.links]
+        self._problem, self._trace = problem, trace
+        self.rank_of = ranks_of(problem)
+        for states in trace.states:
+            for i in states:
+                if self.within(i):
+                    raise InputError(
+                        f"the trace has a state of link {i}, whose stages are both on rank"
+                        f" {self.rank_of[i]}: no message of it leaves the rank"
+                    )
+
+    def within(self, link: int) -> bool:
+        """Whether both ends of a link are on one rank."""
+        return self.rank_of[link] == self.rank_of[link + 1]
+
+    def sizes(self, stage: int) -> tuple[int | None, int | None]:
+        """Bytes of a microbatch's activations and of its inputs that lead to the stage's
+        ``recompute_limit``; None if it has none."""
+        limits = self._problem.stages[stage]
+        if not limits.may_recompute or not limits.in_flight_limit or limits.in_flight_limit == 1:
+            return None, None
+        return limits.recompute_limit, limits.in_flight_limit - 1
+
+    def under(self, routes: Sequence[Route]) -> Problem:
+        """The problem with links as they are without a fault, for messages on ``routes``."""
+        links = [
+            link_on(route, base, half_duplex=half).model_copy(update={"transfer": transfer})
+            for route, base, transfer, half in zip(
+                routes, self._base, self._transfers, self._half, strict=True
+            )
+        ]
+        return self._problem.model_copy(update={"links": tuple(links)})
+
+    def bubble_fraction(self, ran: Simulation) -> float:
+        """Idle time of the ranks over ranks × makespan."""
+        busy = (1.0 - ran.bubble_fraction) * len(ran.stages)
+        return max(0.0, 1.0 - busy / len(set(self.rank_of)))
+
+    def pace(self) -> Pace:
+        """Of another trainer that begins."""
+        return Pace(self._problem)
+
+    def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
+        """The links that are not well."""
+        return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
+
+    def delay_at(self, iteration: int, began: float) -> Callable[[int, float], float]:
+        """(link, seconds since the iteration began) → delay of a message sent then."""
+
+        def delay(link: int, sent: float) -> float:
+            state = self.changed(iteration, began + sent).get(link)
+            return self._base[link] + (state.delay if state is not None else 0.0)
+
+        return delay
+
+    def transfer(self, link: int, state: LinkState | None) -> float:
+        """How long a message occupies a link in a state."""
+        nbytes = self._bytes[link]
+        if state is None or state.gbps is None or nbytes is None:
+            return self._transfers[link]
+        return transfer_ms(nbytes, state.gbps) / 1e3
+
+    def transfer_at(self, iteration: int, began: float) -> Callable[[int, float], float] | None:
+        """The same for how long a message occupies the link; None if none has a rate."""
+        if not self._rates:
+            return None
+        return lambda link, sent: self.transfer(
+            link, self.changed(iteration, began + sent).get(link)
+        )
+
+    def run(
+        self, plan: Plan, iteration: int, began: float, before: Sequence[float] | None = None
+    ) -> Simulation:
+        """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
+        when each stage may begin, counted from then; see :class:`Pace`."""
+        problem = self.under(plan.routes).under(plan)
+        delay_at = self.delay_at(iteration, began)
+        transfer_at = self.transfer_at(iteration, began)
+        if plan.turns:
+            order = InterleavedSchedule.of_plan(plan)
+            return simulate_interleaved(
+                order, problem, delay_at=delay_at, transfer_at=transfer_at
+            ).simulation
+        return simulate_changing(
+            plan.schedule,
+            problem,
+            delay_at,
+            plan.dispatch,
+            transfer_at=transfer_at,
+            before=before,
+        )
+
+
+class Pace:
+    """Makes iterations follow each other: all stages begin the next one when the last stage has
+    ended, or, without a barrier, each when it has ended itself."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.barrier = problem.objective == "makespan"
+        self.before: list[float] | None = None
+        """When each stage may begin the next iteration, counted from its begin on stage 0."""
+
+    def follow(self, ran: Simulation) -> float:
+        """Seconds from the begin of an iteration to that of the next, which is then the one that
+        follows."""
+        if self.barrier:
+            return ran.makespan
+        took, self.before = following(ran.free, ran.after)
+        return took
+
+
+def ranks_of(problem: Problem) -> tuple[int, ...]:
+    """The rank of each stage. Raises :class:`InputError` if ranks do not share the stages evenly,
+    or for an objective that ranks with several stages do not know."""
+    count, ranks = problem.stage_count, problem.ranks
+    if ranks is None or ranks == count:
+        return tuple(range(count))
+    problem.check_makespan("a replay of ranks with several stages")
+    if count % ranks:
+        raise InputError(f"ranks is {ranks}; expected a number that divides {count} stages")
+    return place_stages(count, ranks, problem.placement)
+
+
+def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
+    """The spec of a job of this problem (milliseconds), as its user would write it.
+
+    Raises :class:`InputError` for what a replay does not know.
+    """
+    for i, stage in enumerate(problem.stages):
+        if stage.device_limit is not None:
+            raise InputError(f"stages[{i}].device_limit is set; a replay does not offload")
+    caps = problem.in_flight_limits()
+    half = {link.half_duplex for link in problem.links}
+    if len(half) > 1:
+        raise InputError("some links have half_duplex; a replay needs all of them, or none")
+    times = [
+        {
+            "forward": stage.forward,
+            "backwardInput": stage.backward_input,
+            "backwardWeight": stage.backward_weight,
+            "fusedBackward": stage.fused_backward,
+        }
+        for stage in problem.stages
+    ]
+    schedule = {
+        "microbatches": problem.microbatches,
+        "stageTimes": times,
+        "dispatch": str(dispatch),
+        "warmup": list(problem.warmup) if problem.warmup else None,
+        "recompute": "auto" if any(s.may_recompute for s in problem.stages) else "never",
+    }
+    if any(cap is not None for cap in caps):
+        schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
+    parallelism: dict[str, object] = {"stages": problem.stage_count}
+    ranks = len(set(ranks_of(problem)))
+    if ranks < problem.stage_count:
+        each = {"stagesPerRank": problem.stage_count // ranks, "stagePlacement": problem.placement}
+        parallelism |= each
+    return JobSpec.model_validate(
+        {
+            "parallelism": parallelism,
+            "schedule": schedule,
+            "trainer": {"module": "replay", "iterations": 1_000_000},
+            "transport": {"directDuplex": "half" if True in half else "full"},
+        }
+    )
+
+
+TIMES = ("forward", "backward_input", "backward_weight", "fused_backward", "reduction")
+
+
+def in_seconds(problem: Problem) -> Problem:
+    """A problem file's milliseconds as seconds."""
+    stages = tuple(
+        stage.model_copy(
+            update={
+                name: value / 1e3 for name in TIMES if (value := getattr(stage, name)) is not None
+            }
+        )
+        for stage in problem.stages
+    )
+    links = tuple(
+        link.model_copy(update={"delay": link.delay / 1e3, "transfer": link.transfer / 1e3})
+        for link in problem.links
+    )
+    return problem.model_copy(update={"stages": stages, "links": links})

@@ -1,0 +1,36 @@
+"""Places of ranks, and the wires between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipemorph.api.layout import Layout
+from pipemorph.api.mesh import MeshShape
+from pipemorph.errors import InputError
+
+MESH = MeshShape(stages=2, replicas=4, order=("dp_replicate", "pp"))
+
+
+def test_rings_and_links_go_over_wires_between_pods() -> None:
+    layout = Layout.first(MESH)
+    assert layout.rings == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert list(layout.edges((0, 2, 4, 6))) == [(0, 2), (2, 4), (4, 6), (0, 6)]
+    assert layout.link(0, 2) == (4, 5)
+    of_pods = Layout.first(MESH, ranks_per_pod=2)
+    assert list(of_pods.edges((0, 2, 4, 6))) == [(0, 1), (1, 2), (2, 3), (0, 3)]
+    assert of_pods.link(0, 2) == (2, 2)
+
+
+def test_ranks_change_places() -> None:
+    layout = Layout.first(MESH).swapped(2, 5)
+    assert not layout.is_first
+    assert layout.moved(Layout.first(MESH)) == (2, 5)
+    assert list(layout.edges((0, 2, 4, 6))) == [(0, 5), (4, 5), (4, 6), (0, 6)]
+    assert Layout.first(MESH).read(layout.text) == layout
+    assert layout.swapped(2, 5).is_first
+
+
+@pytest.mark.parametrize("text", ["", "3", "[0, 1]", "[0,1,2,3,4,5,6,6]", '{"0": 1}', "[" * 9999])
+def test_places_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="each number below 8 once"):
+        Layout.first(MESH).read(text)

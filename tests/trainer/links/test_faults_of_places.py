@@ -1,0 +1,67 @@
+"""Faults of a wire stay with its places when ranks change theirs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pipemorph.api.layout import Layout
+from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import Fault
+from pipemorph_trainer.links import faults as module
+from pipemorph_trainer.links.faults import CHUNK_BYTES, FaultTrace, ReductionFaults
+
+MESH = MeshShape(stages=2, replicas=4)
+"""Stage 0 has ranks 0 to 3, stage 1 ranks 4 to 7."""
+FIRST = Layout.first(MESH)
+WIRE = Fault(between=[0, 1], delay_ms=30)
+LINK = Fault(link=0, replica=2, delay_ms=20)
+
+
+def of_group(layout: Layout, rank: int, *faults: Fault) -> ReductionFaults | None:
+    return FaultTrace(faults, layout=layout).of_group(MESH.coordinate(rank))
+
+
+def test_a_wire_is_an_edge_of_a_ring_or_a_link() -> None:
+    ring = of_group(FIRST, 2, WIRE)
+    assert ring is not None
+    assert [ring.edge(at, 0, time.time()) for at in range(4)] == [0.03, 0, 0, 0]
+    assert of_group(FIRST, 5, WIRE) is None
+    assert FaultTrace([WIRE], layout=FIRST).of(0, 0) == []
+    # The rank of place 1 and that of place 4, which is below place 0.
+    moved = FIRST.swapped(1, 4)
+    assert of_group(moved, 2, WIRE) is None
+    assert FaultTrace([WIRE], layout=moved).of(0, 0) == [WIRE]
+    assert FaultTrace([WIRE], layout=moved).of(0, 1) == []
+
+
+def test_a_link_takes_its_fault_along_to_a_ring() -> None:
+    trace = FaultTrace([LINK], layout=FIRST)
+    assert (trace.of(0, 2), trace.of(0, 1)) == ([LINK], [])
+    # Places 2 and 6, which were the ends of the link, are now neighbours in the ring of stage 0.
+    moved = FIRST.swapped(3, 6)
+    assert FaultTrace([LINK], layout=moved).of(0, 2) == []
+    ring = of_group(moved, 0, LINK)
+    assert ring is not None
+    assert [ring.edge(at, 0, time.time()) for at in range(4)] == [0, 0, 0.02, 0]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rounds"), [(64, 1), (4 * CHUNK_BYTES, 1), (4 * CHUNK_BYTES + 1, 2)]
+)
+def test_a_bucket_goes_round_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, rounds: int
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    ring = of_group(FIRST, 0, WIRE)
+    assert ring is not None
+    sent = time.time()
+    assert ring.hold([sent, sent], [nbytes, nbytes], 3) == [
+        pytest.approx(sent + 6 * rounds * 0.03),
+        pytest.approx(sent + 12 * rounds * 0.03),
+    ]
+    assert slept == [pytest.approx(12 * rounds * 0.03, abs=0.05)]
+    (record,) = ring.record()
+    assert (record["between"], record["buckets_held"]) == ([0, 1], 2)

@@ -1,0 +1,222 @@
+"""Ranks change places under ``pipemorph run``: the old layout or the new one, never a mixture."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from test_run import manifest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+PLACES = [3, 1, 2, 0]
+ITERATIONS = 96
+
+SCRIPT = """
+import json, os, signal
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph.exits import leave_file
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept.keeper import Keeper
+
+context = TrainerContext.from_env()
+how, generation, here = context.args["how"], context.generation, Path(__file__).parent
+seen = [os.environ["PIPEMORPH_PLACES"], os.environ["LOCAL_RANK"]]
+(here / f"places-{generation}-{context.rank}").write_text(json.dumps(seen))
+
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+victim = context.rank == 1
+if victim and generation == 0 and how == "copying":
+    Keeper.seal = killed
+if victim and generation == 1 and how == "meeting":
+    killed()
+if victim and generation == 1 and how == "resuming":
+    Keeper.resume = killed
+if victim and generation == 1 and how == "changed":
+    for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
+        Copy.open(path).raw()[0] += 1
+if victim and how == "refusing":
+    Keeper.seal = lambda *_: "it has no memory left"
+
+torch.manual_seed(context.coordinate().stage)
+stage = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
+optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
+loss_fn = nn.functional.mse_loss
+with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=loss_fn) as pipe:
+    first = pipe.start_iteration
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        asked = victim and generation == 0 and (context.kept_dir / leave_file(0)).exists()
+        if asked and how == "leaving":
+            killed()
+        if victim and generation == 1 and how == "after" and pipe.iteration == first + 2:
+            killed()
+        draw = torch.Generator().manual_seed(100 * pipe.iteration + context.coordinate().replica)
+        batch = torch.randn(4, 8, generator=draw)
+        optimizer.zero_grad()
+        pipe.step(batch, target=batch.flip(1))
+        optimizer.step()
+        pipe.clip_grad_norm_(1e9)
+"""
+
+DRIVER = """
+import sys
+from pathlib import Path
+from pipemorph.control.decide.relayout import Proposal
+from pipemorph.local import host, moves
+from pipemorph.local.processes import supervise
+
+def consider(self, network, cost):
+    if self.made:
+        return None
+    layout = self.layout.read(sys.argv[3])
+    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
+
+if len(sys.argv) > 3:
+    moves.Moves.consider = consider
+host.PLACES_SECONDS = 0.0
+supervise.REFRESH_SECONDS = 0.005
+sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "driver.py").write_text(DRIVER)
+    job = manifest(
+        **{
+            "parallelism": {"stages": 2, "replicas": 2},
+            "schedule": {"microbatches": 4},
+            "trainer": {
+                "command": ["python", str(folder / "train.py")],
+                "iterations": ITERATIONS,
+                "args": {"how": how},
+            },
+            "failurePolicy": {"maxRestarts": 2},
+            "adaptation": {"relayout": True},
+            "emulation": None,
+        }
+        | spec
+    )
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
+    command += [str(folder / "out"), *([json.dumps(PLACES)] if moves else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
+    return report | {"said": done.stdout}
+
+
+def losses(report: dict[str, Any]) -> list[float]:
+    return [each["loss"] for each in report["iterations"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(run(tmp_path_factory.mktemp("runs") / "undisturbed", "", moves=False))
+
+
+@pytest.mark.parametrize(
+    ("how", "generations", "outcome"),
+    [
+        ("", [None, PLACES], "moved"),
+        ("leaving", [None, None], "stayed"),
+        ("copying", [None, None], "stayed"),
+        ("refusing", [None], "stayed"),
+        ("meeting", [None, PLACES, None], "went back"),
+        ("resuming", [None, PLACES, None], "went back"),
+        ("after", [None, PLACES, PLACES], "moved"),
+    ],
+)
+def test_the_old_layout_or_the_new_one(
+    tmp_path: Path,
+    undisturbed: list[float],
+    how: str,
+    generations: list[list[int] | None],
+    outcome: str,
+) -> None:
+    report = run(tmp_path / "run", how)
+    for generation, places in enumerate(generations):
+        want = places or [0, 1, 2, 3]
+        # A rank may have ended before it could tell.
+        found = list((tmp_path / "run").glob(f"places-{generation}-*"))
+        assert found
+        for path in found:
+            told = json.loads(path.read_text())
+            assert json.loads(told[0]) == want
+            assert int(told[1]) == want[int(path.name[-1])]
+    assert not (tmp_path / "run" / f"places-{len(generations)}-0").exists()
+    (move,) = report["relayouts"]
+    assert move["outcome"] == outcome
+    assert (how != "refusing") or "no memory left" in move["why"]
+    if outcome == "moved":
+        assert (move["places"], move["moved"]) == (PLACES, [0, 3])
+    if not how:
+        assert move["seconds"] > 0
+    assert losses(report) == undisturbed
+    assert report["completed"]
+
+
+def test_all_leave_with_a_copy_of_one_iteration(tmp_path: Path, undisturbed: list[float]) -> None:
+    report = run(tmp_path, "", recovery={"snapshotIterations": 50})
+    log = (tmp_path / "out" / "logs" / "rank-0.log").read_text()
+    left = re.search(r"left at iteration (\d+), for other places", log)
+    assert left is not None
+    (move,) = report["relayouts"]
+    assert (move["outcome"], move["iteration"]) == ("moved", int(left[1]))
+    assert losses(report) == undisturbed
+
+
+def test_a_copy_with_other_bytes_is_not_used(tmp_path: Path, undisturbed: list[float]) -> None:
+    report = run(tmp_path, "changed")
+    assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
+    assert losses(report) == undisturbed
+
+
+def test_a_late_wire_between_two_pods_goes_between_two_stages(tmp_path: Path) -> None:
+    """The whole loop, with ranks that are EMULATED: the reductions become slow, the ring's edges
+    are measured, ranks change places, and the plan for the late link follows."""
+    job = manifest(
+        parallelism={
+            "stages": 2, "replicas": 2, "ranksPerPod": 2, "order": ["dp_replicate", "pp"],
+        },
+        schedule={"microbatches": 8},
+        emulation={
+            "stageTimes": [dict.fromkeys(("forward", "backwardInput", "backwardWeight"), 10.0)],
+            "messageBytes": 1024,
+            "gradientBytes": 1 << 20,
+        },
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 80},
+        failurePolicy={"maxRestarts": 1},
+        adaptation={"relayout": True},
+        faults=[{"between": [0, 1], "delayMs": 30, "fromIteration": 15}],
+    )  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json")]
+    command += ["--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "moved", done.stdout
+    assert "pods 0 and 1" in move["reason"]
+    # Each pod has both replicas of one stage now.
+    places = move["places"]
+    assert {places[0] // 2, places[2] // 2} in ({0}, {1})
+    assert {places[1] // 2, places[3] // 2} in ({0}, {1})
+    assert move["promised"] > 0.3
+    slow = [each for each in report["adaptations"] if "link 0" in each["reason"]]
+    assert slow and slow[0]["detected_at_iteration"] > move["iteration"] - 2
+    seconds = [each["seconds"] for each in report["iterations"]]
+    assert median(seconds[-15:]) < 0.75 * median(seconds[16 : move["iteration"] - 1])
