@@ -64,6 +64,7 @@ def initial_problem(spec: JobSpec) -> Problem:
             policy=spec.schedule.policy_kind,
             warmup=tuple(warmup) if warmup is not None else None,
             objective="period" if spec.schedule.objective == "period" else "makespan",
+            dispatch=spec.schedule.dispatch_kind,
             ranks=cut.mesh.sizes["pp"] if several else None,
             placement=cut.stage_placement,
         )

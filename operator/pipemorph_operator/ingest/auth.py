@@ -19,14 +19,14 @@ from typing import Any, Protocol, TypeVar
 
 from pipemorph.ingest import Identity, Refused
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, path, reason_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, path, reason_of
 from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
 KEPT_SECONDS = 60.0
 """Longest caching of a valid token, and so the longest time that a deleted pod's token is still
 accepted while the API server answers."""
-AGAIN = (0.7, 0.95)
+AGAIN = (0.6, 0.85)
 """Parts of that after which a token in use is reviewed again, beside the requests that it comes
 with: none of them waits. At random in between, to spread reviews after a restart."""
 AWAY_SECONDS = 300.0
@@ -185,8 +185,8 @@ class PodTokenAuthenticator:
         known = self._good.get(key)
         try:
             async with (
-                asyncio.timeout(ANSWER_SECONDS if known is not None else None),
                 self._reviews,
+                asyncio.timeout(ANSWER_SECONDS if known is not None else None),
             ):
                 identity = await self._review(token, namespace, expected, known)
         except _Refusal as refusal:
@@ -195,8 +195,11 @@ class PodTokenAuthenticator:
             return refusal
         except REQUEST_ERRORS as error:
             now = self._clock()
-            if known is not None and now < (end := known.reviewed_at + AWAY_SECONDS):
-                again_at, until = now + RETRY_SECONDS / 2, min(end, now + RETRY_SECONDS)
+            # An API server that refuses the review has been asked.
+            away = not isinstance(error, ApiRefused) or error.status >= 500 or error.status == 429
+            if away and known is not None and now < (end := known.reviewed_at + AWAY_SECONDS):
+                again_at = now + RETRY_SECONDS / 2
+                until = min(end, now + RETRY_SECONDS + ANSWER_SECONDS)
                 _keep(self._good, key, replace(known, again_at=again_at, until=until), MOST_KEPT)
                 return known.identity
             # Reject if it cannot be checked: the agent retries while its ranks keep training.

@@ -13,6 +13,7 @@ from operator_objects import UID
 from prometheus_client import REGISTRY
 
 from pipemorph.ingest import Refused
+from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import auth
 from pipemorph_operator.ingest.auth import (
     AGAIN,
@@ -148,6 +149,14 @@ def test_ranks_are_heard_while_the_api_server_is_away(away: Exception) -> None:
     assert door.knock(token()) == 503
     door.api.away = None
     assert door.knock(token()) == 200
+
+
+def test_an_api_server_that_refuses_the_review_is_not_away() -> None:
+    door = Door()
+    assert door.knock(token()) == 200
+    door.api.away = ApiRefused(403, "Forbidden", "tokenreviews may not be created")
+    door.now += KEPT_SECONDS + 1
+    assert door.knock(token()) == 503
 
 
 def test_callers_with_one_token_share_one_review() -> None:

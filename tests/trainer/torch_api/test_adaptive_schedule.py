@@ -308,18 +308,23 @@ class LosesOne(nn.Module):
     def reduce(self, scale: int) -> None: ...
 
 
+@pytest.mark.parametrize("whole_first", [False, True])
 @pytest.mark.parametrize("zero_grad", [False, True])
-def test_a_split_that_loses_a_gradient_is_refused(zero_grad: bool) -> None:
+def test_a_split_that_loses_a_gradient_is_refused(zero_grad: bool, whole_first: bool) -> None:
     stage: Any = LosesOne()
     runner = TorchStageRunner(
         stage, stage, splits=True, loss_of=None, loss_kept=lambda microbatch: None
     )
 
     def step() -> None:
-        runner.begin_iteration(fused=frozenset())
-        runner.forward(0, ())
-        runner.backward_input(0)
-        runner.backward_weight(0)
+        runner.begin_iteration(fused=frozenset([0] if whole_first else []))
+        for microbatch in range(2):
+            runner.forward(microbatch, ())
+            if whole_first and microbatch == 0:
+                runner.backward(microbatch)
+            else:
+                runner.backward_input(microbatch)
+                runner.backward_weight(microbatch)
         runner.end_iteration(1)
 
     step()

@@ -28,6 +28,7 @@ from pipemorph.planning import (
     validate_online,
 )
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
+from pipemorph.planning.simulation.simulator import fused_stages
 from pipemorph.wire import Count, PlanMessage, PlanVersion, WireModel
 from pipemorph_trainer.agent import receives
 
@@ -136,6 +137,7 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
         validate_interleaved(InterleavedSchedule.of_plan(plan), plan.in_flight_limits)
     elif plan.dispatch is Dispatch.ONLINE:
         validate(schedule)
+        fused_stages(schedule)
         validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     else:
         validate(schedule, plan.in_flight_limits, plan.device_limits)

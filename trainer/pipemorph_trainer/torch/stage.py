@@ -42,11 +42,13 @@ class TorchStageRunner:
     ) -> None:
         self._ops, self._module = ops, module
         self._splits, self._loss_of, self._loss_kept = splits, loss_of, loss_kept
-        self._fuses = self._first = True
+        self._first = True
         self._fused: frozenset[str] | None = None
         """Parameters to which the first iteration gave a gradient."""
         self._checked = False
         self._before: dict[str, tuple[int, int] | None] = {}
+        self._parted = False
+        """Whether this iteration has run a backward in two parts."""
         self.keeps_output = False
         """Whether torch's stage keeps the last stage's outputs for the caller of ``step``."""
         self.evaluating = False
@@ -70,7 +72,7 @@ class TorchStageRunner:
         divisor: float | None = None,
     ) -> None:
         """``outputs`` and ``divisor`` are torch's schedule's to keep and to apply."""
-        self._fuses = bool(fused)
+        self._parted = False
         if self.evaluating:
             return
         if not self._checked:
@@ -114,6 +116,11 @@ class TorchStageRunner:
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
+        if self.split != "fused" and not self._parted:
+            self._parted = True
+            if not self._checked:
+                # Whole backwards that ran before in this iteration give every gradient.
+                self._before = self._marks()
         return self._backward(microbatch, output_grads, whole=self.split == "fused")
 
     def backward_weight(self, microbatch: int) -> None:
@@ -167,7 +174,7 @@ class TorchStageRunner:
         got = frozenset(n for n, mark in after.items() if mark not in (None, self._before.get(n)))
         if self._fused is None:
             self._fused = got
-        elif not self._fuses:
+        elif self._parted:
             self._checked = True
             if lost := sorted(self._fused - got):
                 more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

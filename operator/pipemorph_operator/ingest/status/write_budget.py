@@ -141,13 +141,13 @@ class Rush:
         rush = len(self._newest) == RUSH_JOBS and now - self._newest[0] < RUSH_SECONDS
         return rush and now - began_at < HELD_SECONDS
 
-    def lets(self, now: float, replicas: int = 1) -> bool:
-        """Whether another job's first write may begin; if so, counts it. ``replicas`` share the
-        rate."""
-        if now < self._next:
-            return False
+    def lets(self, now: float) -> bool:
+        """Whether another job's first write may begin."""
+        return now >= self._next
+
+    def began(self, now: float, replicas: int = 1) -> None:
+        """A first write begins. ``replicas`` share the rate."""
         self._next = max(self._next + replicas / BEGINS_PER_SECOND, now)
-        return True
 
 
 class Budget:

@@ -129,10 +129,12 @@ class StatusWriter:
         if (
             not due(state_changed or reserves)
             or self._writing >= MOST_WRITES // (2 if urgent else 4)
-            or (begins and not key_state.slow and not self._rush.lets(now, self.replicas))
+            or (begins and not key_state.slow and not self._rush.lets(now))
             or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
         ):
             return  # Retried in the next round.
+        if begins and not key_state.slow:
+            self._rush.began(now, self.replicas)
         tracked.reports.looked()
         async with tracked.writing:
             try:
