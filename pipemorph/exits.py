@@ -11,6 +11,12 @@ EXIT_SAVED = 75
 """A rank's exit code after it was asked to end and has saved, as all others have: nothing is lost,
 and nothing has failed. ``EX_TEMPFAIL`` of sysexits.h: to be tried again."""
 
+EXIT_SIGKILL, EXIT_SIGTERM = 137, 143
+"""Of a pod: as by the kernel's out-of-memory killer, and as it was asked to end."""
+EXITS_LOST = (EXIT_SAVED, EXIT_SIGKILL, EXIT_SIGTERM)
+"""Exit codes of a pod with a launcher that mean that this pod is lost, and no other one: the host
+makes another pod, which joins the others. Launchers end with none of them for their ranks."""
+
 EXIT_MOVES = 76
 """A rank's exit code after all have left at one iteration, each with a copy of its state, to go on
 at other places."""

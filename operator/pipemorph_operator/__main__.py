@@ -32,7 +32,7 @@ from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.reconcile.nodes import NodeMarks
-from pipemorph_operator.reconcile.owned_jobs import OwnedJobs
+from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
 from pipemorph_operator.reconcile.watches import LOOK_SECONDS, Key, Watched, registry
@@ -158,7 +158,7 @@ async def run(options: argparse.Namespace) -> None:
     config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
-    owned = OwnedJobs(queue)
+    owned, failed = OwnedJobs(queue), FailedPods(queue)
     everywhere: list[str | None] = [None]
     namespaces = options.namespace or everywhere
     stop = asyncio.Event()
@@ -172,8 +172,18 @@ async def run(options: argparse.Namespace) -> None:
         informers = [
             Informer(cluster, "Job", owned.changed, namespace=namespace, label=LABEL_JOB)
             for namespace in namespaces
+        ] + [
+            Informer(
+                cluster,
+                "Pod",
+                failed.changed,
+                namespace=namespace,
+                label=failed.LABELS,
+                fields=failed.FIELDS,
+            )
+            for namespace in namespaces
         ]
-        reconciler = Reconciler(leading, config, owned.jobs, plans)
+        reconciler = Reconciler(leading, config, owned.jobs, plans, failed.any_of)
         if options.fabric_map is not None:
             marks = NodeMarks(
                 leading,

@@ -24,6 +24,10 @@ INGEST_OWNER = "pipemorph-ingest"
 LABEL_JOB = f"{API_GROUP}/job-name"
 LABEL_JOB_UID = f"{API_GROUP}/job-uid"
 LABEL_ATTEMPT = f"{API_GROUP}/attempt"
+LABEL_REPLACED = f"{API_GROUP}/replaced"
+"""Of a lost pod in whose place the Job makes another one."""
+JOB_FINALIZER = "batch.kubernetes.io/job-tracking"
+"""A pod has it until the Job controller has counted its end."""
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 """Annotation and label of a pod; rank = completion index."""
 
@@ -105,6 +109,7 @@ R_NODE_WELL = "LinksRecovered"
 R_IDLE_GPUS = "IdleGPUs"
 R_TTL = "TTLExpired"
 
+R_POD_REPLACED = "PodReplaced"
 R_RANKS_RESTARTED = "RanksRestarted"
 R_RECOVERED = "Recovered"
 

@@ -25,6 +25,8 @@ MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_RECOVERIES_KEPT = 10
+MAX_REPLACED_KEPT = 16
+MAX_REPLACEMENTS_KEPT = 16
 MAX_STAGES = 512
 MAX_PLANS = 8
 """Most different plans of a job's replicas at a time."""
@@ -392,6 +394,25 @@ class RecoveryRecord(StatusModel):
         max_length=32,
         description="Where the state came from: kept, replica, neighbour, checkpoint or beginning.",
     )
+    replaced: list[int] = _at_most(
+        MAX_REPLACED_KEPT,
+        "Pods that were lost, and in whose places others began; empty if all pods stayed.",
+    )
+
+
+class PodReplacement(StatusModel):
+    """A pod that was lost, and in whose place the attempt's Job makes another one."""
+
+    attempt: int = _number("Attempt in which it was.")
+    pod: int = _number("Index of the pod.")
+    uid: str = Field(max_length=64, description="UID of the pod that was lost.")
+    at: Timestamp = Field(description="When the operator noticed.")
+    cause: Text = Field(description="Which ranks, on which node, and how it was lost.")
+    counted: bool = Field(
+        default=True,
+        description="False for evictions, deletions and lost nodes: they do not count against "
+        "failurePolicy.maxRestarts.",
+    )
 
 
 class Recoveries(StatusModel):
@@ -455,6 +476,9 @@ class JobStatus(StatusModel):
     nodes: list[NodeRecord] = _at_most(MAX_NODES_KEPT, "Nodes that were at an end of a slow link.")
     attempt_nodes: AttemptNodes | None = Field(
         default=None, description="Nodes at the slow links of the attempt in progress."
+    )
+    replacements: list[PodReplacement] = _at_most(
+        MAX_REPLACEMENTS_KEPT, "Pods that were replaced within their Job, newest last."
     )
     conditions: list[Condition] = Field(
         default_factory=list,

@@ -1,22 +1,35 @@
 """The generations of a job's ranks, whose pods outlive them: which one runs, and what follows it.
 
 Pure: launchers' words and times in, the newest generation out. A generation is over as soon as one
-launcher says so, and the next one begins when the ranks of all pods are gone. The
+launcher says so, and the next one begins when the ranks of all pods are gone: those of a lost pod
+when the launcher of another pod has joined in its place. The
 :class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers and the
 ranks' last reports have told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from math import inf
 
-from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
+from pipemorph.api.status import (
+    MAX_RECOVERIES_KEPT,
+    MAX_REPLACED_KEPT,
+    PodReplacement,
+    Recoveries,
+    RecoveryRecord,
+)
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport, ResumedFrom
+from pipemorph.wire.generations import LONGEST_LINE
 
 WORD_SECONDS = 15.0
 """After an iteration was reported, how long to wait for word of what the ranks have begun with."""
+REPLACED_SECONDS = 300.0
+"""How long the pods of a job wait for the one that takes the place of a lost pod. After that they
+end, and give back what they hold: the next attempt queues for all."""
 MOST_ARRIVED = 64
 """Iterations that are looked through for the first one that the new ranks have finished."""
 
@@ -46,6 +59,10 @@ class Generations:
         self._verdict: GenerationState | None = None
         self._recovering: RecoveryRecord | None = None
         self._lost_at = 0.0
+        self._begin_pods()
+        self._ran = done > 0
+        self._heard = saved is None or saved.attempt != attempt
+        """Whether what the ranks have finished is known: not where another ingest was told last."""
         self._new_generation()
         self.attempt = attempt
         if self.saved.attempt != attempt:
@@ -54,7 +71,23 @@ class Generations:
             self._recovering = self.saved.last[-1]
             self._lost_at = datetime.fromisoformat(self._recovering.lost_at).timestamp()
 
+    def _begin_pods(self) -> None:
+        self._launchers: dict[int, str] = {}
+        """By pod, as far as known: another ingest may have heard of the others."""
+        self._awaits: dict[int, float] = {}
+        """Lost pods, and since when: no other one has joined in their places."""
+        self._lost: dict[int, tuple[str, float]] = {}
+        """How they were lost, and when."""
+        self._told: set[str] = set()
+        """UIDs of all that were."""
+        self._uncounted: set[int] = set()
+        self._ran = False
+        """Whether an iteration of this attempt is known to be finished."""
+
     def _new_generation(self) -> None:
+        self._replaced: set[int] = set()
+        self._since = inf
+        """When the first of them was lost: earlier than any launcher may have said."""
         self._over, self._over_at = "", 0.0
         self._losses: dict[int, Loss] = {}
         self._gone: set[int] = set()
@@ -66,6 +99,7 @@ class Generations:
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
+        self._begin_pods()
         self.attempt, self._verdict, self._recovering = attempt, None, None
         self._new_generation()
         self.saved = self.saved.model_copy(update={"attempt": attempt, "generation": 0})
@@ -79,6 +113,7 @@ class Generations:
             generation=self.saved.generation,
             over=bool(self._over),
             reason=self._over,
+            awaits=min(self._awaits, default=None) if self._over else None,
         )
 
     def begun(self, generation: int) -> bool:
@@ -99,6 +134,14 @@ class Generations:
             )
         if report.pod >= self.pods:
             raise ReportMismatch("pod", f"is {report.pod}; the job has {self.pods} pods")
+        if report.event == "joined":
+            self._join(report, now)
+            return
+        if self._launchers.setdefault(report.pod, report.launcher) != report.launcher:
+            raise WrongAttempt(f"pod {report.pod} is lost, and another one takes its place")
+        self._awaits = {
+            pod: since for pod, since in self._awaits.items() if now - since < REPLACED_SECONDS
+        }
         if report.generation < self.saved.generation or self._verdict is not None:
             return
         self.begun(report.generation)
@@ -117,6 +160,44 @@ class Generations:
         if self._over:
             self._decide()
 
+    def _join(self, report: PodReport, now: float) -> None:
+        """Take a launcher that has begun: in the first start of the ranks, or instead of one that
+        is lost."""
+        pod, known = report.pod, self._launchers.get(report.pod)
+        if known == report.launcher or self._verdict is not None:
+            return
+        self._launchers[pod] = report.launcher
+        self._awaits.pop(pod, None)
+        if known is not None or self._ran or self.saved.generation > 0:
+            self._replaced.add(pod)
+            unknown = f"pod {pod} was lost, and another one has taken its place", now
+            why, since = self._lost.pop(pod, unknown)
+            self._since = min(self._since, since)
+            own = self._losses.get(pod)
+            if own is None or own.lost_peer:
+                self._losses[pod] = Loss(reason=why[:LONGEST_LINE], at=since)
+            if not self._over:
+                self._over, self._over_at = why, now
+        if self._over:
+            self._gone.add(pod)
+            self._decide()
+
+    def expect(self, lost: Sequence[PodReplacement], now: float) -> None:
+        """Take from the host which pods are lost, or about to be, and that others will take their
+        places; as often as it likes. Their peers notice by themselves: until then, their ranks may
+        have time to save."""
+        for each in lost:
+            at = datetime.fromisoformat(each.at).timestamp()
+            if each.attempt != self.attempt or each.uid in self._told or each.pod >= self.pods:
+                continue
+            self._told.add(each.uid)
+            if now - at >= REPLACED_SECONDS:
+                continue
+            self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
+            self._gone.discard(each.pod)
+            if not each.counted:
+                self._uncounted.add(each.pod)
+
     def _decide(self) -> None:
         """What follows the generation, once that is known."""
         cause_pod, cause = self._cause()
@@ -133,18 +214,27 @@ class Generations:
             self.restarts + before.counted,
             before.finished,
             before.idle,
-            before.error,
+            # What was finished meanwhile may have been told to another ingest alone: then the same
+            # error again is no proof that it came at the same iteration.
+            before.error if self._heard else None,
         )
-        rung, why = ladder.after(cause, self._done)
-        begins = rung is Rung.GENERATION
+        rung, why = ladder.after(
+            cause,
+            self._done,
+            replaced=bool(self._replaced),
+            counted=cause_pod not in self._uncounted,
+        )
+        begins = rung in (Rung.GENERATION, Rung.POD)
+        lost_at = min(self._over_at, self._since)
         record = RecoveryRecord(
             attempt=self.attempt,
             generation=before.generation + 1,
-            lost_at=_timestamp(self._over_at),
+            lost_at=_timestamp(lost_at),
             cause=cause.reason,
             pod=cause_pod,
             rank=cause.rank,
             iterations_done=self._done,
+            replaced=sorted(self._replaced)[:MAX_REPLACED_KEPT],
         )
         self.saved = before.model_copy(
             update={
@@ -164,7 +254,8 @@ class Generations:
             none = rung is Rung.NONE and twice
             self._end("none" if none else "attempt", why, cause_pod)
             return
-        self._recovering, self._lost_at = record, self._over_at
+        self._recovering, self._lost_at = record, lost_at
+        self._uncounted -= self._replaced
         self._new_generation()
 
     def _cause(self) -> tuple[int | None, Loss]:
@@ -184,6 +275,8 @@ class Generations:
 
     def reported(self, report: LinkHealthReport, now: float) -> bool:
         """Take what rank 0's agent reports. Returns whether the ranks have recovered by it."""
+        self._heard = True
+        self._ran = self._ran or bool(report.iterations)
         for number, sample in enumerate(report.iterations, start=1):
             self._done = max(self._done, sample.index + 1)
             if self._recovering is not None and len(self._arrived) < MOST_ARRIVED:

@@ -27,6 +27,9 @@ class Life:
 class Site(Protocol[Shared]):
     """A host of ranks, and how the next generation is agreed on there."""
 
+    def first(self) -> Life | Ending:
+        """The life to begin with, or how the job ended before."""
+
     def shared(self, life: Life) -> AbstractContextManager[Shared]:
         """What the ranks of one life share, such as their secret, until they are gone. Raises
         OSError if it cannot be had."""
@@ -55,7 +58,7 @@ class Generations(Generic[Shared]):
 
     def to_the_end(self) -> Ending:
         """Start the ranks, again after every failure that allows it. Returns how they ended."""
-        following: Life | Ending = Life()
+        following = self.site.first()
         while isinstance(following, Life):
             following = self.site.agree(following, self._live(following))
         return following

@@ -170,6 +170,9 @@ class _Host:
                 f"variables not set, as their values need a cluster: {', '.join(unavailable)}"
             )
 
+    def first(self) -> Life:
+        return Life()
+
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
         """Climb the ladder, record how the ranks ended, and tell of what follows."""
         if ending.end is End.MOVED and self.interrupts.received is not None:

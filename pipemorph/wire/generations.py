@@ -52,15 +52,18 @@ class ResumedFrom(WireModel):
 class PodReport(WireModel):
     """What a launcher tells of a generation of its ranks.
 
-    ``failed``: they are about to end; ``gone``: none is left, and the launcher waits for the next
-    generation; ``completed``: all have finished, and the launcher ends; ``resumed``: what the
+    ``joined``: the launcher has begun, runs no ranks yet, and asks which generation to start;
+    ``failed``: the ranks are about to end; ``gone``: none is left, and the launcher waits for the
+    next generation; ``completed``: all have finished, and the launcher ends; ``resumed``: what the
     generation began with.
     """
 
     attempt: Count
     generation: Generation
     pod: Count
-    event: Literal["failed", "gone", "completed", "resumed"]
+    launcher: Annotated[str, Field(max_length=32)] = ""
+    """Differs between the launchers of a pod and of the one that replaces it; empty: not told."""
+    event: Literal["joined", "failed", "gone", "completed", "resumed"]
     loss: Loss | None = None
     """Of ``failed`` and ``gone``; None if the launcher was told that the generation is over."""
     resumed: ResumedFrom | None = None
@@ -79,6 +82,8 @@ class GenerationState(WireModel):
     """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt."""
     why: str = ""
     """The reason of the verdict, or of the generation's start."""
+    awaits: Count | None = None
+    """A pod that is lost, and that Kubernetes replaces: the others wait for the new one."""
     cause: Count | None = None
     """Of a verdict: the pod whose rank has failed."""
     again: Seconds = 0.0

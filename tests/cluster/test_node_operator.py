@@ -6,6 +6,7 @@ is asserted is what the injected delay alone explains.
 """
 
 from collections.abc import Callable
+from datetime import datetime
 from statistics import median
 
 import pytest
@@ -235,8 +236,8 @@ def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
         manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1})
     )
     node_jobs.wait("paused", _at_iteration(1), START)
-    victim = node_jobs.pods("paused")[1]["metadata"]["name"]
-    node_jobs.nodes.client.delete("pods", victim, node_jobs.namespace)
+    # Not one of the ends for which the Job makes another pod.
+    _kill(node_jobs, node_jobs.pods("paused")[1], LAUNCHER, "SEGV")
     node_jobs.wait("paused", _attempt(1), 90.0)
     node_jobs.patch("paused", {"suspend": True})
     paused = node_jobs.wait("paused", "Suspended", 60.0)
@@ -325,24 +326,64 @@ def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
     node_jobs.delete("gpt-lost")
 
 
-def test_a_pod_that_is_killed_is_named_and_the_job_restarts(node_jobs: Jobs) -> None:
-    """The launcher itself: nobody is left in its pod to start ranks again."""
-    parallelism = {"stages": 4, "replicas": 2, "ranksPerPod": 4}
-    restarts = {"maxRestarts": 1}
-    node_jobs.apply(
-        manifest("pods", iterations=100_000, parallelism=parallelism, failurePolicy=restarts)
-    )
-    node_jobs.wait("pods", _at_iteration(1), START)
-    _, second = node_jobs.pods("pods")
-    _kill(node_jobs, second, "grep -qsa pipemorph_trainer[.]launcher $p/cmdline")
-    ended = node_jobs.wait("pods", _attempt(1), 90.0)
-    (record,) = ended["status"]["attempts"]
-    assert record["reason"] == "RankFailed"
-    assert "pod 1 (ranks 4 to 7)" in record["message"]
-    assert "exited with code 137" in record["message"]
-    node_jobs.wait("pods", _attempt_at_iteration(1, 1), START)
-    assert len(node_jobs.pods("pods", 1)) == 2
-    node_jobs.delete("pods")
+def test_a_killed_and_a_deleted_pod_are_replaced_in_their_job(node_jobs: Jobs) -> None:
+    """The launcher itself is killed, then a pod deleted: the Job makes one pod again each time."""
+    well = _gpt_of_two_pods("pods-well", restarts=0)
+    lost = _gpt_of_two_pods("pods-lost", restarts=1)
+    for job in (well, lost):
+        job["spec"]["trainer"]["iterations"] = 150
+        # A replica in each pod: the other one has its state.
+        job["spec"]["parallelism"]["order"] = ["dp_replicate", "pp"]
+    node_jobs.apply(well)
+    undisturbed = node_jobs.wait("pods-well", _all_told, 240.0)
+    node_jobs.delete("pods-well")
+
+    node_jobs.apply(lost)
+    before = node_jobs.wait("pods-lost", _at_iteration(5), START)
+    first = node_jobs.pods("pods-lost")
+    job = node_jobs.nodes.client.get("jobs", before["status"]["jobName"], node_jobs.namespace)
+    _kill(node_jobs, first[1], LAUNCHER)
+    after = node_jobs.wait("pods-lost", _recovered(1), 120.0)
+    record = after["status"]["recoveries"]["last"][-1]
+    assert (record["pod"], record["replaced"]) == (1, [1]), record
+    assert "exited with code 137" in record["cause"], record
+    assert (record["repeated"], record["state"]) == (0, "replica"), record
+    second = _running_pods(node_jobs, "pods-lost")
+    print(f"killed: {record['seconds']} s, {_since_running(second[1], record)} s after it ran")
+
+    node_jobs.wait("pods-lost", _at_iteration(record["wentOnWith"] + 5), START)
+    node_jobs.nodes.client.delete("pods", second[0]["metadata"]["name"], node_jobs.namespace)
+    after = node_jobs.wait("pods-lost", _recovered(2), 120.0)
+    record = after["status"]["recoveries"]["last"][-1]
+    assert record["replaced"] == [0], record
+    third = _running_pods(node_jobs, "pods-lost")
+    print(f"deleted: {record['seconds']} s, {_since_running(third[0], record)} s after it ran")
+    assert (record["repeated"], record["state"]) == (0, "replica"), record
+
+    done = node_jobs.wait("pods-lost", _all_told, 240.0)
+    for field in ("jobUid", "attempt", "restarts", "disruptions"):
+        assert done["status"][field] == before["status"][field], told(done)
+    uids = [[pod["metadata"]["uid"] for pod in pods] for pods in (first, second, third)]
+    assert uids[0][0] == uids[1][0] and uids[1][1] == uids[2][1], "the other pod stays"
+    assert len({uid for pods in uids for uid in pods}) == 4
+    now = node_jobs.nodes.client.get("jobs", before["status"]["jobName"], node_jobs.namespace)
+    assert now["metadata"]["uid"] == job["metadata"]["uid"]
+    assert not now["status"].get("failed"), "the Job controller has counted none"
+    assert _training(done)["loss"] == _training(undisturbed)["loss"], told(done)
+    assert {"PodReplaced", "RanksRestarted", "Recovered"} <= _events(node_jobs, "pods-lost")
+    node_jobs.delete("pods-lost")
+
+
+def _running_pods(node_jobs: Jobs, name: str) -> list[Object]:
+    return [pod for pod in node_jobs.pods(name) if pod["status"]["phase"] == "Running"]
+
+
+def _since_running(pod: Object, record: Object) -> float:
+    """Seconds from the start of a pod's container to the next finished iteration."""
+    (container,) = pod["status"]["containerStatuses"]
+    began = datetime.fromisoformat(container["state"]["running"]["startedAt"]).timestamp()
+    lost = datetime.fromisoformat(record["lostAt"]).timestamp()
+    return float(lost + record["seconds"] - began)
 
 
 def _gpt_of_two_pods(name: str, *, restarts: int) -> Object:
@@ -360,10 +401,14 @@ def _kill_rank(node_jobs: Jobs, pod: Object, rank: int) -> None:
     _kill(node_jobs, pod, f"grep -qsx rank-{rank} $p/comm")
 
 
-def _kill(node_jobs: Jobs, pod: Object, found: str) -> None:
-    """SIGKILL for the process ``$p`` of a pod for which the shell's ``found`` is true."""
+LAUNCHER = "grep -qsa pipemorph_trainer[.]launcher $p/cmdline"
+
+
+def _kill(node_jobs: Jobs, pod: Object, found: str, signal: str = "KILL") -> None:
+    """A signal for the process ``$p`` of a pod for which the shell's ``found`` is true."""
     within = ["exec", f"--namespace={node_jobs.namespace}", pod["metadata"]["name"], "--"]
-    kill = f"for p in /proc/[0-9]*; do {found} && echo ${{p#/proc/}} && kill -9 ${{p#/proc/}}; done"
+    kill = f"echo ${{p#/proc/}} && kill -{signal} ${{p#/proc/}}"
+    kill = f"for p in /proc/[0-9]*; do {found} && {kill}; done"
     killed = node_jobs.nodes.kubectl(*within, "sh", "-c", f"{kill}; true").split()
     assert killed, f"there is no process in {pod['metadata']['name']} for which: {found}"
 

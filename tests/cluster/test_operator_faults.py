@@ -51,7 +51,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.patch(name, {"suspend": False})
     killer.strike()  # resuming
     pods = jobs.run(name, 2, attempt=1)
-    jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=3)
     killer.strike()  # restarting
     pods = jobs.run(name, 2, attempt=2)
     status = jobs.get(name)["status"]

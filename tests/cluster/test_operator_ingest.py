@@ -104,7 +104,7 @@ def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     assert ranks.observed > control["reserved"], "the last ingest may have served these"
     # Over attempts as well.
     newest = ranks.observed
-    jobs.cluster.client.delete("pods", pods[1]["metadata"]["name"], jobs.namespace)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
     again = jobs.ranks("kept", jobs.run("kept", 4, attempt=1)[0], attempt=1)
     jobs.wait("kept", lambda job: job["status"]["training"]["attempt"] == 1)
     again.run(4)

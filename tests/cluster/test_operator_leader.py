@@ -72,7 +72,7 @@ def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs
         assert second.says() == "ok\nsecond stands by; first leads\n"
         jobs.apply(manifest("handed", stages=2, failurePolicy={"maxRestarts": 1}))
         pods = jobs.run("handed", 2)
-        jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
+        jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=3)
         time.sleep(random.Random(3).uniform(0.0, 0.15))  # A moment inside the restart.
         first.kill()
         took = wait_leads(second)

@@ -87,10 +87,10 @@ def test_kopf_leaves_no_finalizer_and_no_annotation(jobs: Jobs) -> None:
     assert [k for k in metadata.get("annotations", {}) if "kopf" in k] == []
 
 
-def test_a_lost_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> None:
+def test_a_failed_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> None:
     jobs.apply(manifest("lost", stages=2, failurePolicy={"maxRestarts": 1}))
     old = jobs.run("lost", 2)
-    jobs.cluster.client.delete("pods", old[1]["metadata"]["name"], jobs.namespace)
+    jobs.cluster.fake_pod_failed(jobs.namespace, old[1]["metadata"]["name"], exit_code=3)
     new = jobs.run("lost", 2, attempt=1)
     status = jobs.get("lost")["status"]
     assert (status["attempt"], status["restarts"]) == (1, 1)
@@ -115,7 +115,7 @@ def test_an_edited_template_is_that_of_the_next_attempt(jobs: Jobs) -> None:
     jobs.wait("edited", lambda job: job["status"]["observedGeneration"] == 2)
     (still,) = jobs.pods("edited", 1)
     assert still["metadata"]["uid"] == pod["metadata"]["uid"], "an edit restarted the ranks"
-    jobs.cluster.client.delete("pods", pod["metadata"]["name"], jobs.namespace)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pod["metadata"]["name"], exit_code=3)
     (new,) = jobs.pods("edited", 1, attempt=1)
     images = [p["spec"]["containers"][0]["image"] for p in (pod, new)]
     assert images == ["none.invalid/trainer", "none.invalid/trainer:2"]
@@ -296,7 +296,7 @@ def test_a_deadline_counts_over_attempts_and_ends_the_ranks(jobs: Jobs) -> None:
     jobs.apply(manifest("late", stages=2, failurePolicy={"maxRestarts": 1}))
     pods = jobs.run("late", 2)
     began = jobs.get("late")["status"]["startTime"]
-    jobs.cluster.client.delete("pods", pods[1]["metadata"]["name"], jobs.namespace)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
     jobs.run("late", 2, attempt=1)
     assert jobs.get("late")["status"]["startTime"] == began
     jobs.patch("late", {"activeDeadlineSeconds": 1})

@@ -123,7 +123,7 @@ def test_a_job_has_a_network_policy_before_it_has_ranks(jobs: Jobs) -> None:
         ("patch", "networking.k8s.io", "networkpolicies"),
         ("delete", "networking.k8s.io", "networkpolicies"),
         ("create", "", "pods"),
-        ("delete", "", "pods"),
+        ("update", "", "pods"),
         ("create", "", "pods/exec"),
         ("create", "", "serviceaccounts/token"),
         ("update", "coordination.k8s.io", "leases"),
@@ -139,6 +139,13 @@ def test_what_neither_process_may_do_in_a_namespace(
     asked = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
     for account in (FULL_NAME, f"{FULL_NAME}-ingest"):
         assert not may(jobs, account, asked | {"namespace": jobs.namespace}), account
+
+
+@pytest.mark.parametrize("verb", ["watch", "patch", "delete"])
+def test_the_operator_alone_replaces_pods(jobs: Jobs, verb: str) -> None:
+    asked = {"verb": verb, "group": "", "resource": "pods", "namespace": jobs.namespace}
+    assert may(jobs, FULL_NAME, asked)
+    assert not may(jobs, f"{FULL_NAME}-ingest", asked)
 
 
 def test_each_process_may_touch_its_own_leases_only(jobs: Jobs) -> None:

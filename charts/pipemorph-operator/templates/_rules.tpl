@@ -25,9 +25,11 @@
   resources: [networkpolicies]
   verbs: [create]
 {{- end }}
+# A lost pod loses its finalizer, so that the Job makes another one at once; one on a lost node is
+# deleted.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list]
+  verbs: [list, watch, patch, delete]
 # Those of an attempt's Job say why it cannot make its pods.
 - apiGroups: [""]
   resources: [events]

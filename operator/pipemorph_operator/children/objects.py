@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.exits import EXITS_LOST
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, pod
 from pipemorph_operator.children.attempt import Attempt, Object
 from pipemorph_operator.config import OperatorConfig
+
+BACKOFFS_PER_INDEX = 2
 
 
 def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
@@ -102,32 +105,16 @@ def secret(attempt: Attempt, key: str) -> Object:
 
 def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
     """One Indexed Job: completion index = pod, with ``ranks_per_pod`` ranks. One failed rank ends
-    the attempt."""
+    the attempt, unless launchers start ranks again: then a lost pod is replaced."""
     labels = attempt.labels() | gang.job_labels(attempt.job)
+    template = pod.template(attempt, config)
     spec: Object = {
         "completions": attempt.pods,
         "parallelism": attempt.pods,
         "completionMode": "Indexed",
-        "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            # policy.restart depends on the order: disruptions by the cluster come first.
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": pod.CONTAINER,
-                        "operator": "NotIn",
-                        "values": [0],
-                    },
-                },
-            ]
-        },
-        "template": pod.template(attempt, config),
+        **(_replaces_pods() if _may_replace(attempt, template) else _ends_with_a_pod()),
+        "template": template,
     }
     if not gang.queued_by_kueue(attempt.job):
         spec["suspend"] = False
@@ -137,3 +124,36 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "metadata": attempt.metadata(attempt.name, labels),
         "spec": spec,
     }
+
+
+def _may_replace(attempt: Attempt, template: Object) -> bool:
+    """Whether a single pod can be replaced: launchers wait for it, and it does nothing with all
+    others before its ranks start."""
+    rdma = attempt.job.spec.placement.rdma if attempt.job.spec.placement else None
+    return pod.starts_again(template) and (rdma is None or rdma.check == "never")
+
+
+def _ends_with_a_pod() -> Object:
+    # policy.restart depends on the order: disruptions by the cluster come first.
+    rules = [_disrupted("FailJob"), _exits_other_than(0)]
+    return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
+
+
+def _replaces_pods() -> Object:
+    """A launcher ends with a code of its own if the attempt has to end."""
+    return {
+        # A pod that the Job controller has counted before the operator came is made again after
+        # 10 s, then 20 s; after that a new Job is better.
+        "backoffLimitPerIndex": BACKOFFS_PER_INDEX,
+        "maxFailedIndexes": 0,
+        "podFailurePolicy": {"rules": [_disrupted("Ignore"), _exits_other_than(0, *EXITS_LOST)]},
+    }
+
+
+def _disrupted(action: str) -> Object:
+    return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def _exits_other_than(*codes: int) -> Object:
+    named = {"containerName": pod.CONTAINER, "operator": "NotIn", "values": sorted(codes)}
+    return {"action": "FailJob", "onExitCodes": named}

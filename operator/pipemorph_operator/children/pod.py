@@ -32,6 +32,7 @@ POD_GRACE_SECONDS = 30
 """Kubernetes' default of ``terminationGracePeriodSeconds``."""
 GENERATIONS = "--generations"
 """The launcher's option: start ranks again when the ingest says so."""
+KEPT_VARIABLE = "PIPEMORPH_KEPT_DIR"
 MARGIN_SECONDS = 2
 """Of that, what is left when the launcher has killed ranks that do not end."""
 SAVE_MARGIN_SECONDS = 3
@@ -174,6 +175,12 @@ def _grace(spec: Object) -> float:
     return float(stated if isinstance(stated, int) else POD_GRACE_SECONDS)
 
 
+def starts_again(template: Object) -> bool:
+    """Whether the launchers in pods of a finished template start ranks again."""
+    trainer = next(c for c in template["spec"]["containers"] if c["name"] == CONTAINER)
+    return any(variable["name"] == KEPT_VARIABLE for variable in trainer["env"])
+
+
 def _starts_again(trainer: Object) -> bool:
     """Whether the container's command, which may be the template's, starts ranks again."""
     words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
@@ -213,7 +220,7 @@ def _environment(
     if spec.trainer.metrics_port:
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
-        values["PIPEMORPH_KEPT_DIR"] = kept.FOLDER
+        values[KEPT_VARIABLE] = kept.FOLDER
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"
     ours = [_variable(name, value) for name, value in values.items()]

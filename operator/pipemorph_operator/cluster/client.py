@@ -204,14 +204,28 @@ class Cluster:
         """Replace an object as it was read. Fails with 409 if it has changed since."""
         return await self._json("PUT", path_of(obj), {}, obj)
 
+    async def patch(self, url: str, changes: Object, owner: str) -> Object:
+        """A strategic merge patch."""
+        query = {"fieldManager": owner}
+        kind = "application/strategic-merge-patch+json"
+        return await self._json("PATCH", url, query, changes, kind)
+
     async def post(self, url: str, body: Object) -> Object:
         return await self._json("POST", url, {}, body)
 
     async def delete(
-        self, url: str, *, uid: str | None = None, propagation: str = "Background"
+        self,
+        url: str,
+        *,
+        uid: str | None = None,
+        propagation: str = "Background",
+        grace: int | None = None,
     ) -> None:
-        """Delete an object. Succeeds also if it does not exist or has another UID."""
+        """Delete an object. Succeeds also if it does not exist or has another UID. ``grace``:
+        seconds in which a pod may end; with 0 nobody waits for its node."""
         body: Object = {"propagationPolicy": propagation}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
@@ -273,12 +287,12 @@ class Cluster:
         return response
 
     async def watch(
-        self, url: str, version: str, *, labels: str | None = None
+        self, url: str, version: str, *, labels: str | None = None, fields: str | None = None
     ) -> AsyncIterator[tuple[str, Object]]:
-        """Changes of objects that match the label selector since the resource version: ``(type,
+        """Changes of objects that match the selectors since the resource version: ``(type,
         object)``, bookmarks included, until the API server ends the watch. Raises
         :class:`ApiRefused`, with 410 if it does not know the version any more."""
-        query = _selected(labels) | {
+        query = _selected(labels, fields) | {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,

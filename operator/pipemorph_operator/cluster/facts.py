@@ -8,7 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipemorph.api.template import TRAINER_CONTAINER
-from pipemorph_operator.names import COMPLETION_INDEX, LABEL_ATTEMPT, LABEL_JOB, LABEL_JOB_UID
+from pipemorph_operator.names import (
+    COMPLETION_INDEX,
+    JOB_FINALIZER,
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_REPLACED,
+)
 
 MESSAGE_LENGTH = 1024
 """Longest termination message of a rank in status."""
@@ -55,6 +62,8 @@ class JobFacts:
     failed_pods: int = 0
     wanted: int = 0
     """Pods it should have (``parallelism``)."""
+    replaces: bool = False
+    """Whether it makes another pod in the place of a lost one."""
     started_at: datetime | None = None
     """When it was last started or resumed."""
 
@@ -99,6 +108,7 @@ class JobFacts:
             succeeded=(status.get("succeeded") or 0) + len(uncounted.get("succeeded") or ()),
             failed_pods=status.get("failed") or 0,
             wanted=(body.get("spec") or {}).get("parallelism") or 0,
+            replaces="backoffLimitPerIndex" in (body.get("spec") or {}),
             started_at=parse_time(status.get("startTime")),
         )
 
@@ -109,6 +119,7 @@ class PodFacts:
 
     name: str
     index: int
+    uid: str = ""
     node: str | None = None
     exit_code: int | None = None
     finished_at: datetime | None = None
@@ -116,6 +127,12 @@ class PodFacts:
     disrupted: bool = False
     gone_by: datetime | None = None
     """End of its grace period, if it is being deleted."""
+    failed: bool = False
+    """Whether it has ended, and not by itself with exit code 0."""
+    counts: bool = True
+    """Whether the Job controller has to count its end: it has its finalizer."""
+    replaced: bool = False
+    """Whether the Job makes another one in its place."""
     stuck: str = ""
     """Why it does not run, if Kubernetes reports a reason."""
 
@@ -136,6 +153,7 @@ class PodFacts:
         return PodFacts(
             name=metadata["name"],
             index=int(index),
+            uid=metadata.get("uid", ""),
             node=(body.get("spec") or {}).get("nodeName"),
             exit_code=ended.get("exitCode"),
             finished_at=parse_time(ended.get("finishedAt")),
@@ -147,6 +165,9 @@ class PodFacts:
                 for c in status.get("conditions") or ()
             ),
             gone_by=parse_time(metadata.get("deletionTimestamp")),
+            failed=status.get("phase") == "Failed",
+            replaced=LABEL_REPLACED in (metadata.get("labels") or {}),
+            counts=JOB_FINALIZER in (metadata.get("finalizers") or ()),
             stuck=_stuck(status),
         )
 

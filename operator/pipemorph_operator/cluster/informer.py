@@ -41,7 +41,8 @@ Key = tuple[str, str]
 
 class Informer:
     """Tells ``changed`` of every object of a kind in ``namespace``, or in all (None), that has
-    ``label``: with the object when it is found or has changed, with None when it is gone.
+    ``label`` and matches the selector ``fields``: with the object when it is found or has changed,
+    with None when it is gone.
 
     ``changed`` builds from it what its side reads of the objects; the informer itself keeps of each
     only the UID and the version. An object that was replaced by one of the same name is told as
@@ -56,12 +57,13 @@ class Informer:
         *,
         namespace: str | None = None,
         label: str | None = None,
+        fields: str | None = None,
     ) -> None:
         self._cluster = cluster
         self._kind = kind
         self._changed = changed
         self._url = path(kind, namespace)
-        self._label = label
+        self._label, self._fields = label, fields
         self._known: dict[Key, tuple[str, str]] = {}
         """UID and version of each object."""
         self._page = PAGE
@@ -79,7 +81,9 @@ class Informer:
                 if not version:
                     version = await self._list()
                 heard = False
-                async for kind, obj in self._cluster.watch(self._url, version, labels=self._label):
+                async for kind, obj in self._cluster.watch(
+                    self._url, version, labels=self._label, fields=self._fields
+                ):
                     heard, retry = True, FIRST_RETRY_SECONDS
                     if kind == "DELETED":
                         self._drop(_key(obj))
@@ -106,7 +110,9 @@ class Informer:
         listed: set[Key] = set()
         version = ""
         try:
-            async for page in self._cluster.pages(self._url, labels=self._label, limit=self._page):
+            async for page in self._cluster.pages(
+                self._url, labels=self._label, fields=self._fields, limit=self._page
+            ):
                 for obj in page.get("items") or []:
                     listed.add(self._take(obj))
                 # The same in all pages: together they are one consistent snapshot.

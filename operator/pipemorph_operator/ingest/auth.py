@@ -42,7 +42,7 @@ MOST_REVIEWS = 32
 """Limit of concurrent TokenReviews."""
 MOST_OF_ONE_SOURCE = 64
 MOST_OF_ONE_JOB = 64
-"""Limit of a job's new tokens in review or waiting for one. One rank per job reports."""
+"""Limit of a job's new tokens in review or waiting for one, beside one for each of its pods."""
 
 REVIEW_PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 POD_NAME = "authentication.kubernetes.io/pod-name"
@@ -70,6 +70,8 @@ class Expected:
     attempt: int
     job_uid: str | None
     """UID of the attempt's batch Job; None until it is in status."""
+    pods: int = 0
+    """How many the job has: the launchers of all may ask at once."""
 
 
 class _Refusal(Exception):
@@ -159,7 +161,7 @@ class PodTokenAuthenticator:
         if task is None:
             # A token that was valid before is not forged: limits for unknown tokens do not apply.
             parties = [] if key in self._good else [("source", source), ("job", expected.uid)]
-            most = {"source": MOST_OF_ONE_SOURCE, "job": MOST_OF_ONE_JOB}
+            most = {"source": MOST_OF_ONE_SOURCE, "job": MOST_OF_ONE_JOB + expected.pods}
             for kind, who in parties:
                 if self._under_way[kind, who] >= most[kind]:
                     message = f"{most[kind]} new tokens of this {kind} are already being checked"

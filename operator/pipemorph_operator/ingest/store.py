@@ -15,6 +15,7 @@ from typing import Any
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import (
     JobStatus,
+    PodReplacement,
     condition,
 )
 from pipemorph.control import JobController
@@ -106,8 +107,9 @@ class ClusterStore:
         if tracked is None:
             return None
         attempt = tracked.controller.attempt
+        pods = tracked.generations.pods
         return Expected(
-            tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid
+            tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid, pods
         )
 
     async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
@@ -234,7 +236,9 @@ class ClusterStore:
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
         tracked.generations.restarts = raw.get("restarts") or 0
-        tracked.fence.seen(metadata.get("resourceVersion"), raw.get("control"))
+        lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
+        tracked.generations.expect(lost, self._clock())
+        tracked.fence.seen(metadata.get("resourceVersion"), raw)
         if attempt > tracked.controller.attempt:
             tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
@@ -269,6 +273,7 @@ class ClusterStore:
             # Agents report what is new: a loss may be the next that this ingest hears of.
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
         )
+        generations.expect(status.replacements, self._clock())
         reports = write_budget.ReportLog(self._clock, generations)
         try:
             controller, problem = snapshot_codec.restore(
@@ -294,7 +299,7 @@ class ClusterStore:
             recoveries=status.recoveries,
             recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
-            fence=Fence(metadata.get("resourceVersion"), status.control),
+            fence=Fence(metadata.get("resourceVersion"), status),
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,

@@ -19,7 +19,7 @@ from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_ti
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
-from pipemorph_operator.reconcile import plans, waits
+from pipemorph_operator.reconcile import plans, replacements, waits
 from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
 from pipemorph_operator.reconcile.node_suspects import note_nodes, record_suspects
 
@@ -302,6 +302,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if current.succeeded >= job.spec.parallelism.pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
     note_nodes(draft, job)
+    replacements.look(draft, job, current)
     if draft.out.needs_pods:
         return draft.out
     if ready >= ranks:

@@ -32,6 +32,10 @@ class Observed:
     others: Sequence[JobFacts] = ()
     pods: Sequence[PodFacts] | None = None
     no_pod: str = ""
+    leaving: Sequence[PodFacts] = ()
+    """Read with them: pods that are replaced, and being deleted."""
+    pod_failed: bool = False
+    """Whether a pod of the attempt is known to have failed."""
 
 
 @dataclass
@@ -46,6 +50,10 @@ class Decision:
     delete_attempts: list[str] = field(default_factory=list)
     """Names of Secrets and ConfigMaps of ended attempts. Deleting a ConfigMap also deletes the
     PodGroup that it owns."""
+    replace_pods: list[PodFacts] = field(default_factory=list)
+    """Lost pods that the Job controller must not count, so that it makes others at once."""
+    forget_pods: list[PodFacts] = field(default_factory=list)
+    """Of those, the ones whose node does not answer: nobody else removes them."""
     delete_self: bool = False
     needs_pods: bool = False
     needs_plan: JobSpec | None = None

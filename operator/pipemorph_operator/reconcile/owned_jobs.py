@@ -1,11 +1,14 @@
-"""The Jobs of every PipeMorphJob, as an informer tells of them. Each change queues the owner."""
+"""The Jobs of every PipeMorphJob, and its failed pods, as informers tell of them. Each change
+queues the owner."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemorph_operator.cluster.facts import JobFacts
+from pipemorph_operator.names import LABEL_ATTEMPT, LABEL_JOB, LABEL_REPLACED
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 Key = tuple[str, str]
@@ -39,3 +42,32 @@ class OwnedJobs:
             self._facts[key] = now
             self._owned.setdefault((namespace, now.owner_uid), {})[name] = now
             self._queue.add((namespace, now.owner))
+
+
+class FailedPods:
+    """Which jobs have pods that have failed and are not replaced. The API server tells of no other
+    pods: a thousand jobs have too many."""
+
+    LABELS = f"{LABEL_JOB},!{LABEL_REPLACED}"
+    FIELDS = "status.phase=Failed"
+
+    def __init__(self, queue: WorkQueue[Key]) -> None:
+        self._queue = queue
+        self._attempts: dict[Key, tuple[str, str, int]] = {}
+        self._count: Counter[tuple[str, str, int]] = Counter()
+
+    def any_of(self, namespace: str, job: str, attempt: int) -> bool:
+        return self._count[namespace, job, attempt] > 0
+
+    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
+        """Process a failed pod; None: it is gone, or replaced."""
+        before = self._attempts.pop(key, None)
+        if before is not None:
+            self._count -= Counter([before])
+        if body is None:
+            return
+        labels = body["metadata"]["labels"]
+        owner = key[0], labels[LABEL_JOB]
+        self._attempts[key] = now = (*owner, int(labels.get(LABEL_ATTEMPT, "0")))
+        self._count[now] += 1
+        self._queue.add(owner)

@@ -33,7 +33,7 @@ log = logging.getLogger("pipemorph.operator")
 OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Returns the known Jobs, by namespace and the PipeMorphJob's UID."""
 
-FORBIDDEN = 403
+FORBIDDEN, NOT_FOUND = 403, 404
 TOO_MANY, SERVER_FAULT = 429, 500
 """Errors that a retry may resolve. After a status of 500 or above the object may exist anyway."""
 CONFLICT = 409
@@ -56,11 +56,15 @@ class Reconciler:
         config: Callable[[], OperatorConfig],
         owned: OwnedJobs,
         plans: Plans | None = None,
+        failed: Callable[[str, str, int], bool] = lambda *_: False,
     ) -> None:
+        """``failed``: whether a pod of the job, by namespace, name and attempt, is known to have
+        failed."""
         self._cluster = cluster
         self._config = config
         self._owned = owned
         self._plans = plans
+        self._failed = failed
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Reconcile one job. Returns the seconds until the next reconcile at the latest, if any.
@@ -112,7 +116,9 @@ class Reconciler:
         found = await self._cluster.get(path("Job", namespace, wanted))
         current = JobFacts.of(found) if found is not None else None
         others = [job for job in self._owned(namespace, uid) if job.name != wanted]
-        return Observed(body, datetime.now(UTC), current, others)
+        attempt = current.attempt if current is not None else 0
+        failed = self._failed(namespace, metadata["name"], attempt)
+        return Observed(body, datetime.now(UTC), current, others, pod_failed=failed)
 
     async def _look_at_pods(self, seen: Observed) -> Observed:
         """Add the pods of the current attempt, and why some are missing."""
@@ -131,7 +137,13 @@ class Reconciler:
                     raise
                 # Custom roles of an installation may not include reading events.
                 no_pod = f"see the events of Job {current.name}; {refused.message}"
-        return replace(seen, pods=[PodFacts.of(pod) for pod in pods], no_pod=no_pod)
+        facts = [PodFacts.of(pod) for pod in pods]
+        return replace(
+            seen,
+            pods=[pod for pod in facts if not pod.replaced],
+            leaving=[pod for pod in facts if pod.replaced and pod.gone_by is not None],
+            no_pod=no_pod,
+        )
 
     # --- write ----------------------------------------------------------------------------
 
@@ -142,6 +154,10 @@ class Reconciler:
             decision = await self._create(seen, decision)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
+        for pod in decision.replace_pods:
+            await self._uncount(path("Pod", namespace, pod.name), pod)
+        for pod in decision.forget_pods:
+            await self._cluster.delete(path("Pod", namespace, pod.name), uid=pod.uid, grace=0)
         for job in decision.delete_jobs:
             await self._cluster.delete(path("Job", namespace, job), propagation="Foreground")
         for name in decision.delete_attempts:
@@ -155,6 +171,19 @@ class Reconciler:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
             await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
         return decision.again_in
+
+    async def _uncount(self, url: str, pod: PodFacts) -> None:
+        """Take a lost pod from the Job controller before it counts the pod's end."""
+        changed = {
+            "uid": pod.uid,
+            "labels": {names.LABEL_REPLACED: "true"},
+            "$deleteFromPrimitiveList/finalizers": [names.JOB_FINALIZER],
+        }
+        try:
+            await self._cluster.patch(url, {"metadata": changed}, names.OPERATOR_OWNER)
+        except ApiRefused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise  # Otherwise the pod is gone, and counted.
 
     async def _report_error(self, seen: Observed, error: Exception) -> None:
         try:

@@ -34,7 +34,10 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if seen.pods is None:
         draft.out.needs_pods = True
         return None
-    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism)
+    # A Job that replaces them has its own way.
+    lost = None
+    if not current.replaces:
+        lost = restart.lost(seen.pods, draft.now, job.spec.parallelism)
     if lost is not None:
         return lost
     leaving = any(p.gone_by is not None for p in seen.pods)

@@ -1,7 +1,8 @@
 """What follows the failure of a rank: another generation, another attempt, or the job's end. Pure.
 
 A generation goes on where the job is: with the state that the ranks have kept, or the newest
-checkpoint, and with the plan in force. An attempt begins with the plan of the spec and with nothing
+checkpoint, and with the plan in force. So it does where a pod was lost and another one has taken
+its place (``pod``). An attempt begins with the plan of the spec and with nothing
 kept: what failed may have come of either.
 """
 
@@ -16,6 +17,7 @@ class Rung(StrEnum):
     """The next step. Its value is its name in ``report.json``."""
 
     GENERATION = "generation"
+    POD = "pod"
     ATTEMPT = "attempt"
     NONE = "none"
 
@@ -54,8 +56,12 @@ class Ladder:
         """Whether a failure may be followed by another start."""
         return self.most > 0
 
-    def after(self, failure: Failure, done: int) -> tuple[Rung, str]:
-        """What follows a failure when ``done`` iterations are finished, and why."""
+    def after(
+        self, failure: Failure, done: int, *, replaced: bool = False, counted: bool = True
+    ) -> tuple[Rung, str]:
+        """What follows a failure when ``done`` iterations are finished, and why. ``replaced``: a
+        lost pod is back as another one. ``counted``: False if the program has no part in it."""
+        again = Rung.POD if replaced else Rung.GENERATION
         if not failure.retry or not self.recovers:
             return Rung.NONE, ""
         progress = done > self.best
@@ -68,7 +74,9 @@ class Ladder:
             )
         if progress:
             self.idle = 0
-            return Rung.GENERATION, f"after {done} iterations"
+            return again, f"after {done} iterations"
+        if not counted:
+            return again, f"after {done} iterations, not counted"
         self.idle += 1
         self.counted += 1
         if self.counted > self.most:
@@ -77,6 +85,7 @@ class Ladder:
                 f"failure, and spec.failurePolicy.maxRestarts is {self.most}"
             )
         count = f"restart {self.counted} of at most {self.most}"
-        if done == 0 or self.idle > 1:
+        # What failed at the start may fail so in each of these pods, but not in another one.
+        if self.idle > 1 or (done == 0 and not replaced):
             return Rung.ATTEMPT, count
-        return Rung.GENERATION, f"{count}, after {done} iterations"
+        return again, f"{count}, after {done} iterations"

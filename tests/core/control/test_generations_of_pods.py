@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries
-from pipemorph.control.generations import WORD_SECONDS, Generations
+from pipemorph.api.status import MAX_RECOVERIES_KEPT, PodReplacement, Recoveries
+from pipemorph.control.generations import REPLACED_SECONDS, WORD_SECONDS, Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.wire import LinkHealthReport, Loss, PodReport, ResumedFrom
 
@@ -121,8 +122,12 @@ def test_it_counts_on_from_what_was_saved() -> None:
     saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
     again = Generations(pods=2, most=5, saved=saved)
     assert again.state.generation == 1
+    again.reported(report(), 9.0)
     lose(again, error="ValueError: 7")
     assert again.state.verdict == "none", "the exception and the iteration are known"
+    deaf = Generations(pods=2, most=5, saved=saved)
+    lose(deaf, error="ValueError: 7")
+    assert deaf.state.verdict == "", "iterations may have been finished that another was told of"
     other = Generations(pods=2, most=5, saved=saved)
     lose(other, error="ValueError: 8")
     assert (other.saved.generation, other.saved.last[-1].iterations_done) == (2, 2)
@@ -202,3 +207,92 @@ def test_words_of_others_are_refused() -> None:
         job.take(word("gone", 0, attempt=2), 1.0)
     with pytest.raises(ReportMismatch, match="pod: is 2; the job has 2 pods"):
         job.take(word("gone", 2, attempt=3), 1.0)
+
+
+def lost_pod(pod: int, at: float, uid: str = "u1", **fields: Any) -> PodReplacement:
+    when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+    cause = f"pod {pod} on node n exited with code 137"
+    return PodReplacement(attempt=0, pod=pod, uid=uid, at=when, cause=cause, **fields)
+
+
+def joins(job: Generations, now: float, *launchers: str) -> None:
+    for pod, launcher in enumerate(launchers):
+        job.take(word("joined", pod, launcher=launcher), now)
+
+
+def test_the_first_launchers_of_pods_start_generation_0() -> None:
+    job = Generations(pods=2, most=2)
+    joins(job, 1.0, "a", "b")
+    joins(job, 1.5, "a", "b")  # Each may say it again.
+    assert (job.state.generation, job.state.over) == (0, False)
+
+
+def test_a_launcher_in_the_place_of_another_joins_the_next_generation() -> None:
+    job = Generations(pods=3, most=2)
+    joins(job, 1.0, "a", "b", "c")
+    job.reported(report(0, 1), 5.0)
+    job.take(word("failed", 0, loss=loss(lost_peer=True), launcher="a"), 10.0)
+    job.expect([lost_pod(1, 9.0)], 11.0)
+    assert job.state.awaits == 1
+    for pod, launcher in ((0, "a"), (2, "c")):
+        job.take(word("gone", pod, launcher=launcher), 12.0)
+    assert job.state.over, "one is missing"
+    job.take(word("joined", 1, launcher="new"), 20.0)
+    assert (job.state.generation, job.state.over, job.state.awaits) == (1, False, None)
+    (record,) = job.saved.last
+    assert (record.replaced, record.pod) == ([1], 1)
+    assert record.cause == "pod 1 on node n exited with code 137"
+    assert record.lost_at == "1970-01-01T00:00:09.000Z", "not when a peer noticed"
+    with pytest.raises(WrongAttempt, match="pod 1 is lost"):
+        job.take(word("gone", 1, generation=1, launcher="b"), 21.0)
+
+
+def test_a_pod_that_said_it_was_gone_before_it_was_lost_is_waited_for() -> None:
+    job = Generations(pods=2, most=2)
+    joins(job, 1.0, "a", "b")
+    job.reported(report(0), 5.0)
+    job.take(word("gone", 1, loss=loss(), launcher="b"), 10.0)
+    job.expect([lost_pod(1, 11.0)], 11.0)
+    job.take(word("gone", 0, launcher="a"), 12.0)
+    assert job.state.over and job.state.generation == 0
+    job.take(word("joined", 1, launcher="new"), 20.0)
+    assert job.state.generation == 1
+
+
+def test_an_ingest_that_was_replaced_knows_a_new_launcher_by_what_the_ranks_have_done() -> None:
+    job = Generations(pods=2, most=2, done=7)
+    job.take(word("joined", 1, launcher="new"), 20.0)
+    assert job.state.over, "the ranks of the other pod have to end"
+    assert job.state.reason == "pod 1 was lost, and another one has taken its place"
+    late = Generations(pods=2, most=2)
+    late.take(word("joined", 1, launcher="first"), 20.0)
+    assert not late.state.over
+
+
+def test_replaced_pods_without_progress_count_and_then_an_attempt_follows() -> None:
+    job = Generations(pods=1, most=3)
+    joins(job, 1.0, "a")
+    for number, launcher in enumerate(("b", "c")):
+        job.expect([lost_pod(0, 10.0, uid=launcher)], 10.0)
+        job.take(word("joined", 0, launcher=launcher), 11.0)
+        assert (job.state.generation, job.saved.counted) == (1, 1), "before any iteration, too"
+        assert (job.state.verdict == "attempt") == bool(number)
+
+
+def test_pods_that_the_cluster_takes_do_not_count() -> None:
+    job = Generations(pods=1, most=1)
+    joins(job, 1.0, "a")
+    for number in range(5):
+        job.expect([lost_pod(0, 10.0, uid=f"u{number}", counted=False)], 10.0)
+        job.take(word("joined", 0, launcher=f"new-{number}"), 11.0)
+    assert (job.state.generation, job.saved.counted, job.state.verdict) == (5, 0, "")
+
+
+def test_others_do_not_wait_forever_for_a_pod_that_does_not_come() -> None:
+    job = Generations(pods=2, most=2)
+    joins(job, 1.0, "a", "b")
+    job.expect([lost_pod(1, 10.0)], 10.0)
+    job.take(word("gone", 0, loss=loss(lost_peer=True), launcher="a"), 12.0)
+    assert job.state.awaits == 1
+    job.take(word("gone", 0, launcher="a"), 10.0 + REPLACED_SECONDS)
+    assert job.state.awaits is None

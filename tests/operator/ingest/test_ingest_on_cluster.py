@@ -355,7 +355,10 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
         await one.persist("team", "gpt", first.snapshot())
 
     asyncio.run(run())
-    assert "another ingest has written a plan of this job; continuing from it" in caplog.text
+    assert (
+        "another ingest has written a plan or a recovery of this job; continuing from it"
+        in caplog.text
+    )
     taken = other.lookup("team", "gpt")
     assert isinstance(taken, JobController) and taken is not second
     assert first.plan_version == versions(api)[0] == 4

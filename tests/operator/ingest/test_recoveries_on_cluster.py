@@ -14,6 +14,7 @@ from pipemorph.api.status import JobStatus, Recoveries, RecoveryRecord
 from pipemorph.ingest import GenerationDesk
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.cluster.job import operator_part
+from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.store import ClusterStore
 
@@ -73,6 +74,26 @@ def test_the_generation_is_in_status_before_it_begins_and_the_next_ingest_counts
     assert (in_status(api).count, in_status(api).counted, in_status(api).idle) == (2, 1, 1)
     assert asyncio.run(lose(other, 2))["verdict"] == "attempt", "twice no iteration"
     assert operator_part(api.job).recoveries is None, "each writer has its own fields"
+
+
+def test_an_ingest_that_has_lost_the_job_takes_no_recovery_back() -> None:
+    """Without a plan of either: what was counted is all that tells them apart."""
+    api = Shared()
+    behind = an_ingest(api)
+    progress(behind, 1, 0, 1)
+    other = an_ingest(api)
+    progress(other, 1, 0, 1)
+    asyncio.run(lose(other, 0))
+    with pytest.raises(Overtaken):
+        asyncio.run(behind.persist_generations(*KEY))
+    assert in_status(api).generation == 1
+    taken = behind.generations(*KEY)
+    assert taken is not None and taken.saved.generation == 1
+
+
+def test_all_pods_of_a_large_job_may_ask_at_once() -> None:
+    expected = an_ingest(Shared()).expected(*KEY)
+    assert expected is not None and expected.pods == PODS
 
 
 @pytest.mark.parametrize("attempt", [0, 1])

@@ -55,7 +55,15 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
 class Job:
     """A job of two stages in two pods of ``size`` ranks, and its ingest, as processes."""
 
-    def __init__(self, folder: Path, *, restarts: int = 2, size: int = 2, **args: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        restarts: int = 2,
+        size: int = 2,
+        order: list[str] | None = None,
+        **args: Any,
+    ) -> None:
         folder.mkdir()
         self.folder, self.size = folder, size
         self.port, store = free_port(), free_port()
@@ -65,7 +73,12 @@ class Job:
             "kind": "PipeMorphJob",
             "metadata": {"name": "pods"},
             "spec": {
-                "parallelism": {"stages": 2, "replicas": size, "ranksPerPod": size},
+                "parallelism": {
+                    "stages": 2,
+                    "replicas": size,
+                    "ranksPerPod": size,
+                    "order": order or ["pp", "dp_replicate"],
+                },
                 "schedule": {"microbatches": 4},
                 "trainer": {
                     "command": ["python", str(folder / "train.py")],
@@ -94,6 +107,7 @@ class Job:
             "PIPEMORPH_INGEST_URL": f"http://127.0.0.1:{self.port}",
         }
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._lives = 0
         self.ingest = self.start_ingest()
         self.pods = [self._pod(index) for index in range(2)]
 
@@ -114,8 +128,9 @@ class Job:
         return found
 
     def _pod(self, index: int) -> subprocess.Popen[bytes]:
-        kept = self.folder / f"kept-{index}"
+        kept = self.folder / f"kept-{index}-{self._lives}"
         kept.mkdir()
+        self._lives += 1
         module = ["-m", "pipemorph_trainer.launcher", "--generations", "--grace=10", "--"]
         return self._start(
             f"pod-{index}",
@@ -124,6 +139,12 @@ class Job:
             PIPEMORPH_POD_INDEX=str(index),
             PIPEMORPH_KEPT_DIR=str(kept),
         )
+
+    def lose(self, index: int) -> None:
+        """Kill a launcher, and with it its ranks; a new one in its place has nothing in memory."""
+        self.pods[index].kill()
+        self.pods[index].wait(DEADLINE)
+        self.pods[index] = self._pod(index)
 
     def log(self, name: str) -> str:
         file = self.folder / f"{name}.log"
@@ -226,6 +247,33 @@ def test_a_killed_rank_is_replaced_while_all_pods_live(
         assert "the ranks start again as generation 1" in job.log(pod)
     assert len(secrets(job, 0)) == len(secrets(job, 1)) == 1, "one for all ranks"
     assert secrets(job, 0) != secrets(job, 1)
+
+
+def test_a_lost_pod_is_replaced_while_the_other_one_waits(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    """The second time it is that of rank 0, and so of the job's agent."""
+    job = pod_jobs("lost", order=["dp_replicate", "pp"])
+    job.wait_for_iterations(4)
+    job.lose(1)
+    job.wait(
+        "it recovers", lambda: [r.seconds is not None for r in job.recoveries().last] == [True]
+    )
+    done = len(job.iterations())
+    job.wait_for_iterations(done + 2)
+    job.lose(0)
+    assert job.ends() == [0, 0], job
+    # The agent went with its pod, and what it had not told yet is told by nobody.
+    assert job.iterations().items() <= undisturbed_pods.items()
+    assert max(job.iterations()) == ITERATIONS - 1
+    told = job.recoveries()
+    assert [each.replaced for each in told.last] == [[1], [0]], f"{told}\n{job}"
+    assert [(each.repeated, each.state) for each in told.last] == [(0, "replica")] * 2
+    assert (told.generation, told.counted) == (2, 0)
+    assert "takes the place of another one, in generation 1" in job.log("pod-1")
+    for recovery in told.last:
+        assert recovery.seconds is not None
+        print(f"from the loss to the next finished iteration: {recovery.seconds} s")
 
 
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import secrets
 import ssl
 import threading
 import time
@@ -172,6 +173,7 @@ class Meeting:
         self, endpoint: Endpoint, pod: int, attempt: int, note: Callable[[str], None]
     ) -> None:
         self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
+        self._launcher = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._watched: int | None = None
         """The generation that runs here; None: none does."""
@@ -207,6 +209,12 @@ class Meeting:
         except (*_NO_ANSWER, Refused) as error:
             log.info("the ingest was not told that this pod has finished: %s", error)
 
+    def join(self, patience: float, stop: Callable[[], bool]) -> GenerationState | str:
+        """Say that this launcher has begun, and wait for the generation that it is to start: the
+        first one at once, or one to come if this pod takes the place of another. Waits at most
+        ``patience`` seconds for an ingest, or until ``stop()``. Returns as :meth:`meet`."""
+        return self._interruptibly(lambda cancelled: self._join(patience, cancelled), stop)
+
     def meet(
         self, generation: int, loss: Loss | None, patience: float, stop: Callable[[], bool]
     ) -> GenerationState | str:
@@ -215,18 +223,42 @@ class Meeting:
         generation to start, or has a verdict; or why there is none."""
         with self._changed:
             self._watched = None
+        return self._interruptibly(
+            lambda cancelled: self._wait(generation, loss, patience, cancelled), stop
+        )
+
+    @staticmethod
+    def _interruptibly(
+        wait: Callable[[threading.Event], GenerationState | str], stop: Callable[[], bool]
+    ) -> GenerationState | str:
         found: list[GenerationState | str] = []
         cancelled = threading.Event()
-
-        def wait() -> None:
-            found.append(self._wait(generation, loss, patience, cancelled))
-
-        waiting = threading.Thread(target=wait, name="meeting", daemon=True)
+        waiting = threading.Thread(
+            target=lambda: found.append(wait(cancelled)), name="meeting", daemon=True
+        )
         waiting.start()
         while waiting.is_alive() and not stop():
             waiting.join(LOOK_SECONDS)
         cancelled.set()
         return found[0] if found else "the wait was interrupted"
+
+    def _join(self, patience: float, cancelled: threading.Event) -> GenerationState | str:
+        end, backoff = time.monotonic() + patience, FIRST_BACKOFF_SECONDS
+        why = "the ingest has not answered"
+        while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
+            try:
+                state = self._ask({}, self._report(0, "joined"), REQUEST_SECONDS)
+            except (*_NO_ANSWER, Refused) as error:
+                # Refused: the ingest may learn of this pod later than the pod begins.
+                why = one_line(str(error))
+                cancelled.wait(min(backoff, left))
+                backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
+                continue
+            if state.verdict or not state.over:
+                return state
+            self._note(f"waiting for the generation after {state.generation}: {state.reason}")
+            return self._wait(state.generation, None, patience, cancelled)
+        return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 
     def _wait(
         self, generation: int, loss: Loss | None, patience: float, cancelled: threading.Event
@@ -251,6 +283,9 @@ class Meeting:
                 continue
             backoff = FIRST_BACKOFF_SECONDS
             why = f"other pods have not ended their ranks of generation {generation}"
+            if state.awaits is not None:
+                why = f"no other pod has come in the place of pod {state.awaits}"
+                end = time.monotonic() + patience
             if state.verdict or (state.generation > generation and not state.over):
                 return state
             if state.generation > generation:
@@ -329,6 +364,7 @@ class Meeting:
                 "attempt": self._attempt,
                 "generation": generation,
                 "pod": self._pod,
+                "launcher": self._launcher,
                 "event": event,
                 "loss": loss,
                 "resumed": resumed,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph.exits import EXIT_SAVED
+from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
@@ -30,12 +30,14 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
 EXIT_FAILED = 1
-EXIT_SIGTERM = 143
 EXIT_NO_MORE = 70
 """The job must not be started again. The operator knows the code (sysexits.h EX_SOFTWARE)."""
 MEET_SECONDS = 60.0
 """How long to wait for the next generation, beside the grace period that ranks elsewhere may use
 up: longer than another ingest needs to take over."""
+JOIN_SECONDS = 20.0
+"""How long a pod that begins asks for an ingest: it may be a new one in the place of another, whose
+ranks must not begin as generation 0."""
 FOLLOW_SECONDS = 5.0
 """By how much a pod outlives the one whose rank has failed: its end would be taken for the cause,
 and end that pod before its log is whole."""
@@ -124,6 +126,22 @@ class PodSite:
     """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
+    def first(self) -> Life | Ending:
+        if self.meeting is None:
+            return Life()
+        met = self.meeting.join(JOIN_SECONDS, self.is_over)
+        if self.is_over():
+            return Ending(End.INTERRUPTED)
+        if isinstance(met, str):
+            # Ranks do not wait for an ingest that is away: most pods are the first in their place.
+            note(f"{met}; the ranks begin as generation 0")
+            return Life()
+        if met.verdict:
+            return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
+        if met.generation:
+            note(f"this pod takes the place of another one, in generation {met.generation}")
+        return Life(generation=met.generation)
+
     @contextmanager
     def shared(self, life: Life) -> Iterator[dict[str, str]]:
         """The variables of a generation, and its secret."""
@@ -180,7 +198,13 @@ class PodSite:
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
         if ending.status == EXIT_NO_MORE:
             ending = replace(ending, status=EXIT_FAILED)  # A rank's own code means nothing like it.
-        if self.meeting is None or ending.end not in (End.COMPLETED, End.FAILED):
+        if self.meeting is None:
+            return ending
+        if ending.end is End.INTERRUPTED and ending.saved and not self.is_over():
+            # Another pod was asked to end, and ranks of all have saved: this one stays.
+            reason = f"the ranks saved and ended with those of another pod ({ending.reason})"
+            ending = replace(ending, end=End.FAILED, reason=reason, retry=True, lost_peer=True)
+        if ending.end not in (End.COMPLETED, End.FAILED):
             return ending
         if ending.end is End.COMPLETED:
             if self.pod.pods > 1:
@@ -192,6 +216,7 @@ class PodSite:
         met = self.meeting.meet(life.generation, loss, patience, self.is_over)
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
+        ending = _not_as_lost(ending)
         if isinstance(met, str):
             why = f"not started again within the pod: {met}"
             return replace(ending, details=(*ending.details, why))
@@ -250,6 +275,13 @@ def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = F
             return Generations(site, reaper, forks, events).to_the_end()
     finally:
         reaper.close()
+
+
+def _not_as_lost(ending: Ending) -> Ending:
+    """An ending whose exit code is not one by which Kubernetes would replace this pod alone."""
+    if exit_code(ending) in EXITS_LOST:
+        return replace(ending, status=EXIT_FAILED)
+    return ending
 
 
 def loss_of(ending: Ending) -> Loss:

@@ -1,9 +1,10 @@
 """Fences the ingest's status writes: a write by an outdated ingest fails.
 
 Two ingests can run briefly when a node is lost, or a write of a killed one can arrive late. Both
-would number plans from the same version, and one version must never name two plans. So every write
-carries the resourceVersion it is based on. The operator's writes change that too: after a conflict
-the plan in status shows whether another ingest wrote.
+would number plans from the same version, and one version must never name two plans; nor may a
+failure that was counted be forgotten. So every write carries the resourceVersion it is based on.
+The operator's writes change that too: after a conflict the plan and the recoveries in status show
+whether another ingest wrote.
 """
 
 from __future__ import annotations
@@ -12,40 +13,41 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from pipemorph.api.status import ControlState, JobStatus
+from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
 
 MOST_TRIES = 5
 """Tries of a write that conflicts with other writers."""
 CONFLICT = 409
+FENCED = {"control", "recoveries"}
 
 
 class Overtaken(Exception):
-    """Another ingest has written a plan of this job. ``body`` is the job as it is now."""
+    """Another ingest has written of this job. ``body`` is the job as it is now."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__("another ingest has written a plan of this job")
+        super().__init__("another ingest has written a plan or a recovery of this job")
         self.body = body
 
 
 class Fence:
-    """Tracks a job's resourceVersion, and the plans that this ingest may have written to status.
+    """Tracks a job's resourceVersion, and what this ingest may have written to status.
 
-    ``version`` and ``control``: as read from the job.
+    ``version`` and ``status``: as read from the job.
     """
 
-    def __init__(self, version: str | None, control: ControlState | None) -> None:
+    def __init__(self, version: str | None, status: JobStatus) -> None:
         self._version = version
-        self._own = {_mark(control)}
-        """Hashes of the plan in status, and of later writes whose outcome is unknown."""
+        self._own = {_mark(status)}
+        """Hashes of what is in status, and of later writes whose outcome is unknown."""
 
     async def apply(self, cluster: Cluster, about: Mapping[str, str], status: JobStatus) -> None:
         """Write the ingest's part of the status. ``about``: name, namespace and uid of the job.
 
         Raises :class:`Overtaken`; :class:`ApiRefused` with 409 if the job was replaced.
         """
-        mark = _mark(status.control)
+        mark = _mark(status)
         self._own.add(mark)
         for tries_left in reversed(range(MOST_TRIES)):
             version = {"resourceVersion": self._version} if self._version is not None else {}
@@ -74,16 +76,17 @@ class Fence:
             self._version, self._own = made["metadata"].get("resourceVersion"), {mark}
             return
 
-    def seen(self, version: str | None, control: Mapping[str, Any] | None) -> None:
-        """Take the version of a job that the watch has shown, if its plan is one of this ingest's:
-        then the operator has written, and a write that is based on it finds no conflict."""
+    def seen(self, version: str | None, status: Mapping[str, Any]) -> None:
+        """Take the version of a job that the watch has shown, if what is fenced in its ``status``
+        is this ingest's: then the operator has written, and a write that is based on it finds no
+        conflict."""
         if version is None or version == self._version:
             return
         # Kubernetes guarantees that versions are increasing integers.
         if self._version is not None and int(version) < int(self._version):
             return
-        found = ControlState.model_validate(control) if control is not None else None
-        if _mark(found) in self._own:
+        fenced = {key: status[key] for key in FENCED if key in status}
+        if _mark(JobStatus.model_validate(fenced)) in self._own:
             self._version = version
 
     async def _catch_up(
@@ -92,14 +95,13 @@ class Fence:
         body = await cluster.get(path(names.KIND, about["namespace"], about["name"]))
         if body is None or body["metadata"]["uid"] != about["uid"]:
             raise refused
-        found = JobStatus.model_validate(body.get("status") or {}).control
+        found = JobStatus.model_validate(body.get("status") or {})
         if _mark(found) not in self._own:
             raise Overtaken(body)
         self._version = body["metadata"]["resourceVersion"]
 
 
-def _mark(control: ControlState | None) -> str | None:
-    """A hash of a plan, which may be large."""
-    if control is None:
-        return None
-    return hashlib.sha256(control.model_dump_json().encode()).hexdigest()
+def _mark(status: JobStatus) -> str:
+    """A hash of what is fenced, which may be large."""
+    text = status.model_dump_json(include=FENCED, exclude_none=True)
+    return hashlib.sha256(text.encode()).hexdigest()

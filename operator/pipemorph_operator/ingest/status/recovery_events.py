@@ -23,6 +23,8 @@ class RecoveryEvents:
         last, events = now.last[-1], []
         if now.count > self._count:
             text = f"the ranks start again as generation {last.generation}: {last.cause}"
+            if last.replaced:
+                text += f" (another pod in the place of {', '.join(map(str, last.replaced))})"
             events.append(Event("Warning", names.R_RANKS_RESTARTED, text))
         known = self._last is not None and _same(self._last, last) and self._last.seconds
         if last.seconds is not None and not known:

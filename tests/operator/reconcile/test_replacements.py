@@ -1,0 +1,174 @@
+"""A lost pod is taken from the Job controller before that counts it; the attempt goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from operator_objects import CONFIG, T0, World, attempt, body, job_facts, pod
+
+from pipemorph_operator import names
+from pipemorph_operator.children.objects import batch_job
+from pipemorph_operator.policy.restart import LOST_SECONDS
+from pipemorph_operator.reconcile.decide import decide
+from pipemorph_operator.reconcile.decision import Observed
+from pipemorph_operator.reconcile.owned_jobs import FailedPods
+from pipemorph_operator.reconcile.reconciler import Reconciler
+from pipemorph_operator.reconcile.workqueue import WorkQueue
+
+
+def running(**changes: Any) -> World:
+    """A job with a Job that replaces pods, of which one is on its way out."""
+    world = World(body(failurePolicy={"maxRestarts": 2}))
+    world.running()
+    world.jobs[0] = job_facts(active=1, ready=1, terminating=1, **({"replaces": True} | changes))
+    return world
+
+
+@pytest.mark.parametrize(
+    ("found", "counted", "cause"),
+    [
+        ({"failed": True, "exit_code": 137}, True, "exited with code 137"),
+        ({"failed": True, "exit_code": 143}, False, "exited with code 143"),
+        ({"failed": True, "exit_code": 137, "disrupted": True}, False, "evicted or preempted"),
+        ({"failed": True, "disrupted": True}, False, "evicted or preempted"),
+        ({"gone_by": T0 + timedelta(seconds=30)}, False, "the pod is being deleted"),
+    ],
+)
+def test_a_lost_pod_is_replaced_and_told_of(
+    found: dict[str, Any], counted: bool, cause: str
+) -> None:
+    world = running()
+    world.pods = [pod(0), pod(1, uid="u1", node="n1", **found)]
+    decision = world.turn()
+    assert [each.uid for each in decision.replace_pods] == ["u1"]
+    (record,) = world.status["replacements"]
+    assert (record["pod"], record["uid"], record["counted"]) == (1, "u1", counted)
+    assert "rank 1 (stage 1)" in record["cause"] and cause in record["cause"], record
+    assert world.events[-1] == "PodReplaced"
+    assert (world.status["attempt"], world.status["jobUid"]) == (0, "job-0")
+
+
+def test_pods_that_the_job_controller_judges_are_left_to_it() -> None:
+    world = running()
+    world.pods = [
+        pod(0, uid="u0", failed=True, exit_code=70),  # Its launcher says: no more.
+        pod(1, uid="u1", failed=True, exit_code=137, counts=False),  # Counted before.
+    ]
+    assert world.turn().replace_pods == []
+    assert world.status["replacements"] == []
+
+
+def test_a_job_that_ends_with_a_pod_replaces_none() -> None:
+    world = running(replaces=False)
+    world.pods = [pod(0), pod(1, uid="u1", failed=True, exit_code=137)]
+    decision = world.turn()
+    assert decision.replace_pods == [] and world.status["replacements"] == []
+
+
+def test_a_pod_whose_node_does_not_answer_is_removed_once_its_time_is_over() -> None:
+    world = running()
+    leaving = pod(1, uid="u1", node="n1", replaced=True, counts=False, gone_by=T0)
+
+    def looked(after: float) -> list[str]:
+        world.now = T0 + timedelta(seconds=after)
+        seen: Observed = replace(world.observe(), pods=[pod(0)], leaving=[leaving])
+        return [each.uid for each in decide(seen, CONFIG).forget_pods]
+
+    assert looked(LOST_SECONDS - 1) == []
+    assert looked(LOST_SECONDS + 1) == ["u1"]
+
+
+def test_the_job_bounds_what_its_controller_replaces_by_itself() -> None:
+    spec = batch_job(attempt(failurePolicy={"maxRestarts": 1}), CONFIG)["spec"]
+    assert "backoffLimit" not in spec, "the API server sets it with a limit per index"
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (2, 0)
+    disrupted, exits = spec["podFailurePolicy"]["rules"]
+    assert disrupted["action"] == "Ignore" and disrupted["onPodConditions"]
+    assert (exits["action"], exits["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
+    assert exits["onExitCodes"]["values"] == [0, 75, 137, 143]
+    checked = {"rdma": {"resourceName": "example.com/r", "check": "require"}}
+    made = attempt(failurePolicy={"maxRestarts": 1}, placement=checked)
+    assert batch_job(made, CONFIG)["spec"]["backoffLimit"] == 0, (
+        "a new pod has nobody to check with"
+    )
+
+
+class OnePod:
+    """An API server with a job, and a pod that has failed."""
+
+    def __init__(self) -> None:
+        self.world = running()
+        self.done: list[tuple[str, Any]] = []
+
+    async def get(self, url: str) -> Any:
+        if "pipemorphjobs" in url:
+            return self.world.body
+        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
+        made["metadata"]["uid"] = "job-0"
+        return made | {"status": {"active": 1, "ready": 1, "startTime": "2026-01-01T00:00:00Z"}}
+
+    async def list(self, url: str, **_: Any) -> Any:
+        metadata = {
+            "name": "gpt-0-1-x",
+            "uid": "u1",
+            "annotations": {names.COMPLETION_INDEX: "1"},
+            "finalizers": [names.JOB_FINALIZER, "example.com/other"],
+        }
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
+        status = {"phase": "Failed", "containerStatuses": [ended]}
+        return [{"metadata": metadata, "spec": {"nodeName": "n"}, "status": status}]
+
+    async def apply(self, obj: Any, owner: str, *, subresource: str = "") -> Any:
+        self.done.append(("status", obj["status"].get("replacements")))
+        return obj
+
+    async def patch(self, url: str, changes: Any, owner: str) -> Any:
+        self.done.append((url, changes["metadata"]))
+
+    async def create(self, obj: Any, owner: str) -> Any:
+        return obj
+
+
+def test_status_names_the_pod_before_its_finalizer_goes() -> None:
+    """So the ingest knows who is to come, when the new pod joins."""
+    api = OnePod()
+    started = api.world.status["jobStartTime"]
+    api.world.status["jobStartTime"] = "2026-01-01T00:00:00Z"
+    assert started
+    reconciler = Reconciler(
+        api,  # type: ignore[arg-type]
+        lambda: CONFIG,
+        lambda *_: [],
+        failed=lambda *of: of == ("team", "gpt", 0),
+    )
+    asyncio.run(reconciler.reconcile("team", "gpt"))
+    (what, records), (url, changed) = api.done
+    assert what == "status" and [each["uid"] for each in records] == ["u1"]
+    assert url.endswith("/namespaces/team/pods/gpt-0-1-x")
+    assert changed == {
+        "uid": "u1",
+        "labels": {"pipemorph.io/replaced": "true"},
+        "$deleteFromPrimitiveList/finalizers": ["batch.kubernetes.io/job-tracking"],
+    }
+
+
+def test_failed_pods_are_known_by_attempt_until_they_are_replaced() -> None:
+    def failed_pod(number: int) -> Any:
+        labels = {"pipemorph.io/job-name": "gpt", "pipemorph.io/attempt": str(number)}
+        return {"metadata": {"labels": labels}}
+
+    async def scenario() -> None:
+        queue: WorkQueue[tuple[str, str]] = WorkQueue()
+        known = FailedPods(queue)
+        known.changed(("team", "a"), failed_pod(1))
+        known.changed(("team", "a"), failed_pod(1))
+        assert await queue.get() == ("team", "gpt")
+        assert known.any_of("team", "gpt", 1) and not known.any_of("team", "gpt", 0)
+        known.changed(("team", "a"), None)
+        assert not known.any_of("team", "gpt", 1)
+
+    asyncio.run(scenario())
