@@ -11,6 +11,10 @@ EXIT_SAVED = 75
 """A rank's exit code after it was asked to end and has saved, as all others have: nothing is lost,
 and nothing has failed. ``EX_TEMPFAIL`` of sysexits.h: to be tried again."""
 
+EXIT_NO_MORE = 70
+"""Exit code of a pod whose job must not be started again: the same exception came twice at one
+iteration. ``EX_SOFTWARE`` of sysexits.h."""
+
 EXIT_SIGKILL, EXIT_SIGTERM = 137, 143
 """Of a pod: as by the kernel's out-of-memory killer, and as it was asked to end."""
 EXITS_LOST = (EXIT_SAVED, EXIT_SIGKILL, EXIT_SIGTERM)

@@ -142,7 +142,5 @@ R_FIXED_ROUTE = "RouteFixedBySpec"
 
 EXIT_INVALID_INPUT = 2
 """The input is invalid; a restart would fail the same way, so the job is not restarted."""
-EXIT_NO_MORE = 70
-"""The same failure at the same iteration twice: a restart would fail the same way, too."""
 EXIT_PREFLIGHT = 78
 """The preflight found the pod unfit (sysexits.h EX_CONFIG)."""

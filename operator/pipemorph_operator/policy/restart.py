@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import AttemptRecord
-from pipemorph.exits import EXIT_SAVED
+from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
 
@@ -70,7 +70,7 @@ def classify(
     first = [p for p in failed if p.finished_at == failed[0].finished_at]
     ranked = (
         (names.EXIT_PREFLIGHT, failed),
-        (names.EXIT_NO_MORE, failed),
+        (EXIT_NO_MORE, failed),
         (names.EXIT_INVALID_INPUT, first),
         (EXIT_SAVED, first),
     )
@@ -89,7 +89,7 @@ def _by_code(code: int | None, message: str, saves: bool) -> Cause:
         return Cause(
             names.R_SAVED, f"saved a checkpoint, as asked to end: {message}", counted=False
         )
-    return Cause(names.R_RANK_FAILED, message, retry=code != names.EXIT_NO_MORE)
+    return Cause(names.R_RANK_FAILED, message, retry=code != EXIT_NO_MORE)
 
 
 def lost(pods: Sequence[PodFacts], now: datetime, parallelism: Parallelism) -> Cause | None:

@@ -13,7 +13,7 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
-from pipemorph.exits import EXIT_SAVED
+from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
@@ -147,7 +147,7 @@ def test_ranks_that_saved_as_asked_do_not_count() -> None:
     [
         (1, names.R_RANK_FAILED, True, True),
         (names.EXIT_INVALID_INPUT, names.R_INVALID_INPUT, False, True),
-        (names.EXIT_NO_MORE, names.R_RANK_FAILED, False, True),
+        (EXIT_NO_MORE, names.R_RANK_FAILED, False, True),
         (names.EXIT_PREFLIGHT, names.R_PREFLIGHT_FAILED, True, True),
         (EXIT_SAVED, names.R_SAVED, True, False),
     ],
@@ -176,7 +176,7 @@ def test_the_same_failure_twice_is_not_tried_again_whoever_ended_first() -> None
     later = T0 + timedelta(seconds=5)
     pods = [
         pod(0, exit_code=1, finished_at=T0),
-        pod(1, exit_code=names.EXIT_NO_MORE, finished_at=later, message="iteration 5 failed twice"),
+        pod(1, exit_code=EXIT_NO_MORE, finished_at=later, message="iteration 5 failed twice"),
     ]
     cause = restart.classify(failed(), pods, TWO)
     assert not cause.retry and cause.reason == names.R_RANK_FAILED

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
+from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.interrupts import Interrupts
@@ -30,8 +30,6 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
 EXIT_FAILED = 1
-EXIT_NO_MORE = 70
-"""The job must not be started again. The operator knows the code (sysexits.h EX_SOFTWARE)."""
 MEET_SECONDS = 60.0
 """How long to wait for the next generation, beside the grace period that ranks elsewhere may use
 up: longer than another ingest needs to take over."""
