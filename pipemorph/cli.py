@@ -19,6 +19,7 @@ COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
     "doctor": "pipemorph.commands.doctor",
+    "explain": "pipemorph.commands.explain",
     "fabric": "pipemorph.commands.fabric",
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",

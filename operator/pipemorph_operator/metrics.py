@@ -126,6 +126,16 @@ JOB_GAUGES = {
         "pipemorph_job_applied_plan_version", "Version of the plan in effect.", _BY_JOB
     ),
     "adaptations": Gauge("pipemorph_job_adaptations", "Plan changes so far.", _BY_JOB),
+    "saved_seconds": Gauge(
+        "pipemorph_job_saved_seconds",
+        "Seconds that plan changes have saved, against the plan of the start.",
+        _BY_JOB,
+    ),
+    "saved_error_seconds": Gauge(
+        "pipemorph_job_saved_error_seconds",
+        "How far pipemorph_job_saved_seconds may be from the truth, by measured gains.",
+        _BY_JOB,
+    ),
     "peak_memory_bytes": Gauge(
         "pipemorph_job_peak_memory_bytes", "Highest peak memory of any stage.", _BY_JOB
     ),

@@ -349,6 +349,16 @@ class TrainingStatus(StatusModel):
     slow_stages: list[SlowStage] = _at_most(MAX_SLOW_STAGES, "The slowest of them, slowest first.")
     peak_memory: list[int] = _at_most(MAX_STAGES, "Peak bytes per stage; 0 where not reported.")
     adaptations: int = _number("Plan changes so far.")
+    saved_seconds: float = Field(
+        default=0.0,
+        description="What all plan changes saved so far: with the plan of the start, iterations"
+        " would have taken so much longer, as predicted.",
+    )
+    saved_error_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="How far savedSeconds may be from the truth, by the gains that were measured.",
+    )
     last_adaptation: AdaptationSummary | None = Field(
         default=None, description="The newest plan change, with figures before and after."
     )

@@ -49,6 +49,7 @@ from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
 from pipemorph.control.view import JobView
+from pipemorph.control.worth import Worth, revise
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.planning.offload import most_left
@@ -129,6 +130,8 @@ class JobController:
         self._pacing = Pacing()
         self._noted: set[str] = set()
         self._pending: Pending | None = None
+        self._weighed_at = -1
+        """The newest iteration when the plan in effect was last compared with that of the start."""
 
     # --- the wanted plan, and the state of the job ----------------------------------------
 
@@ -152,6 +155,11 @@ class JobController:
     def records(self) -> list[AdaptationRecord]:
         """Adaptations so far, oldest first. Figures after a change are added as they arrive."""
         return list(self._ledger.records)
+
+    @property
+    def worth(self) -> Worth:
+        """What all changes of plan were worth so far."""
+        return self._ledger.worth
 
     @property
     def newest_record(self) -> AdaptationRecord | None:
@@ -521,6 +529,7 @@ class JobController:
                 change_seconds=self._ledger.change_seconds,
                 evidence=evidence or Evidence(),
                 running=self._running,
+                start=self._first,
                 previous=previous,
                 readings=readings,
             ),
@@ -556,6 +565,13 @@ class JobController:
                 self._truth.contradict(pending.sources, last)
         else:
             self._truth.decided(last)
+        present = self._ledger.record(asked.current.version)
+        if present is not None and proposal.start is not None and proposal.current is not None:
+            # If a change was taken back, what it was for was never there.
+            since = max(pending.detectable_at, self._weighed_at)
+            since = -1 if asked.cause == "undelivered" else since
+            revise(present, proposal.start - proposal.current.seconds, since)
+            self._weighed_at = last
         if proposal.chosen is None:
             self._keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return
@@ -602,7 +618,7 @@ class JobController:
             returning if record.kind != "revert" else (),
             returns_at_once=proposal.returns_at_once,
         )
-        self._ledger.records.append(record)
+        self._ledger.append(record)
         line = reasons.short(self._plan_version, asked.cause, pending.links, proposal)
         self._log(now, record.kind, record.reason, line, self._plan_version)
 
@@ -642,6 +658,7 @@ class JobController:
             offloaded=away.offloaded,
             recomputed=away.recomputed,
             fused_stages=list(plan.fused),
+            saving=None if proposal.start is None else proposal.start - chosen.seconds,
             own_plans=_own_plans(plan, asked.situation),
         )
 
@@ -704,6 +721,7 @@ class JobController:
             flaps=self._pacing.flaps,
             slow_directions=observed.links.slow_directions(),
             records=self.records,
+            worth_before=(self._ledger.before.seconds, self._ledger.before.error),
             baseline=baseline,
             doubts=self._truth.doubts(),
             footprints=[each.saved() for each in observed.stages.footprints],
@@ -725,6 +743,7 @@ class JobController:
         stages = spec.parallelism.stages
         self._plan_version, observed.sequence = saved.plan_version, saved.sequence
         self._ledger.records.extend(saved.records)
+        self._ledger.before = Worth(*saved.worth_before)
         self._pacing.flaps = saved.flaps
         if saved.directive is not None:
             self._plan_version = max(saved.plan_version, saved.directive.plan_version)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pipemorph.control.worth import Worth, count, worth
 from pipemorph.wire import AdaptationRecord, IterationSample, OwnPlanRecord
 
 AFTER = 8
@@ -66,13 +67,31 @@ class Ledger:
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self._iterations: dict[int, Finished] = {}
         self._last = -1
-        self._changes: dict[int, float] = {}
+        self.before = Worth()
+        """Of records that are not kept any more."""
 
     @property
     def change_seconds(self) -> float | None:
         """Measured cost of a change of plan: how much longer the first iteration of a new plan took
         than the next ones. Median of the last few changes; None before the first."""
-        return _median(self._changes.values())
+        seen = [each.change_seconds for each in self.records if each.change_seconds is not None]
+        return _median(seen[-OPEN_RECORDS:])
+
+    @property
+    def worth(self) -> Worth:
+        """What all changes of plan were worth so far."""
+        return self.before + worth(self.records)
+
+    def append(self, record: AdaptationRecord) -> None:
+        """Add the record of a change that is issued now."""
+        if len(self.records) == KEPT_RECORDS:
+            self.before += worth([self.records[0]])
+        self.records.append(record)
+
+    def record(self, plan_version: int) -> AdaptationRecord | None:
+        """The record of a plan version, if it is one of the newest."""
+        newest = list(self.records)[-OPEN_RECORDS:]
+        return next((each for each in newest if each.plan_version == plan_version), None)
 
     @property
     def last_iteration(self) -> int:
@@ -128,6 +147,8 @@ class Ledger:
             )
             self._last = max(self._last, sample.index)
             changed = True
+            if (record := self.record(sample.plan_version)) is not None:
+                count(record, sample.index)
         if not changed:
             return
         for record in list(self.records)[-OPEN_RECORDS:]:
@@ -146,7 +167,7 @@ class Ledger:
             if version > newest:
                 # Of another clock, which may be wrong.
                 detected_at = min(found[version].detected_at, now)
-                self.records.append(found[version].model_copy(update={"detected_at": detected_at}))
+                self.append(found[version].model_copy(update={"detected_at": detected_at}))
 
     def new_attempt(self) -> None:
         """Drop the iterations, which count from 0 again; records and decisions stay."""
@@ -171,9 +192,7 @@ class Ledger:
             return  # Its figures are complete.
         after = [self._iterations[i] for i in ours]
         if settled := _median(s.seconds for s in after[1:]):
-            self._changes[record.plan_version] = max(0.0, after[0].seconds - settled)
-            if len(self._changes) > OPEN_RECORDS:
-                del self._changes[min(self._changes)]
+            record.change_seconds = max(0.0, after[0].seconds - settled)
         record.iteration_seconds_after = _median(s.seconds for s in after)
         if record.iteration_seconds_before and record.iteration_seconds_after is not None:
             record.measured = 1 - record.iteration_seconds_after / record.iteration_seconds_before

@@ -58,6 +58,8 @@ class Snapshot(BaseModel):
     flaps: int = 0
     slow_directions: list[SlowDirection] = Field(default_factory=list)
     records: list[AdaptationRecord] = Field(default_factory=list)
+    worth_before: tuple[float, float] = (0.0, 0.0)
+    """What changes were worth whose records are not kept any more: seconds, and their error."""
     baseline: PlanMessage | None = None
     """The plan for healthy links, if it is not that of the spec."""
     doubts: dict[int, int] = Field(default_factory=dict)

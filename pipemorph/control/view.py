@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pipemorph.control.history import Ledger
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
+from pipemorph.control.worth import Worth
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (
@@ -45,6 +46,8 @@ class JobView:
     fabric: FabricView | None = None
     reductions: tuple[ReductionHealth, ...] = ()
     """Of every data-parallel group that has observed."""
+    worth: Worth = field(default_factory=Worth)
+    """What all changes of plan were worth so far."""
     own_plans: tuple[str, ...] = ()
     """Replicas that run another plan than ``warmup`` tells, and for what delays; one text each."""
 
@@ -74,5 +77,6 @@ class JobView:
             stragglers=observed.stragglers,
             fabric=observed.fabric,
             reductions=observed.reductions(),
+            worth=ledger.worth,
             own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),
         )

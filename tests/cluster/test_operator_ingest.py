@@ -10,6 +10,7 @@ from operator_support import DEADLINE, Jobs, condition, manifest
 from testbed import ApiError, wait_for
 from testbed.api import Object
 
+from pipemorph.explain import explain_job
 from pipemorph.wire import DirectiveEnvelope
 
 pytest_plugins = ("operator_fixtures",)
@@ -49,6 +50,11 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     # More in flight takes more memory, and both figures say so.
     assert (told["peakMemoryBefore"], told["peakMemoryAfter"]) == (lean, ranks.peak_memory)
     assert sum(lean) < sum(ranks.peak_memory)
+    printed = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace, "-o", "json")
+    lines = explain_job(json.loads(printed)).lines()
+    assert "link 1 (+60 ms" in lines[1]
+    assert "the plan changes saved" in lines[-2]
+    assert "check the network between the hosts of the slow link" in lines[-1]
     ranks.delays[1] = 0.0
     ranks.until("LinksHealthy=True")
     back = ranks.until("ScheduleAdapted=False")

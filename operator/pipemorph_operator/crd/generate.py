@@ -198,6 +198,10 @@ def _columns() -> list[dict[str, Any]]:
             "Idle time over stages × iteration time.", priority=1,
         ),
         column(
+            "Saved", "number", ".status.training.savedSeconds",
+            "Seconds that plan changes have saved.", priority=1,
+        ),
+        column(
             "Recoveries", "integer", ".status.recoveries.count",
             "Starts of the ranks within their pods.", priority=1,
         ),

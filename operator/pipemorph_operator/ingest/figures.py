@@ -33,6 +33,8 @@ def show(
             ("wanted_plan_version", training.wanted_plan_version),
             ("applied_plan_version", training.applied_plan_version),
             ("adaptations", training.adaptations),
+            ("saved_seconds", training.saved_seconds),
+            ("saved_error_seconds", training.saved_error_seconds),
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
             ("last_report_timestamp_seconds", reported_at),
             ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),

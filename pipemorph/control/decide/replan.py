@@ -55,7 +55,8 @@ class Replan:
 
     ``current``: the newest plan; ``running``: the plan in effect, which is another one as long as
     ranks have not changed to the newest; ``baseline``: the plan for healthy links; ``lost``: the
-    ranks run a plan that the controller does not know; ``remaining``: iterations that a new plan
+    ranks run a plan that the controller does not know; ``start``: the plan of the start, which the
+    job would still have if nothing had ever been changed; ``remaining``: iterations that a new plan
     would run; ``change_seconds``: measured cost of a change, None before the first one;
     ``previous``: the plan before the current one, for cause ``undelivered``; ``readings``: op times
     at several moments, for cause ``profile``, in each of which a gain must show.
@@ -71,6 +72,7 @@ class Replan:
     remaining: int
     change_seconds: float | None
     evidence: Evidence
+    start: Plan | None = None
     previous: Plan | None = None
     readings: tuple[tuple[StageTimes, ...], ...] = ()
 
@@ -83,7 +85,8 @@ class Proposal:
     findings that the choice is based on, the decisive one first. ``promise``: of a chosen option
     that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
     ``returns_at_once``: once links are well, another iteration under the chosen plan costs more
-    than one without it if they are not.
+    than one without it if they are not. ``start``: predicted time of the plan of the start; None if
+    it does not matter.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -95,6 +98,7 @@ class Proposal:
     promise: Promise | None = None
     waits: bool = False
     returns_at_once: bool = False
+    start: float | None = None
 
 
 def propose(asked: Replan) -> Proposal:
@@ -103,6 +107,13 @@ def propose(asked: Replan) -> Proposal:
     Does not raise if there is no plan for the situation: then the findings say so.
     """
     forecast = Forecast(asked.spec, asked.situation)
+    proposal = _propose(asked, forecast)
+    if asked.start is None or proposal.waits or not (proposal.chosen or proposal.current):
+        return proposal
+    return replace(proposal, start=forecast.of(asked.start).seconds)
+
+
+def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     try:
         current = None if asked.lost else forecast.of(asked.current)
         if asked.previous is not None and current is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.worth import worth
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -184,6 +185,7 @@ class RunRecord:
             "recoveries": [recovery.record() for recovery in self.recoveries],
             "relayouts": self.relayouts,
             "goodput": self.goodput,
+            "saved": worth(self.adaptations).record(self.job.spec.parallelism.mesh.world_size),
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
             "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),

@@ -139,6 +139,8 @@ def _summarize(
         ],
         peak_memory=_memory(view.peak_memory),
         adaptations=len(records),
+        saved_seconds=round(view.worth.seconds, 1),
+        saved_error_seconds=round(view.worth.error, 1),
         last_adaptation=_adaptation(records[-1]) if records else None,
     )
 

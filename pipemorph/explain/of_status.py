@@ -1,0 +1,173 @@
+"""Explains a job of a cluster from its object, as ``kubectl get -o json`` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.status import Condition, JobStatus, TrainingStatus, condition
+from pipemorph.errors import InputError, one_line
+from pipemorph.explain.advice import advice, undelivered
+from pipemorph.explain.story import Story, duration, plural, worth_line
+
+SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven")
+"""Conditions that are False if something is wrong."""
+CAUSES = {
+    "SlowLinks": "link",
+    "SlowReductions": "reduction",
+    "SickPorts": "port",
+    "LinksFellBack": "fell-back",
+    "SlowStages": "stage",
+    "ReportsStale": "silent",
+}
+"""What to look at, by the reason of a condition."""
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Metadata(_Lenient):
+    name: str
+    namespace: str = "default"
+
+
+class _Trainer(_Lenient):
+    iterations: int = 0
+
+
+class _Adaptation(_Lenient):
+    enabled: bool = True
+
+
+class _Spec(_Lenient):
+    parallelism: Parallelism
+    trainer: _Trainer = Field(default_factory=_Trainer)
+    adaptation: _Adaptation = Field(default_factory=_Adaptation)
+    emulation: dict[str, Any] | None = None
+
+
+class _Job(_Lenient):
+    kind: str
+    metadata: _Metadata
+    spec: _Spec
+    status: JobStatus | None = None
+
+
+def explain_job(content: Mapping[str, Any]) -> Story:
+    """The explanation of a PipeMorphJob of a cluster. Raises :class:`InputError`, one line, if the
+    object is none."""
+    kind = content.get("kind")
+    if kind != "PipeMorphJob":
+        raise InputError(one_line(f"kind: is {kind}; expected PipeMorphJob"))
+    try:
+        job = _Job.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(one_line(f"{where}: {first['msg']}; expected a PipeMorphJob")) from None
+    status = job.status
+    if status is None or status.state is None:
+        raise InputError(
+            "status: is empty, so no operator has looked at the job yet; apply it where one runs,"
+            " then name [NAMESPACE/]NAME"
+        )
+    training = status.training
+    story = Story(_outcome(job, status))
+    for found in _wrong(status):
+        story.seen.append(f"{found.message} (since {found.last_transition_time})")
+    story.decided = list(_decided(status))
+    if training is not None:
+        story.worth = worth_line(
+            training.saved_seconds,
+            training.saved_error_seconds,
+            job.spec.parallelism.mesh.world_size,
+            training.adaptations,
+        )
+    story.advice = advice(_causes(job, status))
+    return story
+
+
+def _outcome(job: _Job, status: JobStatus) -> str:
+    training, spec = status.training, job.spec
+    text = f"{job.metadata.namespace}/{job.metadata.name} is {status.state}"
+    if status.state in ("Pending", "Queued", "Starting", "Restarting", "Suspended", "Failed"):
+        for kind in ("Failed", "Running", "PodsReady", "Suspended"):
+            found = condition(status, kind)
+            if found is not None and (found.status == "True") == (kind in ("Failed", "Suspended")):
+                text += f" ({found.reason}: {found.message})"
+                break
+    text += f"; {spec.parallelism.mesh}"
+    if status.ready:
+        text += f", {status.ready} pods ready"
+    if training is not None:
+        text += f"; iteration {training.iteration:,}"
+        text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
+        if training.iteration_seconds:
+            text += f", {training.iteration_seconds:.3g} s each"
+            left = spec.trainer.iterations - training.iteration
+            if status.state == "Running" and left > 0:
+                text += f", {duration(left * training.iteration_seconds)} left"
+    return text + (" (EMULATED)" if spec.emulation is not None else "")
+
+
+def _wrong(status: JobStatus) -> Iterator[Condition]:
+    for kind in SEEN:
+        found = condition(status, kind)
+        if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
+            yield found
+
+
+def _decided(status: JobStatus) -> Iterator[str]:
+    training, recoveries = status.training, status.recoveries
+    if status.restarts or status.disruptions:
+        last = status.attempts[-1].message if status.attempts else ""
+        yield (
+            f"the job was started again {plural(status.restarts + status.disruptions, 'time')},"
+            f" {status.disruptions} of them for evictions or lost nodes; last cause: {last}"
+        )
+    if recoveries is not None and recoveries.last:
+        newest = recoveries.last[-1]
+        took = "" if newest.seconds is None else f" in {duration(newest.seconds)}"
+        state = f", with the state of: {newest.state}" if newest.state else ""
+        yield (
+            f"ranks were started again {plural(recoveries.count, 'time')} within their pods; last"
+            f"{took}{state}; cause: {newest.cause}"
+        )
+    if training is not None and training.last_adaptation is not None:
+        yield _change(training)
+
+
+def _change(training: TrainingStatus) -> str:
+    newest = training.last_adaptation
+    assert newest is not None
+    count = f"{plural(training.adaptations, 'plan change')}; the last, "
+    when = f"plan {newest.plan_version}"
+    if newest.applied_at_iteration is None:
+        return f"{count}{when}, is not in force yet: {newest.reason}"
+    when += f" from iteration {newest.applied_at_iteration}"
+    before, after = newest.iteration_seconds_before, newest.iteration_seconds_after
+    brought = ""
+    if newest.kind == "adapt" and before is not None and after is not None:
+        brought = f": {before:.3g} s became {after:.3g} s per iteration"
+        if newest.promised is not None and newest.measured is not None:
+            brought += f" ({newest.promised:.0%} promised, {newest.measured:.0%} measured)"
+    return f"{count}{when}{brought}; why: {newest.reason}"
+
+
+def _causes(job: _Job, status: JobStatus) -> Iterator[str]:
+    if status.state == "Failed":
+        yield "failed"
+    if status.state in ("Pending", "Starting"):
+        yield "pending"
+    for found in _wrong(status):
+        if found.reason in CAUSES:
+            yield CAUSES[found.reason]
+            if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
+                yield "disabled"
+    newest = status.training.last_adaptation if status.training is not None else None
+    if newest is not None and undelivered(newest.kind, newest.promised, newest.measured):
+        yield "undelivered"

@@ -1,0 +1,88 @@
+"""The explanation of a job as text, and the words that reports and status share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipemorph.errors import one_line
+
+MOST_LINES = 10
+"""Most lines of an explanation."""
+SEEN, DECIDED, ADVISED = 3, 2, 2
+"""Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
+LINE = 240
+"""Most characters of a line."""
+
+
+@dataclass
+class Story:
+    """An explanation, by parts. Each entry is one sentence or a few; the most important first."""
+
+    outcome: str
+    seen: list[str] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
+    worth: str = ""
+    advice: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """At most :data:`MOST_LINES` lines."""
+        seen = self.seen or ["no slow link, stage or port was found"]
+        decided = self.decided or ["nothing had to be changed"]
+        advice = self.advice or ["nothing has to be done"]
+        rows = [
+            ("outcome", [self.outcome]),
+            ("seen", _first(seen, SEEN)),
+            ("done", _first(decided, DECIDED)),
+            ("worth", [self.worth] if self.worth else []),
+            ("to do", advice[:ADVISED]),
+        ]
+        return [
+            f"{label if not i else '':<9}{one_line(text, LINE)}"
+            for label, texts in rows
+            for i, text in enumerate(texts)
+        ]
+
+
+def _first(texts: Sequence[str], most: int) -> list[str]:
+    if len(texts) <= most:
+        return list(texts)
+    return [*texts[: most - 1], f"{texts[most - 1]} (and {len(texts) - most} more)"]
+
+
+def link_name(link: int, column: str = "") -> str:
+    """``link 2 (stage 2 to 3)``. ``column``: of the mesh, empty if there is one."""
+    return f"link {link} (stage {link} to {link + 1}{', ' if column else ''}{column})"
+
+
+def plural(count: int, what: str, several: str = "") -> str:
+    """``1 iteration``, ``3 iterations``. ``several``: the plural if it is not ``what`` + s."""
+    return f"{count:,} {what if count == 1 else several or f'{what}s'}"
+
+
+def duration(seconds: float) -> str:
+    """``4.2 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, part, small in ((86400, "day", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            first, rest = divmod(whole, size)
+            name = f"{unit}{'s' if unit == 'day' and first > 1 else ''}"
+            return f"{first} {name}" + (f" {rest // part} {small}" if rest // part else "")
+    return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+
+
+def worth_line(seconds: float, error: float, ranks: int, changes: int) -> str:
+    """What ``changes`` of plan have saved; empty if there were none."""
+    if not changes:
+        return ""
+    if abs(seconds) < 0.05:
+        return "no time was saved or lost by the plan changes"
+    verb = "saved" if seconds > 0 else "cost"
+    hours = abs(seconds) * ranks / 3600
+    total = f", {hours:,.1f} rank-hours" if hours >= 0.05 else ""
+    return (
+        f"the plan changes {verb} {duration(abs(seconds))} (± {duration(error)}){total}, against"
+        " the plan of the start"
+    )

@@ -1,0 +1,152 @@
+"""The counter of saved seconds, against the same job without adaptation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from plant_support import Plant, spec
+
+from pipemorph.control import JobController
+from pipemorph.control.history import KEPT_RECORDS, Ledger
+from pipemorph.control.worth import Worth, worth
+from pipemorph.planning import StageTimes
+from pipemorph.wire import AdaptationRecord
+
+Change = Callable[[Plant], None]
+
+
+def delay(link: int, seconds: float) -> Change:
+    def change(plant: Plant) -> None:
+        plant.delays[link] = seconds
+
+    return change
+
+
+def ops(stage: int, factor: float) -> Change:
+    def change(plant: Plant) -> None:
+        one = 0.01 * factor
+        plant.ops[stage] = StageTimes(forward=one, backward_input=one, backward_weight=one)
+
+    return change
+
+
+def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plant:
+    plant = Plant(spec(adaptation={"enabled": enabled}))
+    for i in range(iterations):
+        if i in history:
+            history[i](plant)
+        plant.step()
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("history", "within"),
+    [
+        ({20: delay(2, 0.060), 120: delay(2, 0.0)}, 0.02),
+        ({20: delay(2, 0.060)}, 0.02),
+        ({20: delay(0, 0.03), 60: delay(2, 0.05), 100: delay(0, 0), 140: delay(2, 0)}, 0.02),
+        ({20: delay(1, 0.080), 60: delay(1, 0.020), 100: delay(1, 0.050)}, 0.02),
+        # Other op times are looked at every 50 iterations, and so is what they change.
+        ({20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)}, 0.06),
+    ],
+    ids=["comes-and-goes", "stays", "two-links", "levels", "slower-stage"],
+)
+def test_it_says_what_the_job_would_have_taken_longer_without_adaptation(
+    history: dict[int, Change], within: float
+) -> None:
+    with_it = total(history, 160, enabled=True)
+    without = total(history, 160, enabled=False)
+    truth = sum(without.seconds) - sum(with_it.seconds)
+    found = with_it.controller.worth
+    assert truth > 1.0
+    assert found.seconds == pytest.approx(truth, rel=within)
+
+
+def test_a_job_without_a_fault_has_saved_nothing() -> None:
+    plant = total({}, 60, enabled=True)
+    assert plant.controller.worth == Worth()
+
+
+def test_a_fault_that_was_not_there_has_saved_nothing_once_it_is_found_out() -> None:
+    """The ranks' samples show a delay that iterations do not have."""
+    plant = Plant(spec())
+    plant.run(20)
+    sample = plant.sample
+    plant.sample = lambda link, direction, wire: sample(  # type: ignore[method-assign]
+        link, direction, wire + (0.040 if link == 1 else 0.0)
+    )
+    plant.run(40)
+    assert [record.kind for record in plant.controller.records] == ["adapt", "revert"]
+    assert plant.controller.worth.seconds == pytest.approx(0.0, abs=0.2)
+
+
+def test_it_goes_on_after_a_restart_of_the_host_where_it_was() -> None:
+    history = {20: delay(2, 0.060)}
+    undisturbed = total(history, 160, enabled=True).controller.worth
+    plant = total(history, 80, enabled=True)
+    saved = plant.controller.snapshot()
+    # Six iterations of which no host hears.
+    unheard = plant.controller
+    plant.run(6)
+    assert unheard.worth.seconds > 0
+    plant.controller = JobController.restore(plant.spec, saved)
+    plant.run(74)
+    found = plant.controller.worth
+    assert found.seconds == pytest.approx(undisturbed.seconds, rel=0.01)
+
+
+def test_iterations_that_run_again_after_a_failure_count_once() -> None:
+    plant = total({20: delay(2, 0.060)}, 60, enabled=True)
+    before = plant.controller.worth.seconds
+    plant.iteration -= 8
+    for _ in range(8):
+        plant.run(1)
+        assert plant.controller.worth.seconds == pytest.approx(before)
+    plant.run(1)
+    assert plant.controller.worth.seconds > before
+
+
+def record(version: int, **fields: object) -> AdaptationRecord:
+    values: dict[str, object] = {
+        "plan_version": version,
+        "kind": "adapt",
+        "detected_at": 0.0,
+        "detected_at_iteration": 0,
+        "detectable_at": 0,
+        "reason": "",
+        "links": [],
+        "warmup_before": [],
+        "warmup_after": [],
+        "routes": [],
+        "predicted_seconds_before": None,
+        "predicted_seconds_after": 1.0,
+    }
+    return AdaptationRecord.model_validate(values | fields)
+
+
+@pytest.mark.parametrize(
+    ("promised", "measured", "error"),
+    [(0.5, 0.5, 5.0), (0.5, 0.4, 20.0), (0.5, -0.5, 100.0), (0.5, None, 100.0), (None, 0.4, 100.0)],
+)
+def test_its_error_is_what_measured_gains_differ_from_promised_ones(
+    promised: float | None, measured: float | None, error: float
+) -> None:
+    one = record(1, promised=promised, measured=measured, saved=100.0, change_seconds=2.0)
+    assert worth([one]) == Worth(98.0, pytest.approx(error))
+
+
+def test_records_that_are_not_kept_any_more_still_count() -> None:
+    ledger = Ledger()
+    for version in range(1, KEPT_RECORDS + 11):
+        ledger.append(record(version, saved=1.0))
+    assert len(ledger.records) == KEPT_RECORDS
+    assert ledger.worth.seconds == KEPT_RECORDS + 10
+
+
+def test_report_json_has_it() -> None:
+    assert Worth(3600.0, 36.0).record(ranks=8) == {
+        "seconds": 3600.0,
+        "error": 36.0,
+        "rank_hours": 8.0,
+    }

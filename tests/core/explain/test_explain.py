@@ -1,0 +1,357 @@
+"""``pipemorph explain``: of a run's report, of a cluster's job, and of what is neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.explain import MOST_LINES, explain_job, explain_report
+from pipemorph.explain.story import LINE, duration, worth_line
+
+Content = dict[str, Any]
+
+
+def change(version: int, **fields: Any) -> Content:
+    found = {
+        "plan_version": version,
+        "kind": "adapt",
+        "detected_at": 100.0,
+        "detected_at_iteration": 10,
+        "detectable_at": 10,
+        "applied_at_iteration": 11,
+        "reason": "link 2 is slow",
+        "links": [{"link": 2, "health": "slow", "delay": 0.060}],
+        "warmup_before": [7, 5, 3, 1],
+        "warmup_after": [12, 11, 9, 1],
+        "routes": ["direct", "direct", "delegated"],
+        "predicted_seconds_before": 1.06,
+        "predicted_seconds_after": 0.46,
+        "promised": 0.56,
+        "measured": 0.55,
+        "iteration_seconds_before": 1.06,
+        "iteration_seconds_after": 0.47,
+        "saving": 0.6,
+        "saved": 60.0,
+    }
+    return found | fields
+
+
+def returned(version: int, **fields: Any) -> Content:
+    rest: Content = {
+        "kind": "return",
+        "links": [],
+        "detected_at_iteration": 110,
+        "detectable_at": 109,
+        "applied_at_iteration": 111,
+        "saving": 0.0,
+        "saved": 0.0,
+        "promised": None,
+        "measured": None,
+    }
+    return change(version) | rest | fields
+
+
+def report(**fields: Any) -> Content:
+    iterations = [
+        {"index": i, "seconds": 0.4, "loss": 1.0, "plan_version": 0, "bubble_fraction": 0.1}
+        for i in range(120)
+    ]
+    found: Content = {
+        "job": "gpt",
+        "end": "completed",
+        "reason": None,
+        "emulated": False,
+        "started_at": 0.0,
+        "ended_at": 75.0,
+        "iterations": iterations,
+        "adaptations": [change(1), returned(2)],
+        "spec": {
+            "parallelism": {"stages": 4, "replicas": 2},
+            "schedule": {"microbatches": 12},
+            "trainer": {"iterations": 120},
+        },
+    }
+    return found | fields
+
+
+def told(content: Content) -> list[str]:
+    return explain_report(content).lines()
+
+
+def test_a_run_with_a_slow_link() -> None:
+    assert told(report()) == [
+        "outcome  gpt completed: 120 of 120 iterations in 1 min 15 s; 4 stages × 2 replicas, 12"
+        " microbatches; 0.4 s per iteration at the end",
+        "seen     link 2 (stage 2 to 3, replica 0) was late by up to 60 ms, from iteration 10 to"
+        " 110",
+        "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the"
+        " engine; 1.06 s became 0.47 s per iteration (56% promised, 55% measured)",
+        "         plan 2 from iteration 111: back to the plan for healthy links",
+        "worth    the plan changes saved 1 min (± 3.0 s), 0.1 rank-hours, against the plan of the"
+        " start",
+        "to do    nothing has to be done",
+    ]
+
+
+def test_a_run_without_a_fault() -> None:
+    assert [line[:9].strip() for line in told(report(adaptations=[]))] == [
+        "outcome", "seen", "done", "to do",
+    ]  # fmt: skip
+
+
+def test_a_link_that_is_slow_at_the_end_is_what_to_look_at() -> None:
+    lines = told(report(adaptations=[change(1)]))
+    assert "from iteration 10 to the end" in lines[1]
+    assert "pipemorph fabric check" in lines[-1]
+
+
+def test_a_change_that_did_not_bring_its_promise() -> None:
+    lines = told(report(adaptations=[change(1, measured=0.1), returned(2)]))
+    assert "competes for the ranks' processors" in lines[-1]
+    assert "promise" not in "".join(told(report(adaptations=[change(1, measured=0.5)]))[-1:])
+
+
+def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
+    slow = [{"link": i, "health": "slow", "delay": 0.01 * (i + 1)} for i in range(3)]
+    content = report(
+        end="failed",
+        reason="rank 1 exited with 1: " + "x" * 1000,
+        emulated=True,
+        adaptations=[change(i, links=slow) for i in range(1, 9)],
+        rails={"sick": [{"device": "mlx5_0", "port": 1, "stage": 2, "what": "is DOWN"}]},
+        links={"fallen": [{"link": 0, "replica": 0, "agreed": "rdma", "transport": "tcp"}]},
+        stragglers=[{"stage": 1, "ratio": 1.5}],
+        reductions=[{"stage": 0, "slow": True, "seconds": 0.1, "normal": 0.05}],
+        recoveries=[{"cause": "rank 3 was killed by SIGKILL", "seconds": 2.0, "repeated": 0}],
+        relayouts=[{"iteration": 5, "measured": 0.4}],
+        goodput=0.9,
+    )
+    lines = told(content)
+    assert len(lines) <= MOST_LINES
+    assert all(len(line) <= LINE + 9 for line in lines)
+    assert "(and 4 more)" in lines[3]
+    assert "ranks were started again 1 time, the slowest in 2.0 s" in lines[4]
+    assert "read the last lines of the rank that failed first" in lines[-2]
+    assert "check cable" in lines[-1]
+
+
+def test_reports_of_earlier_versions_say_nothing_of_what_was_saved() -> None:
+    old = change(1)
+    del old["saving"], old["saved"]
+    assert not any(line.startswith("worth") for line in told(report(adaptations=[old])))
+
+
+def since(kind: str, status: str, reason: str, message: str) -> Content:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": "2026-01-02T03:04:05Z",
+    }
+
+
+def job(**status: Any) -> Content:
+    training = {
+        "iteration": 118,
+        "iterationSeconds": 0.5,
+        "adaptations": 3,
+        "savedSeconds": 90.0,
+        "savedErrorSeconds": 2.0,
+        "lastAdaptation": {
+            "planVersion": 3,
+            "kind": "adapt",
+            "reason": "link 1 is slow by 60.0 ms one way",
+            "detectedAt": "2026-01-02T03:04:05Z",
+            "detectedAtIteration": 10,
+            "appliedAtIteration": 11,
+            "iterationSecondsBefore": 1.0,
+            "iterationSecondsAfter": 0.5,
+            "promised": 0.5,
+            "measured": 0.5,
+        },
+    }
+    return {
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "gpt", "namespace": "team"},
+        "spec": {"parallelism": {"stages": 4}, "trainer": {"iterations": 1000, "module": "x"}},
+        "status": {
+            "state": "Running",
+            "ready": "4/4",
+            "training": training,
+            "conditions": [
+                since("LinksHealthy", "False", "SlowLinks", "link 1 (+60 ms forward) slow")
+            ],
+        }
+        | status,
+    }
+
+
+def test_a_job_of_a_cluster() -> None:
+    assert explain_job(job()).lines() == [
+        "outcome  team/gpt is Running; 4 stages, 4/4 pods ready; iteration 118 of 1,000, 0.5 s"
+        " each, 7 min 21 s left",
+        "seen     link 1 (+60 ms forward) slow (since 2026-01-02T03:04:05Z)",
+        "done     3 plan changes; the last, plan 3 from iteration 11: 1 s became 0.5 s per"
+        " iteration (50% promised, 50% measured); why: link 1 is slow by 60.0 ms one way",
+        "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.1 rank-hours, against the plan of"
+        " the start",
+        "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"
+        " pipemorph bench between two of them",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (
+            {
+                "state": "Pending",
+                "training": None,
+                "conditions": [
+                    since("PodsReady", "False", "WaitingForPods", "0 of 4 pods are ready")
+                ],
+            },
+            ["is Pending (WaitingForPods: 0 of 4 pods", "an event says what they wait for"],
+        ),
+        (
+            {
+                "state": "Failed",
+                "conditions": [since("Failed", "True", "RankFailed", "rank 1 exited with 1")],
+            },
+            ["is Failed (RankFailed: rank 1 exited with 1)", "read the last lines"],
+        ),
+        (
+            {"conditions": [since("LinksHealthy", "Unknown", "ReportsStale", "no report")]},
+            ["no report (since", "log of rank 0"],
+        ),
+        (
+            {
+                "recoveries": {
+                    "count": 2,
+                    "last": [
+                        {
+                            "generation": 2,
+                            "lostAt": "2026-01-02T03:04:05Z",
+                            "cause": "rank 3 was killed",
+                            "seconds": 3.2,
+                            "state": "replica",
+                        }
+                    ],
+                },
+                "disruptions": 1,
+            },
+            [
+                "again 2 times within their pods; last in 3.2 s, with the state of: replica",
+                "the job was started again 1 time, 1 of them for evictions",
+            ],
+        ),
+    ],
+    ids=["pending", "failed", "silent", "recovered"],
+)
+def test_states_of_a_job(status: Content, words: list[str]) -> None:
+    text = "\n".join(explain_job(job(**status)).lines())
+    for each in words:
+        assert each in text
+
+
+def test_what_kubectl_prints_is_read_from_a_file_and_a_folder_by_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(job()))
+    assert main(["explain", str(tmp_path / "job.json")]) == 0
+    assert "team/gpt is Running" in capsys.readouterr().out
+    (tmp_path / "report.json").write_text(json.dumps(report()))
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "gpt completed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "expected a run's report.json or a PipeMorphJob"),
+        ("a: [", "is not YAML or JSON"),
+        ('{"kind": "Pod"}', "kind: is Pod; expected PipeMorphJob"),
+        ('{"job": "x"}', "end: Field required; expected a run's report"),
+        (json.dumps(job(state=None)), "no operator has looked at the job yet"),
+        (json.dumps(report(iterations=[{"index": "x"}])), "iterations.0.index: "),
+    ],
+)
+def test_anything_else_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    path = tmp_path / "it.json"
+    path.write_text(content)
+    assert main(["explain", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith(f"pipemorph explain: {path}")
+    assert said.count("\n") == 1
+
+
+KUBECTL = """#!/bin/sh
+echo "$*" >> {log}
+if [ "$3" = gpt ]; then cat {job}; exit 0; fi
+echo 'E0101 memcache.go:265] couldn'"'"'t get current server API group list' >&2
+echo 'Error from server (NotFound): pipemorphjobs.pipemorph.io "'"$3"'" not found' >&2
+exit 1
+"""
+
+
+def test_a_job_of_the_cluster_is_read_by_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "job.json").write_text(json.dumps(job()))
+    program, log = tmp_path / "kubectl", tmp_path / "log"
+    program.write_text(KUBECTL.format(log=log, job=tmp_path / "job.json"))
+    program.chmod(0o755)
+    assert main(["explain", "team/gpt", "--context", "prod"]) == 0
+    assert "team/gpt is Running" in capsys.readouterr().out
+    assert log.read_text() == (
+        "get pipemorphjobs.pipemorph.io gpt --output json --namespace team --context prod\n"
+    )
+    assert main(["explain", "other"]) == 2
+    assert capsys.readouterr().err == (
+        "pipemorph explain: other: Error from server (NotFound): pipemorphjobs.pipemorph.io"
+        ' "other" not found\n'
+    )
+
+
+def test_without_kubectl_it_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["explain", "team/gpt"]) == 2
+    assert "kubectl, which reads a job of a cluster, is not on PATH" in capsys.readouterr().err
+    assert main(["explain", "out/report.json"]) == 2
+    assert "out/report.json: no such file, nor [NAMESPACE/]NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 s"),
+        (4.21, "4.2 s"),
+        (59.96, "1 min"),
+        (185, "3 min 5 s"),
+        (3600, "1 h"),
+        (7800, "2 h 10 min"),
+        (86400 + 3 * 3600, "1 day 3 h"),
+        (3 * 86400, "3 days"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_time_that_was_lost_is_not_called_saved() -> None:
+    assert worth_line(-30.0, 3.0, 8, 1).startswith("the plan changes cost 30.0 s (± 3.0 s), 0.1")
+    assert worth_line(0.0, 0.0, 8, 2) == "no time was saved or lost by the plan changes"
+    assert worth_line(0.0, 0.0, 8, 0) == ""
