@@ -1,0 +1,227 @@
+"""The chart's alerts, checked and provoked with Prometheus's own tool."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY
+from testbed import promtool, tools
+
+import pipemorph_operator.metrics
+from pipemorph_trainer.telemetry import metrics as rank_metrics
+
+assert pipemorph_operator.metrics, "its metrics are registered when it is imported"
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "pipemorph-operator"
+JOB = 'namespace="team",name="gpt"'
+
+
+class Provoked(NamedTuple):
+    """Series that make an alert fire after ``minutes``, and such that do not. Values as promtool
+    takes them, one a minute."""
+
+    firing: dict[str, str]
+    quiet: dict[str, str]
+    minutes: int
+    labels: dict[str, str]
+
+
+GPT = {"namespace": "team", "name": "gpt"}
+LEADS, SERVES = "pipemorph_operator_leads", "pipemorph_ingest_leads"
+CONFIRMED = 'pipemorph_watch_confirmed_timestamp_seconds{kind="Job"}'
+REFUSED = "pipemorph_ingest_refused_total"
+PROVOKED = {
+    "PipeMorphLinkSlow": Provoked(
+        {f"pipemorph_job_slow_links{{{JOB}}}": "1x30"},
+        {f"pipemorph_job_slow_links{{{JOB}}}": "1x10 0x20"},
+        20,
+        GPT,
+    ),
+    "PipeMorphPlanNotAdopted": Provoked(
+        {
+            f"pipemorph_job_wanted_plan_version{{{JOB}}}": "2x10",
+            f"pipemorph_job_applied_plan_version{{{JOB}}}": "1x10",
+        },
+        {
+            f"pipemorph_job_wanted_plan_version{{{JOB}}}": "2x10",
+            f"pipemorph_job_applied_plan_version{{{JOB}}}": "1x2 2x8",
+        },
+        8,
+        GPT,
+    ),
+    "PipeMorphJobSilent": Provoked(
+        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0x10"},
+        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0+60x10"},
+        5,
+        GPT,
+    ),
+    "PipeMorphRailSick": Provoked(
+        {f"pipemorph_job_rails_healthy{{{JOB}}}": "0x10"},
+        {f"pipemorph_job_rails_healthy{{{JOB}}}": "1x10"},
+        5,
+        GPT,
+    ),
+    "PipeMorphRailFlapping": Provoked(
+        {'pipemorph_rank_link_fallbacks_total{name="gpt",link="1"}': "0+1x60"},
+        {'pipemorph_rank_link_fallbacks_total{name="gpt",link="1"}': "0 1x60"},
+        60,
+        {"name": "gpt", "link": "1"},
+    ),
+    "PipeMorphFabricSuspect": Provoked(
+        {'pipemorph_fabric_suspect_confidence{kind="node",name="n7"}': "0.97x20"},
+        {'pipemorph_fabric_suspect_confidence{kind="node",name="n7"}': "0.5x20"},
+        10,
+        {"kind": "node", "name": "n7"},
+    ),
+    "PipeMorphNoLeader": Provoked(
+        {f'{LEADS}{{pod="a"}}': "0x10", f'{LEADS}{{pod="b"}}': "0x10"},
+        {f'{LEADS}{{pod="a"}}': "1x10", f'{LEADS}{{pod="b"}}': "0x10"},
+        5,
+        {},
+    ),
+    "PipeMorphIngestReplicaMissing": Provoked(
+        {f'{SERVES}{{pod="a"}}': "1x10", f'{SERVES}{{pod="b"}}': "0x10"},
+        {f'{SERVES}{{pod="a"}}': "1x10", f'{SERVES}{{pod="b"}}': "1x10"},
+        8,
+        {},
+    ),
+    "PipeMorphReconcileErrors": Provoked(
+        {'pipemorph_operator_reconcile_seconds_count{result="error"}': "0+1x20"},
+        {'pipemorph_operator_reconcile_seconds_count{result="error"}': "7x20"},
+        16,
+        {"result": "error"},
+    ),
+    "PipeMorphWatchSilent": Provoked(
+        {CONFIRMED: "0x10"},
+        {CONFIRMED: "0+60x10"},
+        6,
+        {"kind": "Job"},
+    ),
+    "PipeMorphTokensMisused": Provoked(
+        {f'{REFUSED}{{reason="pod"}}': "0+1x20"},
+        {f'{REFUSED}{{reason="silent"}}': "0+1x20"},
+        15,
+        {"reason": "pod"},
+    ),
+    "PipeMorphConnectionsRefused": Provoked(
+        {f'{REFUSED}{{reason="silent"}}': "0+60x20"},
+        {f'{REFUSED}{{reason="silent"}}': "0+1x20"},
+        15,
+        {"reason": "silent"},
+    ),
+    "PipeMorphPlanningOverBudget": Provoked(
+        {'pipemorph_ingest_planning_over_budget_total{job_namespace="team"}': "0+1x20"},
+        {'pipemorph_ingest_planning_over_budget_total{job_namespace="team"}': "3x20"},
+        15,
+        {"job_namespace": "team"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart's rules as Prometheus reads them."""
+    (helm,) = tools.ensure(["helm"]).values()
+    printed = subprocess.run(
+        [
+            str(helm), "template", "x", str(CHART),
+            "--set=metrics.alerts.enabled=true", "--set=metrics.alerts.labels.release=p",
+        ],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert printed.returncode == 0, printed.stderr
+    (rule,) = (d for d in yaml.safe_load_all(printed.stdout) if d and d["kind"] == "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "p"
+    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    path.write_text(yaml.safe_dump(rule["spec"]))
+    return path
+
+
+def alerts(rules: Path) -> dict[str, dict[str, Any]]:
+    groups = yaml.safe_load(rules.read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def promtool_says(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(promtool.find()), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_prometheus_accepts_the_rules(rules: Path) -> None:
+    status, said = promtool_says("check", "rules", str(rules))
+    assert status == 0, said
+    assert f"{len(PROVOKED)} rules found" in said
+
+
+def test_every_alert_is_provoked_here(rules: Path) -> None:
+    assert set(alerts(rules)) == set(PROVOKED)
+
+
+def test_alerts_are_made_of_metrics_that_exist(rules: Path) -> None:
+    known = {
+        f"{metric.name}{suffix}"
+        for metric in REGISTRY.collect()
+        for suffix in ("", "_total", "_count")
+    }
+    text = Path(rank_metrics.__file__).read_text()
+    for name, rule in alerts(rules).items():
+        words = rule["expr"].replace("{", " ").replace("[", " ").replace("(", " ").replace(")", " ")
+        used = [w for w in words.split() if w.startswith("pipemorph_")]
+        assert used, name
+        for metric in used:
+            own = metric.removeprefix("pipemorph_rank_").removesuffix("_total")
+            assert metric in known or f'"{own}"' in text, f"{name}: nobody has {metric}"
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_an_alert_fires_when_it_should_and_says_of_what(
+    name: str, rules: Path, tmp_path: Path
+) -> None:
+    provoked, rule = PROVOKED[name], alerts(rules)[name]
+    for fires, series in ((True, provoked.firing), (False, provoked.quiet)):
+        expected = {"exp_labels": provoked.labels | rule["labels"]}
+        test = {
+            "rule_files": [str(rules)],
+            "evaluation_interval": "15s",
+            "tests": [
+                {
+                    "interval": "1m",
+                    "input_series": [{"series": s, "values": v} for s, v in series.items()],
+                    "alert_rule_test": [
+                        {
+                            "eval_time": f"{provoked.minutes}m",
+                            "alertname": name,
+                            "exp_alerts": [expected] if fires else [],
+                        }
+                    ],
+                }
+            ],
+        }
+        path = tmp_path / f"{fires}.yaml"
+        path.write_text(json.dumps(test))
+        _, said = promtool_says("test", "rules", str(path))
+        # It compares annotations too, which are compared with what follows below.
+        found = said.partition("got:[")[2] if fires else said
+        if fires:
+            assert f'alertname="{name}"' in found, said
+            assert all(f'{key}="{value}"' in found for key, value in provoked.labels.items())
+        else:
+            assert "SUCCESS" in said, said
+
+
+def test_each_says_what_to_do(rules: Path) -> None:
+    for name, rule in alerts(rules).items():
+        assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
+        told = rule["annotations"]
+        assert told["summary"] and len(told["description"]) > 30, name
+        if PROVOKED[name].labels.keys() & {"namespace", "name", "link", "kind", "job_namespace"}:
+            assert "{{ $labels." in told["summary"], f"{name} does not say of what"
