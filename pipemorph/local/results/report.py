@@ -18,6 +18,9 @@ from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
 from pipemorph.wire import AdaptationRecord, IterationSample
 
+SHOWN_SECONDS = 0.1
+"""Least time saved or lost by adaptations that the last line of a run names."""
+
 
 @dataclass
 class AttemptRecord:
@@ -153,7 +156,10 @@ class RunRecord:
         parts = [f"{done} of {wanted} iterations{resumed}"]
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
-        parts.append(f"{len(self.adaptations)} adaptations")
+        brought = ""
+        if abs(saved := worth(self.adaptations).seconds) >= SHOWN_SECONDS:
+            brought = f" that {'saved' if saved > 0 else 'cost'} {abs(saved):.1f} s"
+        parts.append(f"{len(self.adaptations)} adaptations{brought}")
         if self.recoveries:
             count, goodput = len(self.recoveries), self.goodput
             parts.append(f"{count} {'recovery' if count == 1 else 'recoveries'}")
