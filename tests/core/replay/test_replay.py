@@ -275,7 +275,7 @@ def test_ranks_with_several_stages(placement: str, rule: str) -> None:
     # All work of two stages is on one rank.
     least = 72 * 12 * 2 * (TIMES.forward + TIMES.backward_input + TIMES.backward_weight) / 1e3
     assert found.seconds["oracle"] > least
-    for telemetry in ("exact", "device"):
+    for telemetry in get_args(Telemetry):
         assert not replay(problem, WELL, telemetry=telemetry).changes
 
 
