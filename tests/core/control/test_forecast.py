@@ -125,7 +125,11 @@ def test_of_equal_plans_one_that_stands_a_longer_delay_is_chosen(
     delays = tuple(delay * each for each in slow)
     op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, in_flight_limit=LIMIT)
     forecast = Forecast(
-        spec(stages=STAGES, microbatches=24, schedule={"inFlightLimit": LIMIT}),
+        spec(
+            stages=STAGES,
+            microbatches=24,
+            schedule={"inFlightLimit": LIMIT, "dispatch": "static"},
+        ),
         Situation(
             (op,) * STAGES, tuple(0.002 + each for each in delays), delays, slow,
             (False,) * (STAGES - 1),
