@@ -257,6 +257,7 @@ class JobController:
         """The ranks run at other places from now on. The plan in force goes on; links and
         reductions have to be measured again. ``slow``: of the links, as far as known."""
         self._observed.change_places(slow)
+        self._route_costs = RouteCosts()  # Op times of other devices.
         self._pending = None
 
     def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
