@@ -16,7 +16,9 @@ HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 1200
 NAMES = (
     "schedules",
+    "gpu_figures",
     "planner",
+    "planner_largest",
     "detector",
     "fabric_memory",
     "split",

@@ -67,7 +67,7 @@ class ScheduleSpec(SpecModel):
     policy: Literal[
         "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
     ] = "pipemorph"
-    dispatch: Literal["static", "online", "auto"] = "static"
+    dispatch: Literal["static", "online", "auto"] = "auto"
     objective: Literal["auto", "makespan", "period"] = Field(
         default="auto",
         description="What plans make short: the iteration of all stages together (makespan), or "

@@ -14,6 +14,8 @@ from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import load_trace
 from pipemorph.replay.trainer import Telemetry
 
+MOST_DELEGATION = 1000
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -35,8 +37,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[*(d.value for d in Dispatch), "auto"],
-        default=Dispatch.STATIC.value,
-        help="of the adaptive contender (default: %(default)s)",
+        default="auto",
+        help="of the adaptive contender (default: %(default)s, as of a job)",
+    )
+    parser.add_argument(
+        "--delegation",
+        type=float,
+        default=0.0,
+        metavar="PERCENT",
+        help="of an op that a message over a delegated link takes of the processor or device at "
+        "either end (default: %(default)s)",
     )
     parser.add_argument(
         "--iterations", type=int, metavar="N", help="default: to the end of the trace, and 20 more"
@@ -51,6 +61,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.iterations is not None and args.iterations < 1:
         raise InputError(f"--iterations is {args.iterations}; expected at least 1")
+    if not 0 <= args.delegation <= MOST_DELEGATION:
+        raise InputError(
+            f"--delegation is {args.delegation:g}; expected 0 to {MOST_DELEGATION} percent"
+        )
     problem = load_problem(args.problem)
     trace = load_trace(args.trace, len(problem.links))
     found = replay(
@@ -60,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         dispatch="auto" if args.dispatch == "auto" else Dispatch(args.dispatch),
         iterations=args.iterations,
         seed=args.seed,
+        delegation=args.delegation / 100,
     )
     text = json.dumps(found.fields()) if args.output == "json" else table(found)
     emit((text + "\n").encode(), args.out)

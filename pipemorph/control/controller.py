@@ -28,6 +28,7 @@ from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.relayout import Network
 from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan, own_links
+from pipemorph.control.decide.route_cost import RouteCosts
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import (
     BARRIER,
@@ -128,6 +129,7 @@ class JobController:
         """Whether the ranks have a newer plan than this controller knows."""
         self._hand_in_until = float("-inf")
         self._pacing = Pacing()
+        self._route_costs = RouteCosts()
         self._noted: set[str] = set()
         self._pending: Pending | None = None
         self._weighed_at = -1
@@ -263,6 +265,7 @@ class JobController:
         """The ranks run at other places from now on. The plan in force goes on; links and
         reductions have to be measured again. ``slow``: of the links, as far as known."""
         self._observed.change_places(slow)
+        self._route_costs = RouteCosts()  # Op times of other devices.
         self._pending = None
 
     def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
@@ -289,6 +292,7 @@ class JobController:
         if observed.applied_plan_version == self._wanted.version:
             self._running = self._wanted
         if report.iterations:
+            self._weigh_routes()
             self._compare(now)
         self._consider(now)
         if self._on_report is not None:
@@ -346,6 +350,15 @@ class JobController:
             )
 
     # --- deciding -------------------------------------------------------------------------
+
+    def _weigh_routes(self) -> None:
+        """Compare op times on delegated links with those on direct ones."""
+        last, observed = self._ledger.last_iteration, self._observed.stages
+        if not observed.measured or self._foreign_plan or not self._route_costs.due(last):
+            return
+        if (stages := observed.times()) is not None:
+            iterations = len(self._ledger.under(self._wanted.version))
+            self._route_costs.observe(stages, self._wanted, iterations=iterations, last=last)
 
     def _compare(self, now: float) -> None:
         """Compare newly finished iterations with predictions."""
@@ -457,13 +470,14 @@ class JobController:
     ) -> Situation:
         """The current situation."""
         observed = self._observed
-        return self._judgement.now(
+        situation = self._judgement.now(
             stages,
             links,
             observed.stages.rooms,
             barrier=self._barrier(),
             own=observed.links.own_states(now),
         )
+        return replace(situation, route_cost=self._route_costs.now)
 
     def _barrier(self) -> bool:
         """Whether stages wait for each other between iterations. Also if the trainer sees nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -71,7 +71,8 @@ def replay(
     trace: LinkTrace,
     *,
     telemetry: Telemetry = "exact",
-    dispatch: DispatchChoice = Dispatch.STATIC,
+    dispatch: DispatchChoice = "auto",
+    delegation: float = 0.0,
     iterations: int | None = None,
     seed: int = 0,
     known: Replay | None = None,
@@ -79,13 +80,14 @@ def replay(
     """Train through ``trace`` in every way. ``problem`` is in milliseconds.
 
     ``dispatch``: of ``adaptive``. ``iterations``: how many; by default until the last line of the
-    trace, and :data:`~pipemorph.replay.trace.TAIL` more. ``known``: a replay of the same problem,
+    trace, and :data:`~pipemorph.replay.trace.TAIL` more. ``delegation``: see
+    :class:`~pipemorph.replay.links.Links`. ``known``: a replay of the same problem,
     trace and iterations, whose other contenders need not run again. Raises :class:`InputError` for
     a problem that a replay does not know.
     """
     spec = job_spec(problem, dispatch)
     problem = in_seconds(problem)
-    links = Links(problem, trace)
+    links = Links(problem, trace, delegation)
     well = links.under((Route.DIRECT,) * len(problem.links))
     fixed = {name: _plan(well, policy) for name, policy in _fixed(problem).items()}
     if iterations is None:
@@ -106,12 +108,19 @@ class Oracle:
     """Knows the trace: runs the best plan for the delays of the iteration that begins, directly
     or with the slow links delegated, at once and at no cost.
 
-    ``late``: learns which links are slow from an iteration that began so, which runs the plan of
-    the one before. Nothing that has to see a fault first, and changes between iterations, is
-    quicker than this.
+    ``late``: learns which links are slow from an iteration that began so, and runs in it what
+    ``late`` makes of the plan of the one before: the same, for what has to see a fault first and
+    changes between iterations. Nothing of that kind is quicker.
     """
 
-    def __init__(self, problem: Problem, links: Links, static: Plan, *, late: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        links: Links,
+        static: Plan,
+        *,
+        late: Callable[[Plan], Plan] | None = None,
+    ) -> None:
         self._problem, self._links, self._static = problem, links, static
         self._late, self._last = late, static
         self._slow: frozenset[int] = frozenset()
@@ -129,8 +138,8 @@ class Oracle:
             ran.append((each, self._run(each, iteration, now)))
         best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
         slow = frozenset(moments[0])
-        if self._late and slow != self._slow:
-            quickest = self._run(self._last, iteration, now)
+        if self._late is not None and slow != self._slow:
+            quickest = self._run(self._late(self._last), iteration, now)
         self._last, self._slow = best, slow
         return self._pace.follow(quickest)
 
@@ -159,13 +168,12 @@ class Oracle:
             slow if delay or transfer != link.transfer else Route.DIRECT
             for delay, transfer, link in zip(delays, transfers, own, strict=True)
         )
+        well = self._links.under(routes)
         links = tuple(
             link.model_copy(update={"delay": link.delay + delay, "transfer": transfer})
-            for link, delay, transfer in zip(
-                self._links.under(routes).links, delays, transfers, strict=True
-            )
+            for link, delay, transfer in zip(well.links, delays, transfers, strict=True)
         )
-        problem = self._problem.model_copy(update={"links": links})
+        problem = well.model_copy(update={"links": links})
         if _has_several(problem):
             return plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes)
         return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
@@ -208,18 +216,32 @@ def _train(iterations: int, step: Callable[[int, float], float]) -> float:
     return now
 
 
-def late_share(problem: Problem, trace: LinkTrace) -> float:
+def unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+def ready_first(plan: Plan) -> Plan:
+    """The plan with any op that is ready next, on the same routes."""
+    return replace(plan, dispatch=Dispatch.ONLINE)
+
+
+def late_share(
+    problem: Problem,
+    trace: LinkTrace,
+    delegation: float = 0.0,
+    late: Callable[[Plan], Plan] = unchanged,
+) -> float:
     """The share of an oracle that is an iteration late: most that can be had by seeing a fault,
     except by plans that suit the delays within an iteration better than one for their mean does.
-    ``problem`` is in milliseconds."""
+    ``problem`` is in milliseconds; ``late``: see :class:`Oracle`."""
     problem = in_seconds(problem)
-    links = Links(problem, trace)
+    links = Links(problem, trace, delegation)
     static = _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)
     iterations = _iterations(trace, links, static)
-    oracles = (Oracle(problem, links, static, late=late) for late in (False, True))
-    most, late = (_train(iterations, oracle.step) for oracle in oracles)
+    most = _train(iterations, Oracle(problem, links, static).step)
+    took = _train(iterations, Oracle(problem, links, static, late=late).step)
     fixed = _train(iterations, _keep(links, static))
-    return (fixed - late) / (fixed - most)
+    return (fixed - took) / (fixed - most)
 
 
 def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:

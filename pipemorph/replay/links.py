@@ -7,7 +7,15 @@ from typing import Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning import (
+    Dispatch,
+    Plan,
+    Problem,
+    Route,
+    Simulation,
+    StageTimes,
+    link_on,
+)
 from pipemorph.planning.ir import place_stages
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.interleaved import (
@@ -24,10 +32,13 @@ DispatchChoice = Dispatch | Literal["auto"]
 class Links:
     """The links of a job in seconds: their own delay and transfer, and what a trace changes.
 
-    Raises :class:`InputError` if a trace has rates of links whose messages have no stated size.
+    ``delegation``: part of an op by which it is longer for each message that it sends or receives
+    over a delegated link. Raises :class:`InputError` if a trace has rates of links whose messages
+    have no stated size.
     """
 
-    def __init__(self, problem: Problem, trace: LinkTrace) -> None:
+    def __init__(self, problem: Problem, trace: LinkTrace, delegation: float = 0.0) -> None:
+        self._delegation = delegation
         self._base = [link.delay for link in problem.links]
         self._transfers = [link.transfer for link in problem.links]
         self._bytes = [link.message_bytes for link in problem.links]
@@ -60,14 +71,21 @@ class Links:
         return limits.recompute_limit, limits.in_flight_limit - 1
 
     def under(self, routes: Sequence[Route]) -> Problem:
-        """The problem with links as they are without a fault, for messages on ``routes``."""
+        """The problem with links as they are without a fault, for messages on ``routes``, and with
+        what delegating takes of the ops at their ends."""
         links = [
             link_on(route, base, half_duplex=half).model_copy(update={"transfer": transfer})
             for route, base, transfer, half in zip(
                 routes, self._base, self._transfers, self._half, strict=True
             )
         ]
-        return self._problem.model_copy(update={"links": tuple(links)})
+        away = [route is Route.DELEGATED for route in routes]
+        ends = [above + below for above, below in zip([False, *away], [*away, False], strict=True)]
+        stages = [
+            _longer(stage, self._delegation * count) if count and self._delegation else stage
+            for stage, count in zip(self._problem.stages, ends, strict=True)
+        ]
+        return self._problem.model_copy(update={"links": tuple(links), "stages": tuple(stages)})
 
     def bubble_fraction(self, ran: Simulation) -> float:
         """Idle time of the ranks over ranks × makespan."""
@@ -200,6 +218,18 @@ def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
             "schedule": schedule,
             "trainer": {"module": "replay", "iterations": 1_000_000},
             "transport": {"directDuplex": "half" if True in half else "full"},
+        }
+    )
+
+
+def _longer(stage: StageTimes, part: float) -> StageTimes:
+    """The stage with a longer F and B; W sends nothing."""
+    fused, extra = stage.fused_backward, part * stage.backward_input
+    return stage.model_copy(
+        update={
+            "forward": stage.forward * (1 + part),
+            "backward_input": stage.backward_input + extra,
+            "fused_backward": None if fused is None else fused + extra,
         }
     )
 

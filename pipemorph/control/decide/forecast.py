@@ -7,7 +7,7 @@ cancel in the comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple, Protocol
@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from pipemorph.api.spec import Adaptation, Parallelism, ScheduleSpec, Transport
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.control.decide.replica_links import ReplicaLinks, folded
+from pipemorph.control.decide.route_cost import RouteCost
 from pipemorph.control.decide.varying import Varying
 from pipemorph.control.memory_limits import Excess, Room, excess
 from pipemorph.errors import InputError
@@ -97,6 +98,8 @@ class Situation:
     says little; else empty, as the whole is if none does."""
     own: tuple[ReplicaLinks, ...] = ()
     """Empty if there is one replica, or all links are well."""
+    route_cost: RouteCost = field(default_factory=RouteCost)
+    """What delegating takes of the op times in ``stages``."""
     assumed: bool = False
     """Whether only the ratios of the op times mean anything, since nothing was known of them."""
 
@@ -243,7 +246,7 @@ class Forecast:
         transfers = [situation.transfer(i) for i in range(len(routes))]
         problem = problem_for(
             self._spec.schedule.microbatches,
-            situation.stages,
+            situation.route_cost.on(situation.stages, routes),
             [max(0.0, w - t) for w, t in zip(situation.wire_times, transfers, strict=True)],
             routes,
             transfers=transfers,

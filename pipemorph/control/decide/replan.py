@@ -256,7 +256,11 @@ def _choose(
     if current is None:
         return quickest, None
     gain = 1 - quickest.seconds / current.seconds if current.seconds > 0 else 0.0
-    if gain >= asked.spec.adaptation.min_gain and gain > 0:
+    least = asked.spec.adaptation.min_gain
+    if asked.cause == "varies":
+        # The current plan was made for a delay that does not.
+        least = min(least, SAME)
+    if gain >= least and gain > 0:
         return _if_it_pays(asked, current, quickest)
     # Not faster, but a recovered link can return to its direct route.
     may_ease = asked.cause in MAY_EASE
@@ -270,7 +274,7 @@ def _choose(
     ]
     if lighter:
         return forecast.best(lighter), None
-    return None, findings.TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
+    return None, findings.TooLittle(current.seconds, gain, least)
 
 
 def _choose_baseline(

@@ -292,13 +292,14 @@ class DelayDetector:
         exact: bool = True,
         slack: float = 0.0,
         weight: float = 1.0,
+        follows_base: bool = False,
     ) -> None:
         """Process one window: its median wire time, its iteration (``mark``), its route.
 
         ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the receiver)
         above the true value, so it only excludes values outside that interval. ``weight``: its
         weight towards an alarm, less than 1 if something other than this link may have made it
-        late.
+        late. ``follows_base``: an exact value was found from the base, so it says nothing about it.
         """
         if route != self.route:
             self._switch(route)
@@ -308,7 +309,7 @@ class DelayDetector:
         if known is None:
             self._learn(value, exact, mark)
             return
-        if exact and not known.exact:
+        if exact and not known.exact and not follows_base:
             # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
         within = Within.exactly(value) if exact else Within(max(0.0, value - slack), value)

@@ -127,7 +127,7 @@ class _Series:
     def refined(self, low: float, high: float, latency: float | None) -> float | None:
         """The wire time from its bounds and the latency, which is exact even if the receiver
         computes: what is normal without latency, and the latency. None if that is unknown, or not
-        within the bounds."""
+        within the bounds. If the base is an upper bound, its excess over the base is exact."""
         base = self.detector.base
         if latency is None or base is None or not self.well:
             return None
@@ -143,6 +143,8 @@ class _Window(NamedTuple):
     mark: int
     route: str
     exact: bool
+    refined: bool
+    """Exact only as far as the base is, see :meth:`_Series.refined`."""
     slack: float
     latency: float | None
     spacing: float | None
@@ -236,6 +238,7 @@ class LinkBook:
                 exact=window.exact,
                 slack=window.slack,
                 weight=DOUBTED_WEIGHT if doubted else 1.0,
+                follows_base=window.refined,
             )
             window.series.take(window)
             self._note(window.series, was)
@@ -305,16 +308,18 @@ class LinkBook:
         # Of several upper bounds, the least is the closest.
         value = sample.wire.p50 if exact else sample.wire.min
         slack = 0.0 if exact else ends.longest_op(receiver[0])
+        refined = False
         if not exact and sample.route.value == series.detector.route:
-            refined = series.refined(value - slack, value, sample.latency)
-            if refined is not None:
-                value, slack, exact = refined, 0.0, True
+            known = series.refined(value - slack, value, sample.latency)
+            if known is not None:
+                value, slack, exact, refined = known, 0.0, True, True
         return _Window(
             series,
             value,
             sample.iteration,
             sample.route.value,
             exact,
+            refined,
             slack,
             sample.latency,
             sample.spacing,

@@ -35,13 +35,28 @@ DIRECT = (Route.DIRECT,) * (STAGES - 1)
 DELEGATED = tuple(Route.DELEGATED if link == SLOW else Route.DIRECT for link in range(STAGES - 1))
 
 
-def dispatches(
-    routes: tuple[Route, ...], *, dispatch: str = "auto", delay: float = 0.03, **fields: Any
-) -> list[Dispatch]:
-    """Of the new plans for a slow link."""
-    limit = 10
+def dispatches(routes: tuple[Route, ...], **fields: Any) -> list[Dispatch]:
+    return [option.plan.dispatch for option in new_plans(routes, **fields)]
+
+
+def new_plans(
+    routes: tuple[Route, ...],
+    *,
+    dispatch: str = "auto",
+    delay: float = 0.03,
+    limit: int = 10,
+    fused: float | None = None,
+    **fields: Any,
+) -> list[Option]:
+    """For a slow link; ``fused``: seconds of a backward that is not split."""
     delays = tuple(delay * (link == SLOW) for link in range(STAGES - 1))
-    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, in_flight_limit=limit)
+    op = StageTimes(
+        forward=0.01,
+        backward_input=0.01,
+        backward_weight=0.01,
+        in_flight_limit=limit,
+        fused_backward=fused,
+    )
     job = spec(
         microbatches=24,
         stages=STAGES,
@@ -56,7 +71,7 @@ def dispatches(
         (False,) * (STAGES - 1),
         rooms=tuple(room(job, stage, None, None) for stage in range(STAGES)),
     )
-    return [option.plan.dispatch for option in Forecast(job, situation).fresh(routes)]
+    return Forecast(job, situation).fresh(routes)
 
 
 def test_online_dispatch_is_a_choice_while_slow_links_are_delegated() -> None:
@@ -67,6 +82,14 @@ def test_online_dispatch_is_a_choice_while_slow_links_are_delegated() -> None:
     assert dispatches(DELEGATED, dispatch="online") == [Dispatch.ONLINE]
     sharded = {"stages": STAGES, "tensor": 2}
     assert dispatches(DELEGATED, parallelism=sharded) == [Dispatch.STATIC], "one order of ops"
+
+
+def test_a_plan_whose_stages_mix_forms_of_backwards_is_not_run_online() -> None:
+    found = [option.plan for option in new_plans(DELEGATED, limit=24, fused=0.0184)]
+    online = [each for each in found if each.dispatch is Dispatch.ONLINE]
+    assert online
+    assert any(each.schedule.mixed is not None for each in found), "or this shows nothing"
+    assert all(each.schedule.mixed is None for each in online)
 
 
 def test_ranks_with_several_stages_are_planned_with_what_follows_their_last_op() -> None:
@@ -102,7 +125,11 @@ def test_of_equal_plans_one_that_stands_a_longer_delay_is_chosen(
     delays = tuple(delay * each for each in slow)
     op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, in_flight_limit=LIMIT)
     forecast = Forecast(
-        spec(stages=STAGES, microbatches=24, schedule={"inFlightLimit": LIMIT}),
+        spec(
+            stages=STAGES,
+            microbatches=24,
+            schedule={"inFlightLimit": LIMIT, "dispatch": "static"},
+        ),
         Situation(
             (op,) * STAGES, tuple(0.002 + each for each in delays), delays, slow,
             (False,) * (STAGES - 1),

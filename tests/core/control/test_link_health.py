@@ -263,6 +263,23 @@ def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
     assert slow.wire_time == pytest.approx(slow.delay + 0.001)
 
 
+def test_a_latency_does_not_make_a_bound_of_the_wire_time_exact() -> None:
+    """Ops of up to 10 ms always hide the arrivals; what is small says only when it is later."""
+
+    class Hidden(Job):
+        def sample(self, link: int, direction: int, late: float) -> LinkSample:
+            found = super().sample(link, direction, late)
+            least = found.wire.min + self.rng.uniform(0.003, 0.009)
+            wire = found.wire.model_copy(update={"exact": 0, "min": least, "p50": least})
+            return found.model_copy(update={"latency": 0.001 + late, "wire": wire})
+
+    job = Hidden()
+    job.run(60)
+    assert {state.wire_time for state in job.states()} == {0.1 * job.longest_op(0)}
+    job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
+    assert job.states()[3].delay == pytest.approx(0.04, abs=0.002), "it is as late as it is"
+
+
 def test_a_stall_does_not_make_a_slow_link_slower() -> None:
     """As little as it makes other links slow."""
     job = Job()
