@@ -9,6 +9,7 @@ measured.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Literal
@@ -29,8 +30,8 @@ from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
 
 PERIOD = ITERATION = REPORT_SECONDS
-"""Seconds between two reports of one agent while its ranks train, and of an iteration: each report
-tells of one. Op times differ by too little to be told again."""
+"""Seconds between two reports of one agent while its ranks train, unless it is told to report less
+often, and of an iteration. Op times differ by too little to be told again."""
 Kind = Literal["first", "quiet", "alarm", "slow"]
 """first: tells everything; quiet: nothing but an iteration; alarm: that a link has turned slow;
 slow: an iteration while it is."""
@@ -40,11 +41,13 @@ OP = 0.01
 """Seconds."""
 MESSAGES = 5
 """Of one window."""
-WINDOW, SETTLED, MOST = 0.05, 60, 40
-"""Seconds of a window; so many until nothing is new, and at most until an alarm."""
+WINDOW, SETTLED, OPS_EVERY, MOST = 0.05, 60, 4, 80
+"""Seconds of a window; so many until nothing is new, in how many of them there are op times, and at
+most until an alarm, or until reports tell of progress alone."""
 
 _NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
 _SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003, 900_000_004
+_OBSERVED, _SECONDS, _NONE = 900_000_005, 1234.5, '"iterations":[]'
 """What stands in a body for what differs from report to report."""
 
 
@@ -53,18 +56,48 @@ class Reports:
     turns slow, and of how slow."""
 
     def __init__(self, stages: int, seed: int = 0) -> None:
-        self._texts = _texts(stages, seed)
+        self._texts = {kind: _apart(text) for kind, text in _texts(stages, seed).items()}
 
-    def body(self, namespace: str, job: str, sequence: int, observed: int, kind: Kind) -> str:
-        """The report number ``sequence`` of a job. ``observed``: plan version in effect."""
+    def body(
+        self,
+        namespace: str,
+        job: str,
+        sequence: int,
+        observed: int,
+        kind: Kind,
+        *,
+        applied: int | None = None,
+        iteration: int | None = None,
+        finished: int = 1,
+        seconds: float = ITERATION,
+    ) -> str:
+        """The report number ``sequence`` of a job. ``observed``: the newest plan version;
+        ``applied``: the one in effect, if it is another; ``iteration``: the one in progress
+        (default: one a report); ``finished``: how many it tells of, if its kind tells of any;
+        ``seconds``: of each."""
+        text, sample = self._texts[kind]
+        at = sequence % 2**31 + 1 if iteration is None else iteration
+        if sample:
+            took = str(round(seconds * random.gauss(1, 0.01), 6))
+            one = sample.replace(str(_SECONDS), took)
+            told = [one.replace(str(_INDEX), str(at - i)) for i in range(finished, 0, -1)]
+            text = text.replace(_NONE, f'"iterations":[{",".join(told)}]')
         numbers = {
-            _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence,
-            _INDEX: sequence % 2**31, _ITERATION: sequence % 2**31 + 1, _VERSION: observed,
+            _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence, _ITERATION: at,
+            _OBSERVED: observed, _VERSION: observed if applied is None else applied,
         }  # fmt: skip
-        text = self._texts[kind]
         for stands_for, value in numbers.items():
             text = text.replace(str(stands_for), str(value))
         return text
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """A report without the iteration that it tells of, and that; empty if it tells of none."""
+    report = json.loads(text)
+    compact = json.JSONEncoder(separators=(",", ":")).encode
+    if not (samples := report.get("iterations")):
+        return text, ""
+    return compact(report | {"iterations": []}), compact(samples[0])
 
 
 def _texts(stages: int, seed: int) -> dict[Kind, str]:
@@ -85,7 +118,7 @@ def _texts(stages: int, seed: int) -> dict[Kind, str]:
         observer.observe(merger.take(), now, refresh=finished)
 
     def send(kind: Kind | None = None) -> LinkHealthReport:
-        report = observer.report(_SEQUENCE, now, _VERSION)
+        report = observer.report(_SEQUENCE, now, _OBSERVED)
         observer.delivered(report, DirectiveEnvelope(memory="" if kind is None else "it"), now)
         if kind is not None:
             texts[kind] = report.body().decode()
@@ -93,10 +126,14 @@ def _texts(stages: int, seed: int) -> dict[Kind, str]:
 
     send()
     for window in range(SETTLED):
-        hear(finished=window == SETTLED - 1)
+        hear(finished=window % OPS_EVERY == OPS_EVERY - 1)
     send("first")
-    hear(finished=True)
-    send("quiet")
+    for _ in range(MOST):
+        hear(finished=True)
+        if send("quiet").is_progress:
+            break
+    else:
+        raise RuntimeError(f"{stages} stages, seed {seed}: no report tells of progress alone")
     for _ in range(MOST):
         hear(slow=True)
         if observer.due(now) and send("alarm").directions:
@@ -135,7 +172,7 @@ def _telemetry(
         else None,
         finished_iteration=IterationSample(
             index=_INDEX,
-            seconds=draw.gauss(ITERATION, 0.01),
+            seconds=_SECONDS,
             loss=draw.uniform(2, 3),
             plan_version=_VERSION,
             bubble_fraction=draw.uniform(0.1, 0.2),

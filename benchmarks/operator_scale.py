@@ -14,8 +14,8 @@ pods      apply of one job of RANKS ranks until all its pods exist, against a pl
           default settings, 20 requests a second, here alone
 jobs      JOBS jobs of 2, 8 and 64 stages, eight ranks in a pod: API requests of the operator per
           job, its memory, and the time a restarted operator needs until it has looked at all
-fleet     all these jobs report at their agents' rate and hold a long poll, over TLS. After QUIET
-          seconds a link turns slow in one job a second, ONSETS of them; then in STORM jobs in the
+fleet     all these jobs report at their agents' rate and hold a long poll, over TLS. Once all have
+          begun, a link turns slow in one job a second, ONSETS of them; then in STORM jobs in the
           same moment. From the report that shows it to the directive at the agent (goals: p50
           50 ms and p99 250 ms with 2 and 8 stages, p99 1 s with 64; the storm within 10 s), and of
           that: the wait for a planner, the decision, the write to status, which comes after; what
@@ -24,9 +24,10 @@ restart   the ingest is killed and started while all of them are connected: unti
           each again
 
 Reports are made by the agent's code from what ranks tell it, and sent at its rate while a job
-trains: one a second, and one at once when a link turns slow. Of each job whose link does, the op
-times, the link and its delay are drawn, so that no two decisions are the same; it is one that the
-controller answers with a plan.
+trains: one a second, or as seldom as the ingest asks for, one at once when a link turns slow, and
+one an iteration from then on. Iterations take as long as the plan in effect promises. Of each job
+whose link does, the op times, the link and its delay are drawn, so that no two decisions are the
+same; it is one that the controller answers with a plan.
 """
 
 from __future__ import annotations
@@ -48,17 +49,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 import yaml  # noqa: E402
-from agent_reports import PERIOD, Kind, Reports, parsed  # noqa: E402
+from agent_reports import ITERATION, PERIOD, Kind, Reports, parsed  # noqa: E402
 from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
 from report_load import load  # noqa: E402
 from scale_table import (  # noqa: E402
+    BEGIN,
     CALM,
     LET_BE,
     MIX,
     ONSETS,
+    ONSETS_AT,
     QUIET,
     RESTART,
     STORM,
+    STORM_AT,
     goals,
     table,
 )
@@ -255,40 +259,43 @@ def started(jobs: Jobs, sizes: Sequence[int]) -> list[str]:
     return made
 
 
-def acts(stages: int, seed: int) -> bool:
-    """Whether a controller answers the alarm of such a job with a plan, and nothing before it: the
-    product's own, given what report_load.py sends."""
+def gain(stages: int, seed: int) -> float:
+    """Times the iteration with the old plan takes that with the new one, as promised, if a
+    controller answers the alarm of such a job with a plan, and nothing before it: the product's
+    own, given what report_load.py sends. 0: it does not."""
     controller = JobController(parse_job(yaml.safe_dump(job_of(stages, "j"))).spec)
     reports = Reports(stages, seed)
     kinds: tuple[Kind, ...] = ("first", *["quiet"] * (QUIET - 1), "alarm")
     for at, kind in enumerate(kinds):
         if controller.directive() is not None:
-            return False
+            return 0.0
         body = reports.body("default", "j", MORE_THAN_SENT + at, 0, kind)
         controller.report(parsed(body), now=at * PERIOD)
         if (asked := controller.replan) is not None:
             controller.settle(asked, propose(asked), now=at * PERIOD)
-    return controller.directive() is not None
+    if (found := controller.directive()) is None:
+        return 0.0
+    assert found.record is not None and found.record.predicted_seconds_before is not None
+    return found.record.predicted_seconds_before / found.record.predicted_seconds_after
 
 
 def onsets(sizes: Sequence[int]) -> tuple[list[dict[str, Any]], int]:
     """Per job, what its agent plays: the seed of its telemetry, and when its link turns slow.
     Returns as well how many were drawn for that."""
     found: list[dict[str, Any]] = [{"stages": stages, "seed": 0} for stages in sizes]
-    times = [QUIET + i for i in range(ONSETS)] + [QUIET + ONSETS + CALM] * STORM
+    times = [ONSETS_AT + i for i in range(ONSETS)] + [STORM_AT] * STORM
     drawn = 0
     for job, slow_at in zip(found, times, strict=False):
         drawn += 1
-        while not acts(job["stages"], drawn):
+        while not (times := gain(job["stages"], drawn)):
             drawn += 1
-        job |= {"seed": drawn, "slow_at": slow_at}
+        job |= {"seed": drawn, "slow_at": slow_at, "slow_iteration": times * ITERATION}
     return found, drawn
 
 
 def lacking(found: dict[str, Any], slow_at: Sequence[float], gone_at: float) -> dict[str, int]:
     """Slow links without a directive: by the time at which the storm begins, of those before it; by
     the ingest's end, of the storm; and at the end of all."""
-    storm_at = QUIET + ONSETS + CALM
     unasked = [at for at in found["unasked"] if at]
 
     def missing(first: float, last: float, until: float) -> int:
@@ -297,8 +304,8 @@ def lacking(found: dict[str, Any], slow_at: Sequence[float], gone_at: float) -> 
         return asked - sum(first <= at < last for at in served)
 
     return {
-        "onsets": missing(0.0, storm_at, storm_at),
-        "storm": missing(storm_at, math.inf, gone_at),
+        "onsets": missing(0.0, STORM_AT, STORM_AT),
+        "storm": missing(STORM_AT, math.inf, gone_at),
         "end": missing(0.0, math.inf, math.inf),
     }
 
@@ -311,8 +318,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         {"namespace": jobs.namespace, "name": f"j{number}", "token": token} | job
         for number, (token, job) in enumerate(zip(started(jobs, sizes), played, strict=True))
     ]
-    storm_at = QUIET + ONSETS + CALM
-    gone_at = storm_at + CALM
+    gone_at = STORM_AT + CALM
     with load(
         port=installation.port,
         server_name=f"pm-pipemorph-operator-ingest.{SYSTEM}.svc",
@@ -324,6 +330,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         first=MORE_THAN_SENT,
     ) as figures:
         began = time.monotonic()
+        time.sleep(BEGIN)
         busy, load_before = Processors(installation), os.getloadavg()[0]
         requests = Requests(installation)
         plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
@@ -365,10 +372,10 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         **used,
     }
     for stages in MIX:
-        took = [t for s, at, t, _ in found["directives"] if s == stages and at < storm_at]
+        took = [t for s, at, t, _ in found["directives"] if s == stages and at < STORM_AT]
         result |= milliseconds(f"onset_{stages}", took or [math.inf])
         result[f"onsets_{stages}"] = len(took)
-    storm = [took for _, at, took, _ in found["directives"] if at >= storm_at]
+    storm = [took for _, at, took, _ in found["directives"] if at >= STORM_AT]
     result |= milliseconds("storm", storm or [math.inf])
     result["storm_last_seconds"] = max(storm) if len(storm) == STORM else math.inf
     back = [seconds - LET_BE for seconds in found["back"]]

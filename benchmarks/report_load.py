@@ -22,7 +22,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from agent_reports import Kind, Reports
+from agent_reports import ITERATION, Kind, Reports
+
+from pipemorph_trainer.agent.uplinks.to_ingest import (
+    FIRST_BACKOFF_SECONDS as FIRST_BACKOFF,
+)
+from pipemorph_trainer.agent.uplinks.to_ingest import (
+    LAST_BACKOFF_SECONDS as LAST_BACKOFF,
+)
 
 OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
@@ -30,14 +37,13 @@ BEGAN = "began"
 """What it says on standard error once everybody is connected: its time begins."""
 DEADLINE = 1800.0
 """Seconds until it has ended."""
-FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
-"""Seconds until an agent tries again: the first time, and at most."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One job's seat: what it needs to speak for itself. ``seed``: see
-    :class:`~agent_reports.Reports`; ``slow_at``: seconds after which its link turns slow."""
+    :class:`~agent_reports.Reports`; ``slow_at``: seconds after which its link turns slow;
+    ``slow_iteration``: seconds of an iteration from then until another plan is in effect."""
 
     namespace: str
     name: str
@@ -45,12 +51,14 @@ class Job:
     stages: int = 2
     seed: int = 0
     slow_at: float | None = None
+    slow_iteration: float = ITERATION
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to do: all jobs report once per ``period`` for so many ``seconds``. ``gone_at``: seconds
-    after which the ingest may be away; before that an agent that is refused ends it all."""
+    """What to do: all jobs report once per ``period``, or as seldom as the ingest wants, for so
+    many ``seconds``. ``gone_at``: seconds after which the ingest may be away; before that an agent
+    that is refused ends it all."""
 
     port: int
     server_name: str
@@ -137,6 +145,14 @@ class Reporter:
         """Whether the ingest has been told everything."""
         self.stages, self.slow_at = job.stages, job.slow_at
         self.observed = 0
+        self.again = asyncio.Event()
+        """Set when a poll fails: an agent reports at once then."""
+        self._slow_since = 0
+        """The plan version in effect when the link turned slow."""
+        self._told_slow = False
+        self._iteration = self._sequence % 2**31
+        self.pause = load.period
+        """Seconds until the next report, as the ingest wants it."""
         self.alarm_sent: float | None = None
 
     async def line(self) -> Line:
@@ -166,10 +182,18 @@ class Reporter:
     def request(self, kind: Kind) -> bytes:
         """The next report."""
         self._sequence += 1
-        job = self._job
+        # The iteration in which a link turns slow ends under the plan before.
+        job, first = self._job, kind == "slow" and not self._told_slow
+        self._told_slow |= first
+        applied = self._slow_since if first else self.observed
+        slow = kind == "slow" and applied == self._slow_since
+        finished = 0 if kind == "alarm" else round(self.pause / self._load.period)
+        self._iteration += finished
         body = reports_of(job.stages, job.seed).body(
-            job.namespace, job.name, self._sequence, self.observed, kind
-        )
+            job.namespace, job.name, self._sequence, self.observed, kind,
+            applied=applied, iteration=self._iteration, finished=finished,
+            seconds=job.slow_iteration if slow else ITERATION,
+        )  # fmt: skip
         return (
             f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
@@ -183,10 +207,14 @@ class Reporter:
         request = self.request(kind)
         started = time.monotonic()
         if kind == "alarm":
-            self.alarm_sent = started
+            self.alarm_sent, self._slow_since = started, self.observed
         body = await line.ask(request)
         took = time.monotonic() - started
-        memory = _memory_of(self.take(*body))
+        answer = self.take(*body)
+        memory = _memory_of(answer)
+        # While a link is slow an agent tells of each iteration as it finishes.
+        attentive = slow or b'"attentive":true' in answer
+        self.pause = self._load.period if attentive else _seldom_of(answer)
         # An ingest that has another one remembers nothing: it is told everything again.
         self._told = kind == "first" or memory == self._memory
         self._memory = memory
@@ -219,6 +247,11 @@ class Reporter:
 def _memory_of(body: bytes) -> bytes:
     """What an answer names the memory of the ingest; empty if it does not."""
     return body.partition(b'"memory":"')[2].partition(b'"')[0]
+
+
+def _seldom_of(body: bytes) -> float:
+    """How seldom an answer wants reports, seconds."""
+    return float(body.partition(b'"seldom":')[2].partition(b",")[0])
 
 
 class _Gate:
@@ -287,8 +320,10 @@ class Fleet:
         due = self._load.period * number / len(self._reporters)
         backoff, away = 0.0, False
         while due < self._load.seconds:
-            await asyncio.sleep(due - self._now())
-            now = self._now()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reporter.again.wait(), max(0.0, due - self._now()))
+            reporter.again.clear()
+            now = due = min(due, self._now())
             if now < self._load.gone_at:
                 self._out.late = max(self._out.late, now - due)
                 self._out.wall = now
@@ -323,7 +358,7 @@ class Fleet:
 
     def _next(self, due: float, reporter: Reporter) -> float:
         """When the next report is due: an alarm at once, and one after each period."""
-        due, turns_slow = due + self._load.period, reporter.slow_at
+        due, turns_slow = due + reporter.pause, reporter.slow_at
         if turns_slow is not None and reporter.alarm_sent is None:
             return min(due, max(turns_slow, self._now()))
         return due
@@ -337,6 +372,8 @@ class Fleet:
             except (OSError, Refused) as error:
                 if isinstance(error, Refused) and self._now() < self._load.gone_at:
                     raise
+                if backoff == FIRST_BACKOFF:
+                    reporter.again.set()
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF)
                 with contextlib.suppress(OSError):

@@ -9,9 +9,13 @@ from scale_usage import Result
 
 MIX = {2: 0.4, 8: 0.4, 64: 0.2}
 """Jobs, by stages."""
-QUIET, ONSETS, STORM, CALM = 20, 60, 100, 20.0
-"""Seconds before the first link turns slow; how many do, one a second; how many at once, two such
-pauses later; seconds until the ingest is killed."""
+BEGIN, QUIET, ONSETS, STORM, CALM = 110.0, 20, 60, 100, 20.0
+"""Seconds until the beginning of all jobs at the same moment is over: each is written a first time
+then, by both programs. Seconds before the first link turns slow; how many do, one a second; how
+many at once, two such pauses later; seconds until the ingest is killed."""
+ONSETS_AT = BEGIN + QUIET
+STORM_AT = ONSETS_AT + ONSETS + CALM
+"""Seconds from the first report."""
 LET_BE, RESTART = 1.0, 60.0
 """Seconds in which agents that are not answered are let be before it is, so that no clock need be
 exact; and those that are watched after that."""

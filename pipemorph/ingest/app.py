@@ -45,7 +45,14 @@ class Timeouts:
     head: float = 5.0
     body: float = 5.0
     keep_alive: float = 60.0
+    refusal: float = 1.0
+    """Until a caller is told that it is refused, or asks too often: each connection of those who
+    ask again and again costs one request in this time."""
     shutdown: float = 3.0
+
+
+HELD = frozenset({401, 403, 429})
+"""Answers that are held back for a moment. No agent that has its job's token needs them soon."""
 
 
 class _OneLine(logging.Filter):
@@ -187,6 +194,8 @@ def make_app(
             reply = await decide(request)
             if on_answer is not None:
                 on_answer(kind, reply.status, time.monotonic() - began)
+            if reply.status in HELD:
+                await asyncio.sleep(limits.refusal)
             return _response(reply)
 
         return respond

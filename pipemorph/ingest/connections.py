@@ -1,10 +1,12 @@
 """Accepts connections within limits, and closes connections that send no request in time.
 
-A TLS connection costs about 50 KiB before its client has authenticated. So the number of
-connections is limited: in total, per source address, and most tightly for *silent* ones, which have
-not sent a complete request head yet. At a limit, the oldest silent connection of the source with
-most of them is closed. So a flood of silent connections displaces only itself, and a client that
-sends its request at once keeps its connection.
+A TLS connection costs about 50 KiB before its client has authenticated, and its handshake a
+millisecond or two in which nobody else is answered. So the number of connections is limited: in
+total, per source address, and most tightly for *silent* ones, which have not sent a complete
+request head yet. At a limit, the oldest silent connection of the source with most of them is
+closed. So a flood of silent connections displaces only itself, and a client that sends its request
+at once keeps its connection. One that has said nothing at all is a socket and a timer: a handshake
+begins once the client has begun it, at a limited rate, and sources take turns.
 """
 
 from __future__ import annotations
@@ -18,14 +20,27 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from aiohttp import web
+
+from pipemorph.ingest.token_bucket import TokenBucket
+from pipemorph.ingest.turns import Turns
 
 log = logging.getLogger("pipemorph.ingest")
 
 BACKLOG = 1024
 """Length of the kernel's accept queue, for when all agents reconnect at once."""
+HANDSHAKES_PER_SECOND, HANDSHAKES_AT_ONCE = 400.0, 2
+"""Limit of all TLS handshakes together. They take half of the event loop then."""
+AGAIN_PER_SECOND = 50.0
+"""Connections of one source beyond as many as it may have open: of one that is closed and comes
+back at once, for ever."""
+SOURCES = 4096
+"""Of so many, those are forgotten that have not come lately."""
+TLS_RECORD = b"\x16"
+"""With this the first message of a TLS client begins."""
 LOG_SECONDS = 10.0
 """Minimum time between two log lines about connections that were not served."""
 EXHAUSTED_SECONDS = 1.0
@@ -71,6 +86,8 @@ class Connection(asyncio.Protocol):
         self._sock = sock
         self._transport: asyncio.Transport | None = None
         self._inner: asyncio.Protocol = asyncio.Protocol()
+        self.begun = False
+        """Whether the event loop has taken over the socket."""
 
     def head_received(self) -> None:
         """Mark that a complete request head has arrived, so the connection is no longer silent."""
@@ -80,6 +97,10 @@ class Connection(asyncio.Protocol):
         """Close the connection now, in any state."""
         if self._transport is not None:
             self._transport.abort()
+            return
+        if not self.begun:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
             return
         try:
             # During a TLS handshake there is no transport yet: shutting down the socket makes the
@@ -145,6 +166,9 @@ class Acceptor:
         self._per_source: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
         """Silent connections by source, oldest first."""
+        self._coming: dict[str, TokenBucket] = {}
+        """How many more connections may come now, by source."""
+        self._handshakes: Turns | None = None
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unserved: Counter[Unserved] = Counter()
@@ -158,6 +182,8 @@ class Acceptor:
     async def open(self, host: str | None, port: int) -> None:
         """Listen. Raises OSError if the address is taken."""
         loop = asyncio.get_running_loop()
+        if self._tls is not None:
+            self._handshakes = Turns(HANDSHAKES_PER_SECOND, HANDSHAKES_AT_ONCE)
         # asyncio resolves and binds the addresses; the sockets are then used with limits here.
         bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         self._listeners = [each.dup() for each in bound.sockets]
@@ -177,6 +203,8 @@ class Acceptor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._handshakes is not None:
+            self._handshakes.close()
         for listener in self._listeners:
             listener.close()
         self._listeners = []
@@ -203,6 +231,10 @@ class Acceptor:
             await asyncio.sleep(0)
 
     def _admit(self, sock: socket.socket, source: str) -> None:
+        if not self._may_come(source):
+            sock.close()
+            self._count("crowded", source)
+            return
         while not self._has_room(source):
             oldest = self._oldest_silent(source)
             if oldest is None:
@@ -216,7 +248,46 @@ class Acceptor:
         self._silent.setdefault(source, {})[connection] = None
         loop = asyncio.get_running_loop()
         connection.timer = loop.call_later(self._head_seconds, self._end, connection, "silent")
+        if self._handshakes is None:
+            self._begin(connection, sock)
+            return
+        sock.setblocking(False)
+        loop.add_reader(sock, self._speaks, connection, sock)
+
+    def _may_come(self, source: str) -> bool:
+        now = time.monotonic()
+        if len(self._coming) >= SOURCES:
+            self._coming = {who: left for who, left in self._coming.items() if not left.full(now)}
+        bucket = self._coming.get(source)
+        if bucket is None:
+            burst = self._limits.per_source
+            bucket = self._coming[source] = TokenBucket(AGAIN_PER_SECOND, burst, now)
+        return bucket.take(now)
+
+    def _speaks(self, connection: Connection, sock: socket.socket) -> None:
+        """Let a client that has begun a TLS handshake wait for its turn; hang up on others."""
+        asyncio.get_running_loop().remove_reader(sock)
+        try:
+            first = sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            first = b""
+        if first == TLS_RECORD:
+            assert self._handshakes is not None
+            self._handshakes.put(connection.source, partial(self._begin, connection, sock))
+        else:
+            self._end(connection, "handshake")
+
+    def _begin(self, connection: Connection, sock: socket.socket) -> bool:
+        """Begin to serve a connection, unless it has been closed."""
+        if connection not in self._open:
+            return False
+        loop = asyncio.get_running_loop()
+        assert connection.timer is not None
+        connection.timer.cancel()  # It may have waited for its turn.
+        connection.timer = loop.call_later(self._head_seconds, self._end, connection, "silent")
+        connection.begun = True
         self._keep(loop.create_task(self._establish(connection, sock)))
+        return True
 
     def _has_room(self, source: str) -> bool:
         return (

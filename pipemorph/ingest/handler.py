@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.planner_processes import PlannerLost
+from pipemorph.ingest.token_bucket import TokenBucket
 from pipemorph.planning import Policy
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
@@ -60,6 +62,9 @@ log = logging.getLogger("pipemorph.ingest")
 
 LARGE_BYTES = 64 * 1024
 """Plans of fewer bytes are checked within a few milliseconds."""
+SELDOM_SECONDS = 5.0
+"""Longest time between two reports that an agent is told: well below that after which it takes the
+ingest for lost, or the ingest its links for unknown."""
 PERSIST_AGAIN_SECONDS = 1.0
 """Delay of a retry after a directive that was served could not be persisted."""
 
@@ -105,12 +110,16 @@ ReadBody = Callable[[], Awaitable[bytes | Reply]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Rate limits of one job.
+    """Rate limits of one job, but for ``reports_in_all``.
 
     An agent sends a report every second, and every ~50 ms at most while its links change: the burst
     is two seconds of that. It has one long poll; a few more may be left over from retries.
+
+    ``reports_in_all``: reports a second of all jobs together that have nothing urgent. If there are
+    more jobs, their agents are told to report less often, and an alarm waits behind fewer of them.
     """
 
+    reports_in_all: float = 400.0
     reports_per_second: float = 25.0
     burst: int = 50
     polls: int = 8
@@ -124,8 +133,7 @@ class _JobSession:
 
     served: Directive | None
     persisted: int
-    tokens: float
-    refilled: float
+    allowed: TokenBucket
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
     persists_again_at: float = 0.0
     reading: bool = False
@@ -133,15 +141,6 @@ class _JobSession:
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
     _answered: tuple[DirectiveEnvelope, Reply] | None = None
     """The newest answer without a directive: most are equal to the one before."""
-
-    def take_token(self, limits: Limits, now: float) -> bool:
-        elapsed = max(0.0, now - self.refilled)
-        self.tokens = min(float(limits.burst), self.tokens + elapsed * limits.reports_per_second)
-        self.refilled = now
-        if self.tokens < 1:
-            return False
-        self.tokens -= 1
-        return True
 
     def above(self, version: int) -> Directive | None:
         return (
@@ -204,7 +203,7 @@ class IngestHandler:
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
         session = self._session(job)
-        if not session.take_token(self._limits, time.monotonic()):
+        if not session.allowed.take(time.monotonic()):
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} reports per second"
             )
@@ -228,10 +227,17 @@ class IngestHandler:
         if parsed.fresh:
             self._store.another_agent(namespace, name)
         else:
-            answer = answer.model_copy(update={"versions": self._for_agent(namespace, name, job)})
+            told = {"versions": self._for_agent(namespace, name, job), "seldom": self._seldom()}
+            answer = answer.model_copy(update=told)
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         return session.reply(answer, parsed.observed_plan_version)
+
+    def _seldom(self) -> float:
+        """Seconds between two reports of an agent that has nothing urgent: whole halves, so that
+        most answers stay as they were when a job comes or goes."""
+        wanted = len(self._sessions) / self._limits.reports_in_all
+        return min(SELDOM_SECONDS, max(1.0, math.ceil(2 * wanted) / 2))
 
     def _for_agent(self, namespace: str, name: str, job: ControlledJob) -> tuple[int, int] | None:
         """The first and the last version that the agent may give. The job gives none of them from
@@ -255,7 +261,7 @@ class IngestHandler:
         session = self._session(job)
         if not job.wants_plan or session.reading:
             return Reply.error(409, "no plan is wanted: the one in force is known, or was refused")
-        if not session.take_token(self._limits, time.monotonic()):
+        if not session.allowed.take(time.monotonic()):
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} requests per second"
             )
@@ -384,8 +390,9 @@ class IngestHandler:
             session = _JobSession(
                 served=saved,
                 persisted=saved.plan_version if saved is not None else 0,
-                tokens=float(self._limits.burst),
-                refilled=time.monotonic(),
+                allowed=TokenBucket(
+                    self._limits.reports_per_second, self._limits.burst, time.monotonic()
+                ),
             )
             self._sessions[job] = session
         return session

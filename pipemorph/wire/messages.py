@@ -246,6 +246,8 @@ class DirectiveEnvelope(WireModel):
     host has lost it, and the next report has every state again."""
     attentive: bool = False
     """Whether to report iterations as they finish: a decision waits for them."""
+    seldom: Seconds = 1.0
+    """Least time between two reports of which nothing is urgent: more where many agents report."""
     wants_plan: bool = False
     """Whether the host waits for the plan that the ranks run, which it does not know."""
     versions: tuple[PlanVersion, PlanVersion] | None = None

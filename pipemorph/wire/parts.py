@@ -66,8 +66,6 @@ class PartAnswer(DirectiveEnvelope):
 
     fresh: bool = False
     """Whether the job's agent has not been told yet what its host remembers."""
-    seldom: Seconds = 1.0
-    """Least time between two reports of which nothing is urgent."""
     links_late: bool = False
     """Whether most links of the job are late at this moment."""
     reductions_late: bool = False

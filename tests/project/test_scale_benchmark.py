@@ -40,13 +40,17 @@ class Service:
     """Answers reports at once. Decides ``later`` reports after the alarm, or after so many of any
     kind. From its time ``gone_at`` on it hangs up, until so many have tried to connect."""
 
-    def __init__(self, *, later: int, early: int = 0, refuses: int = 0) -> None:
+    def __init__(
+        self, *, later: int, early: int = 0, refuses: int = 0, seldom: float = PERIOD
+    ) -> None:
         self._later, self._early, self._refuses = later, early, refuses
         self._directive = asyncio.Event()
         self._reports = self._since = 0
         self.alarms: list[float] = []
         self.decided_at = 0.0
         self.kinds: list[str] = []
+        self.told: list[dict[str, Any]] = []
+        self.seldom = seldom
         self.memory = "one"
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
@@ -68,7 +72,11 @@ class Service:
         if self._since == self._later or self._reports == self._early:
             self.decided_at = time.monotonic()
             self._directive.set()
-        return 200, f'{{"protocol":2,"memory":"{self.memory}"}}'.encode()
+        self.told.append(report)
+        return (
+            200,
+            f'{{"protocol":2,"memory":"{self.memory}","seldom":{self.seldom},"x":0}}'.encode(),
+        )
 
 
 def play(
@@ -109,6 +117,33 @@ def test_a_directive_that_takes_many_periods_is_seen_to_take_them(
     assert out.back == [], "it was never away"
 
 
+def test_a_job_reports_as_seldom_as_it_is_asked_to_and_of_all_its_iterations(
+    report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(later=1, seldom=4 * PERIOD)
+    monkeypatch.setattr(sys.modules[__name__], "SLOW_AT", 0.5)
+    play(report_load, monkeypatch, service)
+    first = service.kinds.index("slow")
+    assert 2 <= first <= 4, "reports before the alarm"
+    indices = [each["index"] for report in service.told for each in report.get("iterations", ())]
+    assert indices == [*range(indices[0], indices[0] + len(indices))], "none twice, none left out"
+    assert [len(report["iterations"]) for report in service.told[1:first]] == [4] * (first - 1)
+    assert len(service.kinds) - first > 2.0 / PERIOD / 4 + 5, "one an iteration while it is slow"
+
+
+def test_the_iteration_in_which_a_link_turns_slow_ends_under_the_plan_before(
+    report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, made = Service(later=1), report_load.Job
+    monkeypatch.setattr(report_load, "Job", lambda **what: made(**what, slow_iteration=3.0))
+    play(report_load, monkeypatch, service)
+    _, first, second, *_ = [r for r in service.told if r.get("directions")]
+    assert first["applied_plan_version"] == 0 and second["applied_plan_version"] == 1
+    assert first["observed_plan_version"] == second["observed_plan_version"] == 1
+    took = [report["iterations"][0]["seconds"] for report in (first, second)]
+    assert took == [pytest.approx(3.0, rel=0.1), pytest.approx(1.0, rel=0.1)]
+
+
 def test_a_directive_before_the_alarm_is_no_quick_one(
     report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,8 +173,8 @@ def test_only_links_that_ask_for_a_plan_turn_slow(
     operator_scale: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One a second, then many at once; no two of them are the same."""
-    assert operator_scale.acts(2, 1) and operator_scale.acts(8, 1)
-    monkeypatch.setattr(operator_scale, "acts", lambda _, seed: seed % 2 == 0)
+    assert operator_scale.gain(2, 1) > 1 and operator_scale.gain(8, 1) > 1
+    monkeypatch.setattr(operator_scale, "gain", lambda _, seed: 2.0 * (seed % 2 == 0))
     sizes = operator_scale.mixed(1000)
     assert {stages: sizes.count(stages) for stages in (2, 8, 64)} == {2: 400, 8: 400, 64: 200}
     played, drawn = operator_scale.onsets(sizes)
@@ -178,7 +213,7 @@ def test_a_job_is_said_to_report_what_its_agent_would(
 def test_a_slow_link_is_missed_in_the_phase_that_had_to_serve_it(
     operator_scale: ModuleType,
 ) -> None:
-    storm = operator_scale.QUIET + operator_scale.ONSETS + operator_scale.CALM
+    storm = operator_scale.STORM_AT
     gone = storm + operator_scale.CALM
     slow_at = [30.0, 31.0, 32.0, storm, storm, storm]
     served = [

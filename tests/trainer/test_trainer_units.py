@@ -28,6 +28,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
+from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.split import OffloadAttempt, OpTimes, SplitReport
 from pipemorph_trainer.executor.split.report import RecomputeAttempt
 from pipemorph_trainer.executor.stage_profile import (
@@ -37,7 +38,7 @@ from pipemorph_trainer.executor.stage_profile import (
     peak_memory,
     stage_profile,
 )
-from pipemorph_trainer.executor.stages.emulated import Accelerator
+from pipemorph_trainer.executor.stages.emulated import Accelerator, EmulatedStage
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
@@ -470,8 +471,20 @@ def timed(kind: OpKind, microbatch: int, took: float) -> TimedOp:
     return TimedOp(kind, microbatch, 10.0, 10.0 + took)
 
 
+def test_a_profile_names_the_column_of_its_rank() -> None:
+    """Ranks of a stage in several columns are compared with each other, and each pod's agent tells
+    of its own columns alone."""
+    last = MeshShape(stages=2, replicas=3, order=("dp_replicate", "pp")).coordinate(5)
+    stage = OwnStage(
+        EmulatedStage(0.01, 0.01, 0.01, 64), last, loss_fn=None, microbatches=2, split="auto",
+        device=torch.device("cpu"), accelerator=None, store=None, agree=lambda own: [own],
+    )  # fmt: skip
+    told = stage.profile([timed(OpKind.F, 0, 0.5)], [])
+    assert (told.stage, told.replica) == (1, 2)
+
+
 def profile_of(ops: list[TimedOp], **options: Any) -> StageProfile:
-    return stage_profile(1, ops, "module", peak_memory=7, **options)
+    return stage_profile(1, ops, "module", column=0, peak_memory=7, **options)
 
 
 def test_copies_do_not_count_as_forward_and_backward() -> None:

@@ -2,8 +2,8 @@
 
 It runs in rank 0's agent. Pure: no clock, no sockets. A host needs to know at once what may ask for
 another plan: a link that has turned slow or well, a delay that has changed, an iteration that shows
-what a new plan is worth. Anything else goes with the next report, of which there is one a second.
-So the host's work is that of what has changed, whatever the mesh.
+what a new plan is worth. Anything else goes with the next report, of which there is one a second,
+or fewer if the host says so. So the host's work is that of what has changed, whatever the mesh.
 
 The cost of telemetry is that of its windows. What walks all directions of all links is done in
 turns, so that its cost in a second is bounded.
@@ -64,7 +64,7 @@ from pipemorph.wire.messages import MOST_EVENTS, MOST_ITERATIONS, MOST_STAGES
 from pipemorph.wire.parts import MOST_PACES, Pace, PartAnswer, PartReport, RouteBases
 
 REPORT_SECONDS = 1.0
-"""A report has all that has changed at least this often."""
+"""A report has all that has changed this often, unless the host wants fewer."""
 HEARTBEAT_SECONDS = 20.0
 """A part with nothing new reports as often. That its connection is lost is known sooner."""
 SILENT_HEARTBEATS = 2.5
@@ -148,7 +148,9 @@ class Observer:
         self._stragglers = StragglerBook(mesh.stages, mesh, self._events)
         self._parts = Parts(mesh, part_ranks if part is None else 0)
         self._seldom = REPORT_SECONDS * max(1.0, len(self._parts) / SELDOM_REPORTS)
-        """Between two reports of a part, as told by the job's observer, or that it tells."""
+        """Between two reports of a part of this job, as it is told."""
+        self.pause = REPORT_SECONDS
+        """Between two reports of this observer, as its host tells, or the job's observer."""
         self._usual: dict[str, float] = {}
         """Per route, the normal wire time of the job's directions."""
         self._to_tell: set[int] = set()
@@ -462,10 +464,9 @@ class Observer:
     def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
         """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
         :meth:`delivered`."""
-        self._report_at, self._urgent = sent_at + REPORT_SECONDS, False
+        self._report_at, self._urgent = sent_at + self.pause, False
         self._beat_at = self._report_at
         if self._part is not None:
-            self._report_at = sent_at + self._seldom
             self._beat_at = sent_at + HEARTBEAT_SECONDS
         empty = self._empty(
             protocol=PROTOCOL,
@@ -571,12 +572,13 @@ class Observer:
             self._iterations.extendleft(reversed(self._told_iterations))
             self._told_iterations.clear()
         self._memory, self._host_waits = answer.memory, answer.attentive
+        self.pause = answer.seldom
         if answer.settings is not None:
             self._set(answer.settings)
         if answer.versions is not None and answer.versions > (self.versions or (0, 0)):
             self.versions = answer.versions
         if isinstance(answer, PartAnswer):
-            self._seldom, self._links.most_late = answer.seldom, answer.links_late
+            self._links.most_late = answer.links_late
             self._reductions.most_late = answer.reductions_late
             if answer.usual:
                 self._usual = answer.usual

@@ -15,6 +15,7 @@ from pipemorph.planning.ir import Route
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MOST_SLOW,
+    DirectiveEnvelope,
     FabricView,
     IterationSample,
     LinkHealthReport,
@@ -103,6 +104,23 @@ def test_while_nothing_changes_there_is_one_short_report_a_second() -> None:
     assert len(quiet) == 10
     assert all(not (each.links or each.directions) for each in quiet)
     assert max(job.sizes[-10:]) < 500
+
+
+def test_a_host_of_many_jobs_is_told_less_often_but_for_what_is_urgent() -> None:
+    job = Job(spec())
+    job.run(SETTLED)
+    agent, heard = job.agent.observer, job.controller.report
+
+    def report(sent: LinkHealthReport, now: float) -> DirectiveEnvelope:
+        return heard(sent, now).model_copy(update={"seldom": 2.5})
+
+    job.controller.report = report  # type: ignore[method-assign]
+    job.run(50)
+    assert agent.pause == 2.5
+    assert len(job.run(500)) == 10
+    job.delays[1, 0] = LATE
+    (alarm,) = job.run(3)
+    assert {(row.link, row.health) for row in alarm.directions} == {(1, "slow")}
 
 
 def test_a_link_that_turns_slow_or_well_is_told_with_the_window_that_shows_it() -> None:

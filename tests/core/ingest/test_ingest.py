@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -13,178 +12,37 @@ import pytest
 from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ingest_client import (
+    LONG,
+    PATIENCE,
+    TOKEN,
+    Client,
+    Scripted,
+    body,
+    controller,
+    serve,
+    until,
+    waiting,
+)
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control import JobController
-from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.handed_in import HandedIn
 from pipemorph.ingest import (
-    BearerAuthenticator,
     Identity,
     IngestHandler,
     IngestServer,
     Limits,
     MemoryStore,
     Refused,
-    Reply,
 )
 from pipemorph.ingest.app import Timeouts
 from pipemorph.wire import (
-    MAX_PLAN_BYTES,
     MAX_REPORT_BYTES,
-    AdaptationRecord,
-    Directive,
     DirectiveEnvelope,
-    HandIn,
-    LinkHealthReport,
-    PlanMessage,
 )
-
-TOKEN = "correct horse"
-PATIENCE = 15.0
-"""Seconds for what takes milliseconds: a machine may stall. Less than :data:`LONG`."""
-LONG = 30
-"""Seconds a poll waits that is to be answered before."""
-OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
-
-
-def controller() -> JobController:
-    return JobController(
-        JobSpec.model_validate(
-            {
-                "parallelism": {"stages": 4},
-                "schedule": {"microbatches": 8, "stageTimes": [OP] * 4},
-                "trainer": {"module": "x", "iterations": 10},
-            }
-        )
-    )
-
-
-def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
-    return {
-        "protocol": 2,
-        "job": "gpt",
-        "namespace": "default",
-        "attempt": 0,
-        "sequence": sequence,
-        "sent_at": 1.0,
-        "state": "training",
-        "iteration": 0,
-        "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    } | changes
-
 
 SLOW = {"link": 0, "column": 0, "direction": "forward", "delay": 0.1, "wire_time": 0.1}
 WELL = {"link": 1, "health": "healthy", "wire_time": 0.01, "column": 0}
-
-
 OLD = {name: value for name, value in body(links=[{"link": 0}]).items() if name != "protocol"}
 """As of protocol 1, which did not name it."""
-
-
-class Scripted:
-    """A job whose directives a test sets."""
-
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.plan_version = 0
-        self.sequences: list[int] = []
-        self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
-        self._directive: Directive | None = None
-        self._plan = PlanMessage.of(controller().wanted)
-
-    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
-        self.sequences.append(report.sequence)
-        self.on_report(report)
-        return DirectiveEnvelope(memory="m")
-
-    def tick(self, now: float) -> None:
-        pass
-
-    def want(self, plan_version: int) -> None:
-        self.plan_version = plan_version
-        self._directive = Directive(
-            plan_version=plan_version, issued_at=1.0, reason="test", plan=self._plan
-        )
-
-    def directive(self, after: int = 0) -> Directive | None:
-        wanted = self._directive
-        return wanted if wanted is not None and wanted.plan_version > after else None
-
-    replan = None
-
-    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
-        raise AssertionError("nothing was asked")
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"plan_version": self.plan_version}
-
-    spec = controller().spec
-    wants_plan = False
-
-    def leave(self, versions: range) -> None:
-        pass
-
-    def hand_in(self, handed: HandedIn, now: float) -> None:
-        raise AssertionError("no plan is wanted")
-
-    def refuse_plan(self) -> None:
-        raise AssertionError("no plan is wanted")
-
-
-class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url = session, url
-
-    async def post(
-        self, data: bytes | dict[str, Any], *, token: str = TOKEN, job: str = "gpt"
-    ) -> tuple[int, Any]:
-        content = data if isinstance(data, bytes) else json.dumps(data).encode()
-        return await self.put("reports", content, token, job)
-
-    async def put(
-        self, what: str, content: bytes, token: str = TOKEN, job: str = "gpt"
-    ) -> tuple[int, Any]:
-        async with self.session.post(
-            f"{self.url}/v1/jobs/default/{job}/{what}",
-            data=content,
-            headers={"Authorization": f"Bearer {token}"},
-        ) as answer:
-            return answer.status, json.loads(await answer.text())
-
-    async def poll(self, query: str, *, token: str = TOKEN) -> tuple[int, Any]:
-        async with self.session.get(
-            f"{self.url}/v1/jobs/default/gpt/directive?{query}",
-            headers={"Authorization": f"Bearer {token}"},
-        ) as answer:
-            return answer.status, json.loads(await answer.text())
-
-
-def serve(
-    test: Callable[[Client, IngestServer], Awaitable[None]],
-    job: Any,
-    *,
-    store: MemoryStore | None = None,
-    limits: Limits | None = None,
-    timeouts: Timeouts | None = None,
-    authenticator: Any = None,
-) -> None:
-    """Run ``test`` against a server on loopback that has ``job``."""
-
-    async def run() -> None:
-        jobs = store or MemoryStore()
-        jobs.add("default", "gpt", job)
-        server = IngestServer(
-            jobs,
-            authenticator or BearerAuthenticator(TOKEN),
-            limits=limits,
-            timeouts=timeouts or Timeouts(shutdown=PATIENCE),
-        )
-        async with server, aiohttp.ClientSession() as session:
-            await asyncio.wait_for(test(Client(session, server.url), server), 4 * PATIENCE)
-
-    asyncio.run(run())
 
 
 def test_a_report_is_answered_with_an_envelope() -> None:
@@ -314,17 +172,6 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
     serve(test, job)
 
 
-def waiting(server: IngestServer, job: Any) -> int:
-    session = server.handler._sessions.get(job)
-    return len(session.waiters) if session else 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     ("query", "field"),
     [
@@ -362,215 +209,6 @@ def test_polls_of_another_attempt_are_turned_away() -> None:
     serve(test, job)
 
 
-class Saved(MemoryStore):
-    """A store in which persisting waits for ``allow`` and may fail. Only versions up to
-    ``granted`` are reserved."""
-
-    def __init__(self, granted: int = 0) -> None:
-        super().__init__()
-        self.granted = granted
-        self.events: list[str] = []
-        self.allow = asyncio.Event()
-        self.fails = False
-
-    def reserved(self, namespace: str, job: str) -> int:
-        return self.granted
-
-    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        self.events.append(f"persisting {snapshot['plan_version']}")
-        await self.allow.wait()
-        if self.fails:
-            raise OSError("no space left")
-        self.events.append(f"persisted {snapshot['plan_version']}")
-
-
-def test_a_version_that_is_not_reserved_is_persisted_before_anybody_sees_it() -> None:
-    job, store = Scripted(), Saved()
-
-    async def test(client: Client, server: IngestServer) -> None:
-        job.on_report = lambda report: job.want(1)
-        poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
-        first = asyncio.create_task(client.post(body(1)))
-        await until(lambda: store.events == ["persisting 1"])
-        # Whoever asks meanwhile gets nothing, and waits for nothing it did not ask for.
-        assert (await client.poll("attempt=0&wait=0"))[1]["directive"] is None
-        second = asyncio.create_task(client.post(body(2)))
-        done, _ = await asyncio.wait({first, second, poll}, timeout=0.2)
-        assert not done
-        job.on_report = lambda report: None
-        job.want(2)
-        store.allow.set()
-        answers = await asyncio.gather(first, second, poll)
-        assert store.events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
-        assert answers[0][1]["directive"]["plan_version"] == 2
-        assert answers[1][1]["directive"]["plan_version"] == 2
-        assert answers[2][1]["directive"]["plan_version"] in (1, 2)
-
-    serve(test, job, store=store)
-
-
-def test_a_reserved_version_is_served_at_once_and_persisted_after() -> None:
-    job, store = Scripted(), Saved(granted=2)
-
-    async def test(client: Client, server: IngestServer) -> None:
-        poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
-        job.on_report = lambda report: job.want(1)
-        assert (await client.post(body(1)))[1]["directive"]["plan_version"] == 1
-        assert (await poll)[1]["directive"]["plan_version"] == 1
-        assert store.events == ["persisting 1"]
-        job.on_report = lambda report: job.want(2)
-        assert (await client.post(body(2)))[1]["directive"]["plan_version"] == 2
-        # The block ends here.
-        job.on_report = lambda report: job.want(3)
-        last = asyncio.create_task(client.post(body(3)))
-        done, _ = await asyncio.wait({last}, timeout=0.2)
-        assert not done
-        assert (await client.poll("attempt=0&after=1&wait=0"))[1]["directive"]["plan_version"] == 2
-        store.allow.set()
-        assert (await last)[1]["directive"]["plan_version"] == 3
-        assert store.events == ["persisting 1", "persisted 1", "persisting 3", "persisted 3"]
-
-    serve(test, job, store=store)
-
-
-def test_what_was_served_is_persisted_before_the_host_ends() -> None:
-    job, store = Scripted(), Saved(granted=9)
-
-    async def test(client: Client, server: IngestServer) -> None:
-        job.on_report = lambda report: job.want(1)
-        await client.post(body(1))
-        await until(lambda: store.events == ["persisting 1"])
-        stopping = asyncio.create_task(server.stop())
-        done, _ = await asyncio.wait({stopping}, timeout=0.5)
-        assert not done
-        store.allow.set()
-        await asyncio.wait_for(stopping, PATIENCE)
-        assert store.events == ["persisting 1", "persisted 1"]
-
-    serve(test, job, store=store)
-
-
-def test_a_directive_that_cannot_be_persisted_is_held_back_and_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    job, store = Scripted(), Saved()
-    store.fails = True
-    store.allow.set()
-
-    async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.post(body(1)))[1]["directive"] is None
-        job.want(1)
-        status, answer = await client.post(body(2))
-        assert (status, answer["directive"]) == (200, None)
-        assert "v1 could not be persisted, and no version is reserved" in caplog.text
-        assert "no space left" in caplog.text
-        store.fails = False
-        await server.handler.tick("default", "gpt")
-        assert (await client.poll("attempt=0"))[1]["directive"]["plan_version"] == 1
-
-    serve(test, job, store=store)
-
-
-def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, store = Scripted(), Saved(granted=9)
-    store.fails = True
-    store.allow.set()
-    monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.5)
-
-    async def test(client: Client, server: IngestServer) -> None:
-        await client.post(body(1))
-        job.want(1)
-        for i in range(5):
-            answer = await client.post(body(2 + i))
-            assert answer[1]["directive"]["plan_version"] == 1
-        assert "v1 was served but not persisted; retrying: no space left" in caplog.text
-        assert store.events == ["persisting 1"], "not with every report"
-        store.fails = False
-
-        async def persisted() -> None:
-            while "persisted 1" not in store.events:
-                await server.handler.tick("default", "gpt")
-                await asyncio.sleep(0.02)
-
-        await asyncio.wait_for(persisted(), PATIENCE)
-        await server.handler.tick("default", "gpt")
-        assert store.events == ["persisting 1", "persisting 1", "persisted 1"]
-
-    serve(test, job, store=store)
-
-
-def test_a_restored_job_serves_its_directive_at_once() -> None:
-    job = Scripted()
-    job.want(7)
-
-    async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.poll("attempt=0&after=6"))[1]["directive"]["plan_version"] == 7
-
-    serve(test, job)
-
-
-def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    """Its bytes are not even read otherwise, nor those of a second one after a bad one."""
-    made = controller()
-    plan = PlanMessage.of(made.wanted).model_copy(update={"version": 3})
-    record = AdaptationRecord(
-        plan_version=3, kind="adapt", detected_at=1.0, detected_at_iteration=0, detectable_at=0,
-        reason="because", links=[], warmup_before=[], warmup_after=[], routes=[],
-        predicted_seconds_before=None, predicted_seconds_after=1.0,
-    )  # fmt: skip
-    newest = Directive(plan_version=3, issued_at=1.0, reason="because", plan=plan, record=record)
-    message = HandIn(job="gpt", namespace="default", attempt=0, directive=newest)
-    good = message.body()
-    bad = (
-        message.model_copy(update={"job": "other"}).body(),
-        message.model_copy(update={"attempt": 1}).body(),
-    )
-
-    async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.put("plan", good, token="wrong"))[0] == 401
-        assert (await client.put("plan", good, job="other"))[0] == 404
-        status, answer = await client.put("plan", good)
-        assert (status, "no plan is wanted" in answer["error"]) == (409, True)
-        status, answer = await client.post(body(observed_plan_version=3))
-        assert (status, answer["wants_plan"]) == (200, True)
-        status, answer = await client.put("plan", b" " * (MAX_PLAN_BYTES + 1))
-        assert (status, "larger than 8388608 bytes" in answer["error"]) == (413, True)
-        for each in bad:
-            assert (await client.put("plan", each))[0] == 403
-        # One at a time: they may be large.
-        enough = asyncio.Event()
-
-        async def slowly() -> bytes | Reply:
-            await enough.wait()
-            return Reply.error(408, "too slow")
-
-        reading = asyncio.create_task(server.handler.hand_in("default", "gpt", slowly))
-        await asyncio.sleep(0)
-        assert (await client.put("plan", good))[0] == 409
-        enough.set()
-        assert (await reading).status == 408
-        assert (await client.put("plan", good))[0] == 200
-        assert made.wanted.version == 3
-        status, answer = await client.poll("attempt=0&after=2&wait=0")
-        assert Directive.model_validate(answer["directive"]) == newest
-        status, answer = await client.post(body(2, observed_plan_version=3))
-        assert not answer["wants_plan"]
-        # Of yet another host, and bad.
-        status, answer = await client.post(body(3, observed_plan_version=5))
-        assert answer["wants_plan"]
-        status, answer = await client.put("plan", good)
-        assert (status, answer["field"]) == (422, "directive")
-        assert "plan v3 is not v5, the newest that the ranks have reported" in answer["error"]
-        assert (await client.put("plan", b"{"))[0] == 409
-
-    serve(test, made)
-    assert "refused the plan that the ranks run: plan v3 is not v5" in caplog.text
-
-
 def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
     job = Scripted()
 
@@ -585,6 +223,28 @@ def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
         await asyncio.gather(*polls)
 
     serve(test, job, limits=Limits(reports_per_second=0.001, burst=10, polls=2))
+
+
+def test_of_many_jobs_each_reports_less_often() -> None:
+    store = MemoryStore()
+    for number in range(21):
+        store.add("default", f"j{number}", Scripted())
+    handler = IngestHandler(store, limits=Limits(reports_in_all=8.0))
+
+    async def test() -> None:
+        told = []
+        for number in range(21):
+            sent = json.dumps(body(job=f"j{number}")).encode()
+            answer = json.loads((await handler.report("default", f"j{number}", sent)).body)
+            told.append(answer["seldom"])
+        assert told == [1.0] * 8 + [1.5] * 4 + [2.0] * 4 + [2.5] * 4 + [3.0]
+        few = IngestHandler(store, limits=Limits(reports_in_all=0.1))
+        sent = json.dumps(body()).encode()
+        assert json.loads((await few.report("default", "gpt", sent)).body)["error"]
+        sent = json.dumps(body(job="j0")).encode()
+        assert json.loads((await few.report("default", "j0", sent)).body)["seldom"] == 5.0
+
+    asyncio.run(test())
 
 
 def test_stopping_answers_waiting_polls() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,9 @@ async def ask(
 
 
 @contextlib.asynccontextmanager
-async def serving(**limits: int) -> AsyncIterator[tuple[IngestServer, int, list[str]]]:
+async def serving(
+    tls: ssl.SSLContext | None = None, refusal: float = 0.0, **limits: int
+) -> AsyncIterator[tuple[IngestServer, int, list[str]]]:
     """A server on loopback that has job gpt, its port, and why connections were not served."""
     unserved: list[str] = []
     store = MemoryStore()
@@ -115,12 +118,23 @@ async def serving(**limits: int) -> AsyncIterator[tuple[IngestServer, int, list[
     server = IngestServer(
         store,
         BearerAuthenticator(TOKEN),
-        timeouts=Timeouts(head=PATIENCE),
+        tls=tls,
+        timeouts=Timeouts(head=PATIENCE, refusal=refusal),
         connections=ConnectionLimits(**limits),
         on_unserved=unserved.append,
     )
     async with server:
         yield server, int(server.url.rsplit(":", 1)[1]), unserved
+
+
+def certified(folder: Path) -> tuple[Path, Path]:
+    """A certificate that vouches for itself, and its key."""
+    certificate, key = folder / "c.pem", folder / "k.pem"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    about = ["-subj", "/CN=ingest", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", *kind, *about, *files], check=True, timeout=PATIENCE)
+    return certificate, key
 
 
 def waiting(server: IngestServer) -> int:
@@ -136,11 +150,7 @@ def mebibytes(process: int) -> float:
 
 @pytest.mark.quiet
 def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    about = ["-subj", "/CN=ingest", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", "req", "-x509", *kind, *about, *files], check=True, timeout=PATIENCE)
+    certificate, key = certified(tmp_path)
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(certificate), str(key), TOKEN],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -176,6 +186,72 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
     assert server.returncode == 0, said
     assert "connections not served: 1 exceeded the connection limits" in said
     assert said.count("\n") < 5, "a line for each of them"
+
+
+def test_a_handshake_costs_nothing_until_the_client_begins_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = certified(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    begun: list[str] = []
+    establish = connections.Acceptor._establish
+
+    async def counted(self: connections.Acceptor, connection: Any, sock: socket.socket) -> None:
+        begun.append(connection.source)
+        await establish(self, connection, sock)
+
+    monkeypatch.setattr(connections.Acceptor, "_establish", counted)
+
+    async def run() -> None:
+        trust = ssl.create_default_context(cafile=str(certificate))
+        async with serving(tls) as (_, port, unserved):
+            silent, gone, plain = (knock(port) for _ in range(3))
+            await until(lambda: all(map(is_open, (silent, gone, plain))), "not connected")
+            gone.close()
+            await until(lambda: unserved == ["handshake"], "one that has gone stays")
+            plain.send(b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: not is_open(plain), "one that speaks no TLS stays")
+            assert unserved == ["handshake"] * 2
+            assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+            assert begun == ["127.0.0.2"]
+            assert is_open(silent)
+        await until(lambda: not is_open(silent), "it outlives the server")
+        silent.close()
+        plain.close()
+
+    asyncio.run(run())
+
+
+def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "AGAIN_PER_SECOND", 1e-6)
+
+    async def run() -> None:
+        async with serving(per_source=3) as (_, port, unserved):
+            for _ in range(3):
+                assert await ask(port, query=NO_JOB) == NOT_FOUND
+            with contextlib.suppress(ConnectionError):
+                assert await ask(port, query=NO_JOB) == b""
+            assert unserved == ["crowded"]
+            assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+
+    asyncio.run(run())
+
+
+def test_who_is_refused_is_told_a_moment_later() -> None:
+    async def run() -> None:
+        async with serving(refusal=0.5) as (_, port, _):
+            began = time.monotonic()
+            assert await ask(port, query=NO_JOB) == NOT_FOUND
+            known = time.monotonic() - began
+            answers = [ask(port, query=POLL, token="forged") for _ in range(20)]
+            assert set(await asyncio.gather(*answers)) == {b"HTTP/1.1 401 Unauthorized"}
+            assert 0.5 <= time.monotonic() - began - known < PATIENCE
+            assert known < 0.5
+
+    asyncio.run(run())
 
 
 def test_the_oldest_that_says_nothing_makes_room() -> None:

@@ -16,17 +16,12 @@ from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
 from pipemorph_operator.ingest.status.write_budget import (
-    BEGINS_PER_SECOND,
     BURST,
     DECIDING_SECONDS,
-    HELD_SECONDS,
     PROGRESS_SECONDS,
-    RUSH_JOBS,
-    RUSH_SECONDS,
     SPACING_SECONDS,
     WRITES_PER_SECOND,
     Budget,
-    Rush,
 )
 from pipemorph_operator.ingest.status.writer import MOST_WRITES
 from pipemorph_operator.ingest.store import ClusterStore
@@ -315,59 +310,6 @@ def test_a_job_that_begins_to_report_gets_its_versions_at_once(
     assert asyncio.run(run()) == writes
 
 
-def test_first_writes_wait_while_a_thousand_jobs_come_back() -> None:
-    rush, now, written = Rush(), 0.0, []
-    began: list[float] = []
-    while len(written) < 1000:
-        assert now < 120, f"{len(written)} of 1000 were written"
-        if len(began) < 1000:
-            began += [now] * 40
-            for _ in range(40):
-                rush.begins(now)
-        written += [now for at in began[len(written) :] if not rush.holds(at, now)]
-        now += 1.0
-    assert written[0] == HELD_SECONDS, "nobody waits for longer"
-    assert written[-1] <= 24 + RUSH_SECONDS, "nor once all are back"
-
-
-def test_first_writes_leave_the_api_server_to_others() -> None:
-    jobs = 100
-
-    async def run() -> list[int]:
-        api: Any = SlowApi()
-        api.go.set()
-        now, found = 1000.0, []
-        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-        for i in range(jobs):
-            job = copy.deepcopy(JOB)
-            job["metadata"] |= {"name": f"j{i}", "uid": f"u{i}"}
-            job["status"]["training"] = {"attempt": 0, "lastReportTime": "1970-01-01T00:00:00Z"}
-            store.changed(("default", f"j{i}"), job)
-        for tenth in range(450):
-            now = 1000.0 + tenth / 10
-            for i in range(jobs):
-                if tenth % 10 == 0:
-                    controller: Any = store.lookup("default", f"j{i}")
-                    controller.report(reported(1 + tenth).model_copy(update={"job": f"j{i}"}), now)
-                await store.look(("default", f"j{i}"))
-            found.append(len(api.applied))
-        assert all(store.reserved("default", f"j{i}") for i in range(jobs))
-        return found
-
-    found = asyncio.run(run())
-    held, ends = found[int(10 * RUSH_SECONDS) - 1], found.index(jobs)
-    assert held <= 2, "as long as it is a rush"
-    assert ends / 10 - RUSH_SECONDS == pytest.approx(jobs / BEGINS_PER_SECOND, rel=0.2)
-
-
-def test_a_few_jobs_that_begin_are_no_rush() -> None:
-    rush = Rush()
-    for second in range(100):
-        for _ in range(RUSH_JOBS // int(RUSH_SECONDS)):
-            rush.begins(float(second))
-        assert not rush.holds(float(second), second + 1.0) or second < 3
-
-
 class LaterPlan:
     """A planner of first plans that answers when the test says so."""
 
@@ -417,10 +359,10 @@ def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(heap, "LOOK_SECONDS", 0.0)
     count, more, collected = 1000, 0, 0
 
-    def collect(collecting: Any = gc.collect) -> int:
+    def collect(generation: int = 2, collecting: Any = gc.collect) -> int:
         nonlocal collected
-        collected += 1
-        found: int = collecting()
+        collected += generation == 2
+        found: int = collecting(generation)
         return found
 
     async def turns(task: asyncio.Task[None]) -> None:
@@ -448,6 +390,14 @@ def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPat
         count = 1200
         await turns(task)
         assert collected == 2
+        stays: list[list[int]] = [[] for _ in range(5000)]
+        frozen = gc.get_freeze_count()
+        await turns(task)
+        assert gc.get_freeze_count() < frozen + len(stays)
+        monkeypatch.setattr(heap, "STAYED_SECONDS", -1.0)
+        await turns(task)
+        assert collected == 2
+        assert gc.get_freeze_count() >= frozen + len(stays), "what has come since stays, too"
         task.cancel()
 
     monkeypatch.setattr(gc, "collect", collect)

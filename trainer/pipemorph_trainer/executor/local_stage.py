@@ -151,6 +151,7 @@ class OwnStage:
             self._coordinate.stage,
             ops,
             self.runner.split,
+            column=self._coordinate.column,
             peak_memory=peak_memory(self.device),
             footprint=self._footprint,
             copies=copies,

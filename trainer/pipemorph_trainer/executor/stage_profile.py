@@ -50,6 +50,7 @@ def stage_profile(
     ops: Sequence[TimedOp],
     split: Literal["module", "graph", "fused", "emulated"],
     *,
+    column: int,
     peak_memory: int,
     footprint: Footprint = Footprint(),
     copies: Sequence[TimedCopy] = (),
@@ -82,6 +83,7 @@ def stage_profile(
     weight = 0.0 if split == "fused" else mean(OpKind.W)
     return StageProfile(
         stage=stage,
+        replica=column,
         forward=mean(OpKind.F),
         backward_input=backward,
         backward_weight=weight,

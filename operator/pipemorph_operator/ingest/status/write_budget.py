@@ -9,9 +9,10 @@ write.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.control import Health, JobView
 from pipemorph.control.generations import Generations
 from pipemorph.wire import LinkHealthReport
@@ -104,6 +105,17 @@ class KeyState:
                 for kind, (status, reason, _) in verdicts(source, view, now).items()
             ),
             measured=bool(records) and records[-1].iteration_seconds_after is not None,
+        )
+
+    def is_told_by(self, training: TrainingStatus, conditions: Sequence[Condition]) -> bool:
+        """Whether a status tells of this state: what another process has written of the job."""
+        said = {(each.type, each.status, each.reason) for each in conditions}
+        return (
+            said >= set(self.conditions)
+            and (training.attempt, training.state) == (self.attempt, self.state)
+            and training.applied_plan_version == self.versions[1]
+            and self.slow >= {(each.link, each.replica) for each in training.slow_links}
+            and len(self.slow) == training.slow_link_count
         )
 
 

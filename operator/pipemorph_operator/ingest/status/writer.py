@@ -122,18 +122,23 @@ class StatusWriter:
         if known and not (reserves or recovers):
             tracked.reports.looked()
             return
-        # Nobody waits for the first write of this process: it may have a thousand to make.
-        urgent = state_changed and tracked.key_state is not None
+        # Who waits for the first write of this process, which may have a thousand to make? Nobody,
+        # if the process before it has written the same.
+        before, written = tracked.key_state, tracked.written
+        urgent = state_changed and (
+            before is not None
+            or (written is not None and not key_state.is_told_by(written, tracked.conditions))
+        )
         # One that was never written must not wait until all others are.
         first = state_changed and tracked.written is None
         if (
             not due(state_changed or reserves)
             or self._writing >= MOST_WRITES // (2 if urgent else 4)
-            or (begins and not key_state.slow and not self._rush.lets(now))
+            or (begins and not (urgent or key_state.slow) and not self._rush.lets(now))
             or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
         ):
             return  # Retried in the next round.
-        if begins and not key_state.slow:
+        if begins and not (urgent or key_state.slow):
             self._rush.began(now, self.replicas)
         tracked.reports.looked()
         async with tracked.writing:

@@ -1,12 +1,12 @@
 """The agent's connection to the ingest: sends reports and receives directives.
 
 There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
-the host has to know something at once, at most 20 a second, and at least one a second, so that
-silence indicates a fault. The third keeps a long poll open, so that a directive arrives as soon as
-it is made. Both go to the replica that serves the job (:mod:`.replicas`). Both answers may bring a
-directive; the higher plan version wins. An ingest that does not know the newest one, as after the
-crash of another, is handed it. If the ingest is unreachable, the last two retry with backoff
-forever.
+the host has to know something at once, at most 20 a second, and else once a second or as seldom as
+the host asks for, so that silence indicates a fault. The third keeps a long poll open, so that a
+directive arrives as soon as it is made. Both go to the replica that serves the job
+(:mod:`.replicas`). Both answers may bring a directive; the higher plan version wins. An ingest that
+does not know the newest one, as after the crash of another, is handed it. If the ingest is
+unreachable, the last two retry with backoff forever.
 
 If no ingest has answered for a while, a fourth loop reports to a :class:`~.deputy.Deputy`, which
 decides within the plan versions that an ingest has reserved for this agent. When an ingest answers
@@ -51,12 +51,11 @@ from pipemorph_trainer.agent.uplinks.replicas import Replicas
 log = logging.getLogger("pipemorph.agent")
 
 REPORT_INTERVAL_SECONDS = 0.05
-HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 1.0
-"""As often as it reports when all is well: another replica serves seconds after one is lost."""
+"""Another replica serves seconds after one is lost."""
 AUTONOMY_SECONDS = 10.0
 """Silence of the ingest after which the agent decides by itself: longer than another replica needs
 to take over."""
@@ -173,6 +172,9 @@ class Uplink:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
                     log.warning("%s failed (%s); trying again, training goes on", what, why)
+                    # A poll that breaks tells it before the next report is due: the next host
+                    # knows nothing yet.
+                    self._due.set()
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
@@ -180,7 +182,7 @@ class Uplink:
         self, session: aiohttp.ClientSession, worked: Callable[[], None]
     ) -> None:
         while True:
-            await wait(self._due, HEARTBEAT_SECONDS)
+            await wait(self._due, self._observer.pause)
             started = time.monotonic()
             await self._post(session)
             worked()

@@ -1,0 +1,78 @@
+"""Limits of what clients ask for: buckets, and turns of sources at what is costly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from pipemorph.ingest.token_bucket import TokenBucket
+from pipemorph.ingest.turns import Turns
+
+PATIENCE = 15.0
+
+
+def test_a_bucket_allows_a_burst_and_then_its_rate() -> None:
+    bucket = TokenBucket(rate=10.0, burst=3, now=0.0)
+    assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]
+    assert not bucket.full(0.05)
+    assert bucket.wait(0.05) == 0.05
+    assert (bucket.take(0.05), bucket.take(0.1), bucket.take(0.1)) == (False, True, False)
+    assert bucket.full(100.0)
+    assert [bucket.take(100.0) for _ in range(4)] == [True, True, True, False], "no more is saved"
+    assert bucket.wait(99.0) > 0, "a clock that went back gives nothing"
+
+
+def test_a_source_that_begins_many_waits_behind_its_own() -> None:
+    async def run() -> list[str]:
+        begun: list[str] = []
+        ended = asyncio.Event()
+
+        def begin(who: str) -> bool:
+            begun.append(who)
+            if len(begun) == 7:
+                ended.set()
+            return True
+
+        turns = Turns(rate=200.0, burst=1)
+        for who in ["crowd"] * 5 + ["one", "other"]:
+            turns.put(who, partial(begin, who))
+        await asyncio.wait_for(ended.wait(), PATIENCE)
+        return begun
+
+    assert asyncio.run(run()) == ["crowd", "crowd", "one", "other", "crowd", "crowd", "crowd"]
+
+
+def test_turns_come_at_their_rate_and_what_has_gone_takes_none() -> None:
+    async def run() -> float:
+        left, ended = 10, asyncio.Event()
+
+        def begin() -> bool:
+            nonlocal left
+            left -= 1
+            if not left:
+                ended.set()
+            return True
+
+        turns, began = Turns(rate=100.0, burst=2), time.monotonic()
+        for at in range(10):
+            for _ in range(1000):
+                turns.put("gone", lambda: False)
+            turns.put(f"s{at}", begin)
+        await asyncio.wait_for(ended.wait(), PATIENCE)
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 0.079, "eight turns after the first two"
+
+
+def test_nothing_begins_after_the_end() -> None:
+    async def run() -> list[int]:
+        begun: list[int] = []
+        turns = Turns(rate=100.0, burst=1)
+        for number in range(3):
+            turns.put("a", lambda number=number: begun.append(number) is None)
+        turns.close()
+        await asyncio.sleep(0.05)
+        return begun
+
+    assert asyncio.run(run()) == [0]
