@@ -20,6 +20,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import (
     Stage,
+    device_of,
     mode_of,
     open_store,
     recompute_refusal,
@@ -136,12 +137,12 @@ def prepare(
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
         _check_number(stages, coordinate)
-        if len(stages) > 1 and device.type != "cpu":
-            raise InputError(
-                f"the {len(stages)} stages of this rank are on {device}; several stages per rank"
-                " run on the CPU only: give each rank one stage"
-            )
         for number, stage in zip(coordinate.held, stages, strict=True):
+            if (own := device_of(stage)) != device:
+                raise InputError(
+                    f"stage {number} is on {own}, and stage {coordinate.held[0]} of the same rank"
+                    f" on {device}; put all stages of a rank on one device"
+                )
             if isinstance(stage, GivenStage):
                 _check_given(stage, settings, coordinate.of(number))
         modules = modules_of(stages, coordinate)
