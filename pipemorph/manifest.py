@@ -156,7 +156,9 @@ def describe(error: ValidationError) -> str:
         return f"{one_line(inner)}: {one_line(cause.message)}"
     if kind == "value_error":
         return f"{where}: {one_line(str(cause))}"
-    return f"{where or 'top'}: is {shown(found)}; expected {_expected(errors, location)}"
+    # YAML reads 3e-4 and yes as a number and a truth value.
+    quotes = ", in quotes" if kind == "string_type" and isinstance(found, (int, float)) else ""
+    return f"{where or 'top'}: is {shown(found)}; expected {_expected(errors, location)}{quotes}"
 
 
 _EXPECTED = {

@@ -275,7 +275,7 @@ class Trainer(SpecModel):
         min_length=1,
         max_length=256,
         description="Program and its arguments, run on every rank instead of a module: "
-        "`[python, train.py, --lr, 3e-4]`. No shell reads it. On one machine `python` is the one "
+        '`[python, train.py, --lr, "3e-4"]`. No shell reads it. On one machine `python` is the one '
         "that runs `pipemorph`.",
     )
     preload: list[Annotated[str, Field(pattern=MODULE, max_length=253)]] = Field(

@@ -15,6 +15,7 @@ from pipemorph.replay.trace import load_trace
 from pipemorph.replay.trainer import Telemetry
 
 MOST_DELEGATION = 1000
+MOST_REPLICAS = 1024
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,6 +52,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--iterations", type=int, metavar="N", help="default: to the end of the trace, and 20 more"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel replicas, whose links TRACE names as LINK@REPLICA (default: 1)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
     parser.add_argument(
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
@@ -65,13 +73,16 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"--delegation is {args.delegation:g}; expected 0 to {MOST_DELEGATION} percent"
         )
+    if not 1 <= args.replicas <= MOST_REPLICAS:
+        raise InputError(f"--replicas is {args.replicas}; expected 1 to {MOST_REPLICAS}")
     problem = load_problem(args.problem)
-    trace = load_trace(args.trace, len(problem.links))
+    trace = load_trace(args.trace, len(problem.links), args.replicas)
     found = replay(
         problem,
         trace,
         telemetry=args.telemetry,
         dispatch="auto" if args.dispatch == "auto" else Dispatch(args.dispatch),
+        replicas=args.replicas,
         iterations=args.iterations,
         seed=args.seed,
         delegation=args.delegation / 100,

@@ -13,7 +13,7 @@ from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.replay.links import DispatchChoice, Links, in_seconds, job_spec
+from pipemorph.replay.links import DispatchChoice, Links, in_seconds, job_spec, with_reductions
 from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
 from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
@@ -73,34 +73,36 @@ def replay(
     telemetry: Telemetry = "exact",
     dispatch: DispatchChoice = "auto",
     delegation: float = 0.0,
+    replicas: int = 1,
     iterations: int | None = None,
     seed: int = 0,
     known: Replay | None = None,
 ) -> Replay:
     """Train through ``trace`` in every way. ``problem`` is in milliseconds.
 
-    ``dispatch``: of ``adaptive``. ``iterations``: how many; by default until the last line of the
-    trace, and :data:`~pipemorph.replay.trace.TAIL` more. ``delegation``: see
-    :class:`~pipemorph.replay.links.Links`. ``known``: a replay of the same problem,
-    trace and iterations, whose other contenders need not run again. Raises :class:`InputError` for
-    a problem that a replay does not know.
+    ``dispatch``: of ``adaptive``. ``delegation``: see :class:`~pipemorph.replay.links.Links`.
+    ``replicas``: whose iterations end together. ``iterations``: how many; by default until the last
+    line of the trace, and :data:`~pipemorph.replay.trace.TAIL` more. ``known``: a replay of the
+    same problem, trace and iterations, whose other contenders need not run again. Raises
+    :class:`InputError` for a problem that a replay does not know.
     """
-    spec = job_spec(problem, dispatch)
+    spec = job_spec(problem, dispatch, replicas)
     problem = in_seconds(problem)
-    links = Links(problem, trace, delegation)
+    each = [Links(problem, trace.of(replica), delegation) for replica in range(replicas)]
+    links = each[0]
     well = links.under((Route.DIRECT,) * len(problem.links))
     fixed = {name: _plan(well, policy) for name, policy in _fixed(problem).items()}
     if iterations is None:
-        iterations = _iterations(trace, links, fixed["static"])
+        iterations = _iterations(trace, each, fixed["static"])
 
-    adaptive = AdaptiveTrainer(spec, links, telemetry, seed)
+    adaptive = AdaptiveTrainer(spec, each, telemetry, seed)
     took = {"adaptive": _train(iterations, lambda _, __: adaptive.step().seconds)}
     if known is not None:
         seconds = known.seconds | took
     else:
-        seconds = {name: _train(iterations, _keep(links, made)) for name, made in fixed.items()}
-        oracle = Oracle(problem, links, fixed["static"])
-        seconds |= took | {"oracle": _train(iterations, oracle.step)}
+        seconds = {name: _train(iterations, _keep(each, made)) for name, made in fixed.items()}
+        oracles = [Oracle(problem, mine, fixed["static"]).step for mine in each]
+        seconds |= took | {"oracle": _train(iterations, _together(oracles))}
     return Replay(iterations, seconds, [Change.of(each) for each in adaptive.controller.records])
 
 
@@ -134,7 +136,8 @@ class Oracle:
         # States that change within the iteration: plan for their mean.
         span = ran[0][1].makespan / 16
         moments = [self._links.changed(iteration, now + k * span) for k in range(16)]
-        for each in self._plans(moments):
+        late = self._links.late(iteration, now)
+        for each in self._plans(moments, late):
             ran.append((each, self._run(each, iteration, now)))
         best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
         slow = frozenset(moments[0])
@@ -152,17 +155,26 @@ class Oracle:
             return ran.makespan
         return max(ops[-1].end - begin for ops, begin in zip(ran.stages, self._begins, strict=True))
 
-    def _plans(self, moments: Sequence[Mapping[int, LinkState]]) -> list[Plan]:
-        if not any(moments):
+    def _plans(
+        self, moments: Sequence[Mapping[int, LinkState]], late: Mapping[int, float]
+    ) -> list[Plan]:
+        if not any(moments) and not late:
             return []
         states = [[each.get(link) for each in moments] for link in range(len(self._problem.links))]
         delays = tuple(fmean(s.delay if s else 0.0 for s in each) for each in states)
         transfers = tuple(
             fmean(self._links.transfer(link, s) for s in each) for link, each in enumerate(states)
         )
-        return [self._made(delays, transfers, route) for route in Route]
+        lates = tuple(sorted(late.items()))
+        return [self._made(delays, transfers, lates, route) for route in Route]
 
-    def _make(self, delays: tuple[float, ...], transfers: tuple[float, ...], slow: Route) -> Plan:
+    def _make(
+        self,
+        delays: tuple[float, ...],
+        transfers: tuple[float, ...],
+        late: tuple[tuple[int, float], ...],
+        slow: Route,
+    ) -> Plan:
         own = self._problem.links
         routes = tuple(
             slow if delay or transfer != link.transfer else Route.DIRECT
@@ -173,7 +185,7 @@ class Oracle:
             link.model_copy(update={"delay": link.delay + delay, "transfer": transfer})
             for link, delay, transfer in zip(well.links, delays, transfers, strict=True)
         )
-        problem = well.model_copy(update={"links": links})
+        problem = with_reductions(well.model_copy(update={"links": links}), dict(late))
         if _has_several(problem):
             return plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes)
         return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
@@ -202,13 +214,27 @@ def _plan(problem: Problem, policy: Policy) -> Plan:
     return plan(problem, policy).to_plan(0, routes)
 
 
-def _keep(links: Links, made: Plan) -> Callable[[int, float], float]:
-    """A trainer that never changes its plan."""
-    pace = links.pace()
-    return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
+Step = Callable[[int, float], float]
+"""Seconds of an iteration, and of training before it → seconds that the iteration takes."""
 
 
-def _train(iterations: int, step: Callable[[int, float], float]) -> float:
+def _keep(each: Sequence[Links], made: Plan) -> Step:
+    """A trainer that never changes its plan. ``each``: the links of a replica."""
+
+    def step_of(links: Links) -> Step:
+        pace = links.pace()
+        return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
+
+    return _together([step_of(links) for links in each])
+
+
+def _together(steps: Sequence[Step]) -> Step:
+    """The step of all replicas: each reduction begins when the last of them has got there, so the
+    iteration ends with that of the slowest."""
+    return lambda iteration, now: max(step(iteration, now) for step in steps)
+
+
+def _train(iterations: int, step: Step) -> float:
     """Seconds of training; ``step`` gets the iteration and the seconds before it."""
     now = 0.0
     for iteration in range(iterations):
@@ -237,18 +263,18 @@ def late_share(
     problem = in_seconds(problem)
     links = Links(problem, trace, delegation)
     static = _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)
-    iterations = _iterations(trace, links, static)
+    iterations = _iterations(trace, [links], static)
     most = _train(iterations, Oracle(problem, links, static).step)
     took = _train(iterations, Oracle(problem, links, static, late=late).step)
-    fixed = _train(iterations, _keep(links, static))
+    fixed = _train(iterations, _keep([links], static))
     return (fixed - took) / (fixed - most)
 
 
-def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:
+def _iterations(trace: LinkTrace, each: Sequence[Links], static: Plan) -> int:
     if trace.unit == "iterations":
         return int(trace.last) + TAIL
-    now, count, pace = 0.0, 0, links.pace()
+    now, count, step = 0.0, 0, _keep(each, static)
     while now < trace.last:
-        now += pace.follow(links.run(static, count, now, pace.before))
+        now += step(count, now)
         count += 1
     return count + TAIL

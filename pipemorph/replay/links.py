@@ -92,6 +92,16 @@ class Links:
         busy = (1.0 - ran.bubble_fraction) * len(ran.stages)
         return max(0.0, 1.0 - busy / len(set(self.rank_of)))
 
+    def late(self, iteration: int, began: float) -> Mapping[int, float]:
+        """Seconds by which reductions end later in an iteration that begins ``began`` seconds after
+        training did, by stage."""
+        return self._trace.late_at(float(iteration) if self._trace.unit == "iterations" else began)
+
+    def reductions(self, iteration: int, began: float) -> list[float]:
+        """What of each stage's reduction follows its last op, in such an iteration."""
+        stages = with_reductions(self._problem, self.late(iteration, began)).stages
+        return [stage.reduction or 0.0 for stage in stages]
+
     def pace(self) -> Pace:
         """Of another trainer that begins."""
         return Pace(self._problem)
@@ -129,7 +139,8 @@ class Links:
     ) -> Simulation:
         """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
         when each stage may begin, counted from then; see :class:`Pace`."""
-        problem = self.under(plan.routes).under(plan)
+        late = self.late(iteration, began)
+        problem = with_reductions(self.under(plan.routes), late).under(plan)
         delay_at = self.delay_at(iteration, began)
         transfer_at = self.transfer_at(iteration, began)
         if plan.turns:
@@ -145,6 +156,16 @@ class Links:
             transfer_at=transfer_at,
             before=before,
         )
+
+
+def with_reductions(problem: Problem, late: Mapping[int, float]) -> Problem:
+    """The problem with reductions that take so much longer, by stage."""
+    if not late:
+        return problem
+    stages = list(problem.stages)
+    for i, seconds in late.items():
+        stages[i] = stages[i].model_copy(update={"reduction": (stages[i].reduction or 0) + seconds})
+    return problem.model_copy(update={"stages": tuple(stages)})
 
 
 class Pace:
@@ -177,7 +198,7 @@ def ranks_of(problem: Problem) -> tuple[int, ...]:
     return place_stages(count, ranks, problem.placement)
 
 
-def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
+def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> JobSpec:
     """The spec of a job of this problem (milliseconds), as its user would write it.
 
     Raises :class:`InputError` for what a replay does not know.
@@ -207,7 +228,9 @@ def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
     }
     if any(cap is not None for cap in caps):
         schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
-    parallelism: dict[str, object] = {"stages": problem.stage_count}
+    if replicas > 1:
+        problem.check_makespan("a replay of replicas")
+    parallelism: dict[str, object] = {"stages": problem.stage_count, "replicas": replicas}
     ranks = len(set(ranks_of(problem)))
     if ranks < problem.stage_count:
         each = {"stagesPerRank": problem.stage_count // ranks, "stagePlacement": problem.placement}

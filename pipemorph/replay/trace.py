@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,12 +26,19 @@ class _LinkState(BaseModel):
     gbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, strict=False)] | None = None
 
 
+class _ReductionState(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)]
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     at_iteration: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     at_seconds: Annotated[float, Field(ge=0, le=1e9, strict=False)] | None = None
-    links: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _LinkState]
+    links: dict[Annotated[str, Field(pattern=r"^\d{1,4}(@\d{1,4})?$")], _LinkState]
+    reductions: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _ReductionState] = {}
 
 
 class LinkState(NamedTuple):
@@ -44,32 +51,50 @@ class LinkState(NamedTuple):
 @dataclass(frozen=True)
 class LinkTrace:
     """``states[k][link]`` holds from ``since[k]`` on; links that it does not name are well.
-    ``unit``: what ``since`` counts, iterations or seconds of training."""
+    ``unit``: what ``since`` counts, iterations or seconds of training. ``others[k][replica]``: the
+    same in replicas other than 0. ``late[k][stage]``: seconds by which the gradient reduction of a
+    stage ends later."""
 
     unit: Literal["iterations", "seconds"]
     since: tuple[float, ...]
     states: tuple[Mapping[int, LinkState], ...]
+    others: tuple[Mapping[int, Mapping[int, LinkState]], ...] = ()
+    late: tuple[Mapping[int, float], ...] = ()
 
     def at(self, moment: float) -> Mapping[int, LinkState]:
         """The links that are not well at an iteration or a second of training."""
         index = bisect_right(self.since, moment) - 1
         return self.states[index] if index >= 0 else {}
 
+    def late_at(self, moment: float) -> Mapping[int, float]:
+        """The reductions that are not well."""
+        index = bisect_right(self.since, moment) - 1
+        return self.late[index] if index >= 0 and self.late else {}
+
+    def of(self, replica: int) -> LinkTrace:
+        """What holds for one replica."""
+        if not replica:
+            return self
+        others = self.others or ({},) * len(self.since)
+        return replace(self, states=tuple(each.get(replica, {}) for each in others))
+
     @property
     def last(self) -> float:
         return self.since[-1]
 
 
-def load_trace(path: str, links: int) -> LinkTrace:
-    """Read a trace for a job with so many links. Raises :class:`InputError` that names the line."""
-    return parse_trace(read_text(path, MAX_BYTES), links, path)
+def load_trace(path: str, links: int, replicas: int = 1) -> LinkTrace:
+    """Read a trace for a job with so many links, and replicas. Raises :class:`InputError` that
+    names the line."""
+    return parse_trace(read_text(path, MAX_BYTES), links, path, replicas)
 
 
-def parse_trace(text: str, links: int, name: str = "the trace") -> LinkTrace:
+def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 1) -> LinkTrace:
     """The same for text."""
     units: list[Literal["iterations", "seconds"]] = []
     since: list[float] = []
-    states: list[Mapping[int, LinkState]] = []
+    states: list[dict[int, dict[int, LinkState]]] = []
+    late: list[Mapping[int, float]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         if not raw.strip():
             continue
@@ -84,14 +109,32 @@ def parse_trace(text: str, links: int, name: str = "the trace") -> LinkTrace:
             raise InputError(f"{where}: the lines before it are by {units[0]}; use one unit")
         if since and at <= since[-1]:
             raise InputError(f"{where}: is at {at:g}, the line before it at {since[-1]:g}")
-        for link in line.links:
+        by_replica: dict[int, dict[int, LinkState]] = {0: {}}
+        for key, state in line.links.items():
+            link, _, replica = key.partition("@")
             if int(link) >= links:
                 raise InputError(f"{where}: there is no link {link}; the problem has {links}")
+            if int(replica or 0) >= replicas:
+                raise InputError(
+                    f"{where}: there is no replica {replica}, as of link {key}; the job has"
+                    f" {replicas}, see --replicas"
+                )
+            mine = by_replica.setdefault(int(replica or 0), {})
+            mine[int(link)] = LinkState(state.delay_ms / 1e3, state.gbps)
+        for stage in line.reductions:
+            if int(stage) > links or replicas == 1:
+                raise InputError(
+                    f"{where}: stage {stage} reduces no gradients; the problem has {links + 1}"
+                    f" stages of {replicas} replicas, see --replicas"
+                )
         since.append(at)
-        states.append({int(k): LinkState(v.delay_ms / 1e3, v.gbps) for k, v in line.links.items()})
+        states.append(by_replica)
+        late.append({int(k): v.delay_ms / 1e3 for k, v in line.reductions.items()})
     if not since:
         raise InputError(f"{name} has no lines")
-    return LinkTrace(units[0], tuple(since), tuple(states))
+    return LinkTrace(
+        units[0], tuple(since), tuple(each[0] for each in states), tuple(states), tuple(late)
+    )
 
 
 def _line(raw: str, where: str) -> _Line:

@@ -23,7 +23,7 @@ from pipemorph.planning.offload import copying
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.replay.links import Links
-from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireTime
+from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
 """How arrivals are observed on the direct route. exact: as they happen. python: a receiver that
@@ -52,12 +52,15 @@ class Iteration:
 
 
 class AdaptiveTrainer:
-    """The product as it ships. ``controller`` has the records of what it changed and why."""
+    """The product as it ships. ``controller`` has the records of what it changed and why.
+    ``links``: of each replica."""
 
-    def __init__(self, spec: JobSpec, links: Links, telemetry: Telemetry, seed: int) -> None:
+    def __init__(
+        self, spec: JobSpec, links: Sequence[Links], telemetry: Telemetry, seed: int
+    ) -> None:
         self.controller = JobController(spec)
         self._links, self._telemetry = links, telemetry
-        self._pace = links.pace()
+        self._pace = links[0].pace()
         self._rng = random.Random(seed)
         self._plan = initial_plan(spec)
         self._prepared: list[tuple[float, Plan]] = []
@@ -74,9 +77,17 @@ class AdaptiveTrainer:
         index, began = self._iteration, self._now
         while self._prepared and began >= self._prepared[0][0]:
             self._plan = self._prepared.pop(0)[1]
-        ran = self._links.run(self._plan, index, began, self._pace.before)
-        seconds = self._pace.follow(ran)
-        for end, samples in self._windows(ran, index, began, seconds):
+        plans = [self._plan.of_replica(replica) for replica in range(len(self._links))]
+        ran = [
+            links.run(plan, index, began, self._pace.before)
+            for plan, links in zip(plans, self._links, strict=True)
+        ]
+        seconds = self._pace.follow(max(ran, key=lambda each: each.makespan))
+        windows: dict[float, list[LinkSample]] = {}
+        for replica, each in enumerate(ran):
+            for end, samples in self._windows(replica, each, index, began, seconds):
+                windows.setdefault(end, []).extend(samples)
+        for end, samples in sorted(windows.items()):
             self._send(began + end, links=samples)
         self._now = began + seconds
         self._iteration += 1
@@ -85,29 +96,55 @@ class AdaptiveTrainer:
             seconds=seconds,
             loss=None,
             plan_version=self._plan.version,
-            bubble_fraction=self._links.bubble_fraction(ran),
+            bubble_fraction=fmean(
+                links.bubble_fraction(each) for links, each in zip(self._links, ran, strict=True)
+            ),
             barrier=self._pace.barrier,
         )
-        profiles = [self._profile(i, ran) for i in range(len(ran.stages))]
-        self._send(self._now, iterations=[finished], stages=profiles)
+        profiles = [
+            self._profile(i, replica, plan, each)
+            for replica, (plan, each) in enumerate(zip(plans, ran, strict=True))
+            for i in range(len(each.stages))
+        ]
+        reductions = self._reductions(index, began)
+        self._send(self._now, iterations=[finished], stages=profiles, reductions=reductions)
         return Iteration(seconds, self._plan.version)
 
+    def _reductions(self, iteration: int, began: float) -> list[ReductionSample]:
+        """What the ranks of replica 0 measure."""
+        if len(self._links) == 1:
+            return []
+        return [
+            ReductionSample(
+                stage=stage, iteration=iteration, bytes=1 << 20, buckets=1, seconds=seconds,
+                exposed=seconds, waited=seconds,
+            )
+            for stage, seconds in enumerate(self._links[0].reductions(iteration, began))
+        ]  # fmt: skip
+
     def _windows(
-        self, ran: Simulation, iteration: int, began: float, seconds: float
+        self,
+        replica: int,
+        ran: Simulation,
+        iteration: int,
+        began: float,
+        seconds: float,
     ) -> list[tuple[float, list[LinkSample]]]:
-        """Per window, its end since the iteration began and the samples of all links. ``seconds``:
-        until the next iteration begins, in which the last windows of this one may end."""
-        delay_at = self._links.delay_at(iteration, began)
-        transfer_at = self._links.transfer_at(iteration, began) or (lambda _, __: 0.0)
+        """Per window, its end since the iteration began and the samples of all links of a replica.
+        ``seconds``: until the next iteration begins, in which the last windows of this one may
+        end."""
+        links, plan = self._links[replica], self._plan.of_replica(replica)
+        delay_at = links.delay_at(iteration, began)
+        transfer_at = links.transfer_at(iteration, began) or (lambda _, __: 0.0)
         seen: dict[int, dict[tuple[int, bool], list[tuple[float, bool]]]] = {}
         held: dict[tuple[int, bool], list[float]] = {}
         spaced: dict[tuple[int, int, bool], float] = {}
         before: dict[tuple[int, bool], float] = {}
         latencies: dict[tuple[int, int, bool], float] = {}
         for message in deliver(ran).messages:
-            if self._links.within(message.link):
+            if links.within(message.link):
                 continue
-            stamp, exact = self._observe(ran, message)
+            stamp, exact = self._observe(plan, ran, message)
             transfer = transfer_at(message.link, message.sent)
             leaves = message.arrived - delay_at(message.link, message.sent) - transfer
             latency = delay_at(message.link, max(0.0, leaves))
@@ -118,7 +155,7 @@ class AdaptiveTrainer:
             where = (message.link, message.forward)
             rows = seen.setdefault(int(stamp / WINDOW), {}).setdefault(where, [])
             rows.append((max(0.0, wire) + stamp - message.arrived, exact))
-            if self._knows_latency(message.link):
+            if self._knows_latency(plan, message.link):
                 key = (int(stamp / WINDOW), *where)
                 latency *= max(0.0, self._rng.gauss(1.0, NOISE))
                 latencies[key] = min(latencies.get(key, INF), latency)
@@ -135,27 +172,29 @@ class AdaptiveTrainer:
                         link,
                         forward,
                         rows,
+                        plan,
+                        replica,
                         queued=median(held[link, forward]),
                         spacing=spaced.get((window, link, forward)),
                         latency=latencies.get((window, link, forward)),
                     )
-                    for (link, forward), rows in sorted(links.items())
+                    for (link, forward), rows in sorted(found.items())
                 ],
             )
-            for window, links in sorted(seen.items())
+            for window, found in sorted(seen.items())
         ]
 
-    def _observe(self, ran: Simulation, message: Message) -> tuple[float, bool]:
+    def _observe(self, plan: Plan, ran: Simulation, message: Message) -> tuple[float, bool]:
         """When the receiver sees a message, and whether it knows that this was when it came."""
-        if self._telemetry == "exact" or self._plan.routes[message.link] is Route.DELEGATED:
+        if self._telemetry == "exact" or plan.routes[message.link] is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
-        rank = self._links.rank_of[stage]
+        rank_of = self._links[0].rank_of
         ops = sorted(
             (
                 op
-                for ops, mine in zip(ran.stages, self._links.rank_of, strict=True)
-                if mine == rank
+                for ops, mine in zip(ran.stages, rank_of, strict=True)
+                if mine == rank_of[stage]
                 for op in ops
             ),
             key=lambda op: op.start,
@@ -165,16 +204,18 @@ class AdaptiveTrainer:
             return running.end, False
         return message.arrived, self._telemetry == "python"
 
-    def _knows_latency(self, link: int) -> bool:
+    def _knows_latency(self, plan: Plan, link: int) -> bool:
         """Whether ranks measure the latency: of the notes beside direct messages, but not where
         NCCL may take another way than they do."""
-        return self._plan.routes[link] is Route.DIRECT and self._telemetry != "device"
+        return plan.routes[link] is Route.DIRECT and self._telemetry != "device"
 
     def _sample(
         self,
         link: int,
         forward: bool,
         rows: Sequence[tuple[float, bool]],
+        plan: Plan,
+        replica: int,
         *,
         queued: float,
         spacing: float | None,
@@ -184,9 +225,10 @@ class AdaptiveTrainer:
         values = sorted(exact or [wire for wire, _ in rows])
         return LinkSample(
             link=link,
+            replica=replica,
             direction="forward" if forward else "backward",
-            route=self._plan.routes[link],
-            transport="gloo" if self._plan.routes[link] is Route.DIRECT else "tcp",
+            route=plan.routes[link],
+            transport="gloo" if plan.routes[link] is Route.DIRECT else "tcp",
             iteration=self._iteration,
             bytes=len(rows) << 20,
             wire=WireTime(
@@ -202,20 +244,21 @@ class AdaptiveTrainer:
             latency=latency,
         )
 
-    def _profile(self, stage: int, ran: Simulation) -> StageProfile:
+    def _profile(self, stage: int, replica: int, plan: Plan, ran: Simulation) -> StageProfile:
         """What the stage's rank measures. If it fuses all backwards, that is one time for B and
         W. A forward that runs again is not part of its backward."""
         took: dict[OpKind, list[float]] = {}
         ops = ran.stages[stage]
         forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
         order = [Op(op.kind, op.microbatch) for op in ops]
-        for op, away in zip(ops, copying(order, self._plan.device_limits[stage]), strict=True):
+        for op, away in zip(ops, copying(order, plan.device_limits[stage]), strict=True):
             again = forward if away and op.kind is not OpKind.F else 0.0
             took.setdefault(op.kind, []).append(op.end - op.start - again)
-        size, kept = self._links.sizes(stage)
+        size, kept = self._links[replica].sizes(stage)
         fused = took.get(OpKind.BW)
         return StageProfile(
             stage=stage,
+            replica=replica,
             forward=_mean(took[OpKind.F]),
             backward_input=_mean(took.get(OpKind.B) or took[OpKind.BW]),
             backward_weight=_mean(took[OpKind.W]) if OpKind.W in took else 0.0,
@@ -233,6 +276,7 @@ class AdaptiveTrainer:
         links: Sequence[LinkSample] = (),
         iterations: Sequence[IterationSample] = (),
         stages: Sequence[StageProfile] = (),
+        reductions: Sequence[ReductionSample] = (),
     ) -> None:
         self._observer.observe(
             JobTelemetry(
@@ -241,6 +285,7 @@ class AdaptiveTrainer:
                 links=links,
                 iterations=iterations,
                 stages=stages,
+                reductions=reductions,
             ),
             now,
         )

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import several_jobs
 import torch
 import trainer_jobs as jobs
 from trainer_jobs import Job, Record
@@ -37,8 +38,9 @@ def _on_gpu(context: TrainerContext) -> None:
     # Not the trainer's business: which kernels a stage runs. The embedding's adds atomically.
     torch.use_deterministic_algorithms(True)
     make_stage, make_batch = jobs.make_stage, jobs.make_batch
-    jobs.make_stage = lambda *args: make_stage(*args).to(device)
-    jobs.make_batch = lambda *args: tuple(t.to(device) for t in make_batch(*args))  # type: ignore[assignment]
+    for module in (jobs, several_jobs):
+        vars(module)["make_stage"] = lambda *args: make_stage(*args).to(device)
+        vars(module)["make_batch"] = lambda *args: tuple(t.to(device) for t in make_batch(*args))
 
 
 def _to_host(record: Record) -> Record:
@@ -62,6 +64,21 @@ def train_on_gpu(context: TrainerContext, job: Job, strict: bool = False) -> See
 
     Pipeline.step = stepping  # type: ignore[method-assign]
     return Seen(_to_host(jobs.train(context, job)))
+
+
+def several_on_gpu(
+    context: TrainerContext, job: Job, *args: Any
+) -> dict[int, tuple[Record, list[str]]]:
+    """:func:`several_jobs.train` on a GPU."""
+    _on_gpu(context)
+    found = several_jobs.train(context, job, *args)
+    return {stage: (_to_host(record), order) for stage, (record, order) in found.items()}
+
+
+def several_sequential_on_gpu(context: TrainerContext, job: Job) -> list[Record]:
+    """:func:`several_jobs.sequential` on a GPU."""
+    _on_gpu(context)
+    return [_to_host(record) for record in several_jobs.sequential(job)]
 
 
 def reference_on_gpu(context: TrainerContext, job: Job) -> list[Record]:

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import trainer_jobs
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.agent.messages import NoControl
+from pipemorph_trainer.agent.rank_plan import RankPlan
 
 STEPS = 4
 
@@ -31,6 +34,8 @@ class TitanJob:
     tensor: int = 1
     chunked_loss: bool = False
     recompute: str = ""
+    schedule: str = "1F1B"
+    """By torchtitan's name; one for several stages gives each rank two."""
     plan: Plan | None = None
     """A plan that arrives while it trains."""
 
@@ -49,10 +54,10 @@ class TitanRun:
 class Arriving(NoControl):
     """A control client whose plan is there from the beginning."""
 
-    def __init__(self, plan: Plan | None) -> None:
+    def __init__(self, plan: RankPlan | None) -> None:
         self._plan = plan
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         plan, self._plan = self._plan, None
         return plan
 
@@ -63,7 +68,14 @@ def train(context: TrainerContext, job: TitanJob) -> TitanRun:
         RANK=str(context.rank), WORLD_SIZE=str(context.world_size), LOCAL_RANK=str(context.rank),
         MASTER_ADDR=context.master_addr, MASTER_PORT=str(context.master_port),
     )  # fmt: skip
-    config, seen = configure(job)
+    # torchtitan's mesh has the stages outermost.
+    place = context.rank * job.pipeline // context.world_size
+    mine = None
+    if job.plan is not None:
+        stages = job.plan.schedule.stage_count
+        mesh = MeshShape(stages, stages_per_rank=stages // job.pipeline)
+        mine = trainer_jobs.part(job.plan, place, mesh)
+    config, seen = configure(job, mine)
     trainer = config.build()
     trainer.train()
     digest = hashlib.sha256()
@@ -74,14 +86,15 @@ def train(context: TrainerContext, job: TitanJob) -> TitanRun:
     if job.adaptive:
         schedule = trainer.pp_schedule
         run.plan = schedule.pipeline.plan.version
-        run.deferred = schedule._stages[0].dw_builder.deferred
+        found = (stage.dw_builder.deferred for stage in schedule._stages)
+        run.deferred = frozenset().union(*found)
         schedule.close()
     trainer.close()
     return run
 
 
-def configure(job: TitanJob) -> tuple[Any, list[tuple[int, float, float]]]:
-    """torchtitan's config, and the list that gets what it logs."""
+def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int, float, float]]]:
+    """torchtitan's config, and the list that gets what it logs. ``plan``: arrives on this rank."""
     # Before torchtitan's modules read it.
     torch._utils._get_available_device_type = lambda: "cpu"
     import torchtitan.components.metrics as metrics
@@ -169,7 +182,7 @@ def configure(job: TitanJob) -> tuple[Any, list[tuple[int, float, float]]]:
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     make = pipelining_fn if job.adaptive else pipeline_llm
-    options = {"adaptive": {"control": Arriving(job.plan)}} if job.adaptive else {}
+    options = {"adaptive": {"control": Arriving(plan)}} if job.adaptive else {}
 
     def sums_on_gloo(model: Any, **given: Any) -> Any:
         built = make(model, **given, **options)
@@ -196,7 +209,7 @@ def configure(job: TitanJob) -> tuple[Any, list[tuple[int, float, float]]]:
         ),
         parallelism=ParallelismConfig(
             pipeline_parallel_degree=job.pipeline, data_parallel_shard_degree=job.shard,
-            tensor_parallel_degree=job.tensor, pipeline_parallel_schedule="1F1B",
+            tensor_parallel_degree=job.tensor, pipeline_parallel_schedule=job.schedule,
             spmd_backend="spmd_types",
         ),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),

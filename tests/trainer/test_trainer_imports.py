@@ -9,6 +9,7 @@ from gate import same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
+import pipemorph_trainer
 from pipemorph_trainer.executor.inputs import split
 
 # Each takes as long as torch itself, or brings what does.
@@ -48,3 +49,8 @@ def test_plain_inputs_are_cut_as_torch_cuts_them(kwargs: dict[str, object], leaf
                 continue
             same_bits(a, b)
             assert (a.requires_grad, a.retains_grad) == (b.requires_grad, b.retains_grad)
+
+
+def test_every_name_that_is_offered_is_there() -> None:
+    for name in pipemorph_trainer.__all__:
+        assert getattr(pipemorph_trainer, name).__name__ == name

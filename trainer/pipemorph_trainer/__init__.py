@@ -9,9 +9,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
+from pipemorph_trainer.errors import (
+    BatchError,
+    PeerLostError,
+    PipelineError,
+    ShapeError,
+    WaitTimeoutError,
+)
 
 if TYPE_CHECKING:
+    from pipemorph.api.spec import Checkpoint
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.split.registered import register_linear
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
     from pipemorph_trainer.topology.part import Part
 
 __all__ = [
+    "BatchError",
+    "Checkpoint",
     "EmulatedStage",
     "GradScaler",
     "Part",
@@ -35,17 +44,18 @@ __all__ = [
 ]
 
 _LATE = {
-    "EmulatedStage": "executor.stages.emulated",
-    "GradScaler": "state.scaler",
-    "Part": "topology.part",
-    "Pipeline": "pipeline",
-    "TrainerContext": "context",
-    "make_mesh": "topology.mesh",
-    "register_linear": "executor.split.registered",
+    "Checkpoint": "pipemorph.api.spec",
+    "EmulatedStage": ".executor.stages.emulated",
+    "GradScaler": ".state.scaler",
+    "Part": ".topology.part",
+    "Pipeline": ".pipeline",
+    "TrainerContext": ".context",
+    "make_mesh": ".topology.mesh",
+    "register_linear": ".executor.split.registered",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
+    return getattr(import_module(_LATE[name], __name__), name)

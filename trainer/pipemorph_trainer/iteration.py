@@ -152,7 +152,11 @@ class Iterations:
                 wait=wait,
             )
             tokens[stage] = TokenPass(coordinate, neighbours, self._mail, self._agreements[stage])
-        self._turns = Turns(self._coordinate, executors, tokens, self._mail)
+        on_device = first.accelerator is not None
+        self._turns = Turns(
+            self._coordinate, executors, tokens, self._mail,
+            links.ends if on_device and len(stages) > 1 else (),
+        )  # fmt: skip
         self.rounds = Rounds(world=world, wait=wait, report=self._report)
         """Results of the iterations. Its caller ends each iteration."""
         self._deadline = deadline

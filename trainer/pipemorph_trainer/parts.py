@@ -33,8 +33,10 @@ from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import (
     MakeOptimizer,
+    MakeState,
     Preparation,
     StageOrBuilder,
+    State,
     build,
     modules_of,
     prepare,
@@ -83,10 +85,12 @@ class Parts:
         optimizer: torch.optim.Optimizer | MakeOptimizer | None,
         control: ControlClient | None,
         tied: Sequence[Any] | None,
-        state: Mapping[str, Any] | None,
+        state: State | MakeState | None,
         scaler: GradScaler | None,
     ) -> None:
-        own, self.optimizer, failure = build(stages, optimizer, context, given, mesh)
+        own, self.optimizer, self.state, failure = build(
+            stages, optimizer, state, context=context, given=given, mesh=mesh
+        )
         # A rank without a stage joins the others on the device that its stage probably had.
         self.device = device_of(own[0]) if failure is None else own_device(context.local_rank)
         accelerator = accelerator_of(self.device)
@@ -209,7 +213,7 @@ class Parts:
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
         self._generation = context.generation
-        self.extra = Extra(state or {}, self.coordinate, self.device)
+        self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
         if context.kept_dir is not None and self.settings.snapshot_iterations != 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -29,7 +29,7 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.parts import Parts
-from pipemorph_trainer.preparation import MakeOptimizer, StageOrBuilder
+from pipemorph_trainer.preparation import MakeOptimizer, MakeState, StageOrBuilder, State
 from pipemorph_trainer.settings import (
     DuplexChoice,
     EngineChoice,
@@ -75,7 +75,8 @@ class Pipeline:
         microbatches: N; :meth:`step` splits its batch into N along dimension 0.
         optimizer: saved in checkpoints; the caller steps it. Or a function that makes it for the
             module, or for an ``nn.ModuleList`` of several: then it is :attr:`optimizer`.
-        checkpoint: where and how often to save, and whether to resume. After a resume,
+        checkpoint: a :class:`~pipemorph_trainer.Checkpoint`: where and how often to save, and
+            whether to resume (it does, unless told not to). After a resume,
             :attr:`start_iteration` is the iteration to continue with.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
             None: a plan with offload is refused.
@@ -90,7 +91,7 @@ class Pipeline:
         stages: number of pipeline stages, without a job or a mesh; default: as many as fit on all
             ranks.
         stages_per_rank: number of stages of each rank; default: 1. ``pp`` then has fewer ranks
-            than stages, and the ranks run the stages in turns, in a static order, on the CPU.
+            than stages, and the ranks run the stages in turns, in a static order.
         placement: ``interleaved``, the default: rank *r* of *n* has every *n*-th stage from *r* on.
             ``v``: in turns from the first rank to the last and back.
         policy, dispatch, route: how ops are scheduled (default: ``pipemorph``, ``static``) and how
@@ -110,7 +111,8 @@ class Pipeline:
             Their gradients are summed over the stages, they count once in the gradient norm, and
             they have one name in checkpoints. Their optimizers have to be equal.
         state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
-            with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
+            with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler. Or a
+            function that makes them for the optimizer.
         snapshot_iterations: iterations from one copy of the state in memory to the next, if the
             host has given a folder for them; 0: none; default: 1, and none on a GPU.
         neighbour: whether pods hold copies of each other's state; default: False.
@@ -148,7 +150,7 @@ class Pipeline:
         recompute: RecomputeChoice | None = None,
         split: str = "auto",
         tied: Sequence[Any] | None = None,
-        state: Mapping[str, Any] | None = None,
+        state: State | MakeState | None = None,
         snapshot_iterations: int | None = None,
         neighbour: bool | None = None,
         scaler: GradScaler | None = None,
@@ -486,6 +488,11 @@ class Pipeline:
         if self._parts.optimizer is None:
             raise InputError(f"{self.coordinate}: Pipeline was given no optimizer")
         return self._parts.optimizer
+
+    @property
+    def state(self) -> State:
+        """What was given as ``state``, or made by the function that was."""
+        return self._parts.state
 
     @property
     def plan(self) -> RankPlan:

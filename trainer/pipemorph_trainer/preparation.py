@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import (
     Stage,
+    device_of,
     mode_of,
     open_store,
     recompute_refusal,
@@ -62,17 +63,30 @@ class Preparation:
 StageOrBuilder = Stage | Sequence[Stage] | Callable[[Part], Stage]
 """What a pipeline is given: a stage, several in order, or a function that builds each."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+State = Mapping[str, Any]
+MakeState = Callable[[torch.optim.Optimizer], State]
+
+
+class Built(NamedTuple):
+    """``failure``: the error of a function, of which all ranks have to hear."""
+
+    stages: list[Any]
+    optimizer: torch.optim.Optimizer | None
+    state: State
+    failure: Exception | None
 
 
 def build(
     given_stages: StageOrBuilder,
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    state: State | MakeState | None,
+    *,
     context: TrainerContext,
     given: Mapping[str, Any],
     mesh: DeviceMesh | None,
-) -> tuple[list[Any], torch.optim.Optimizer | None, Exception | None]:
-    """The stages of this rank, in order, and their optimizer, built where functions were given.
-    Returns the error of a function, too: all ranks have to hear of it."""
+) -> Built:
+    """The stages of this rank, in order, their optimizer and what is saved beside them, built where
+    functions were given."""
     try:
         stages = _several(given_stages)
         if stages is None:
@@ -80,9 +94,14 @@ def build(
             stages = [given_stages(Part(s, place.stages)) for s in place.held]  # type: ignore[operator]
         if callable(optimizer) and isinstance(stages[0], nn.Module):
             optimizer = optimizer(stages[0] if len(stages) == 1 else nn.ModuleList(stages))
+        made = None if callable(optimizer) else optimizer
+        if callable(state):
+            if made is None:
+                raise InputError("state is a function of the optimizer; give Pipeline one")
+            state = state(made)
     except Exception as error:  # noqa: BLE001  all ranks are told of any error
-        return [], None, error
-    return stages, None if callable(optimizer) else optimizer, None
+        return Built([], None, {}, error)
+    return Built(stages, made, state or {}, None)
 
 
 def _several(given: StageOrBuilder) -> list[Any] | None:
@@ -136,12 +155,12 @@ def prepare(
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
         _check_number(stages, coordinate)
-        if len(stages) > 1 and device.type != "cpu":
-            raise InputError(
-                f"the {len(stages)} stages of this rank are on {device}; several stages per rank"
-                " run on the CPU only: give each rank one stage"
-            )
         for number, stage in zip(coordinate.held, stages, strict=True):
+            if (own := device_of(stage)) != device:
+                raise InputError(
+                    f"stage {number} is on {own}, and stage {coordinate.held[0]} of the same rank"
+                    f" on {device}; put all stages of a rank on one device"
+                )
             if isinstance(stage, GivenStage):
                 _check_given(stage, settings, coordinate.of(number))
         modules = modules_of(stages, coordinate)

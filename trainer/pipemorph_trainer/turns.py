@@ -19,11 +19,12 @@ from typing import Any
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import Dispatch, Op, OpKind, Schedule
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives
-from pipemorph_trainer.agent.receives import forward_window
+from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
 
@@ -61,7 +62,8 @@ class Call:
 
 
 class Turns:
-    """The stages of this rank. ``executors``, ``tokens``: by stage. Main thread only."""
+    """The stages of this rank. ``executors``, ``tokens``: by stage. ``ends``: of links whose
+    receives wait for ops of this rank, see :class:`Receives`. Main thread only."""
 
     def __init__(
         self,
@@ -69,10 +71,11 @@ class Turns:
         executors: Mapping[int, Executor],
         tokens: Mapping[int, TokenPass],
         mail: Mailbox,
+        ends: Sequence[LinkEnd] = (),
     ) -> None:
         self._mesh, self._rank = coordinate.mesh, coordinate.along("pp")
         self._held, self._executors, self._tokens = coordinate.held, executors, tokens
-        self._mail = mail
+        self._mail, self._ends = mail, ends
         # A stage may gather parameters when it begins, which all their ranks have to do in one
         # order.
         self._early = self._mesh.lockstep == 1
@@ -128,12 +131,13 @@ class Turns:
 
     def _run(self, turns: Sequence[int] | None) -> None:
         """Run the ops of all stages in the order of ``turns``; None: there is one stage."""
+        self._tell(0)
         self._pending = list(self._held)
         self._begin_next()
         ops = {stage: iter(self._orders[stage]) for stage in self._held}
         if turns is None:
             turns = self._held * len(self._orders[self._held[0]])
-        for stage in turns:
+        for ran, stage in enumerate(turns, 1):
             while self._pending and self._pending[0] <= stage:
                 self._begin_next()
             kind, microbatch = next(ops[stage])
@@ -142,6 +146,12 @@ class Turns:
             self._executors[stage].run_op(kind, microbatch)
             if len(done) > before:
                 self.ran.append((stage, done[-1]))
+            self._tell(ran)
+
+    def _tell(self, ops: int) -> None:
+        """Tell the receiving ends how many ops of the call have run."""
+        for end in self._ends:
+            end.incoming.ran(ops)
 
     def between_ops(self) -> None:
         """Begin the stages whose token has arrived, without waiting."""
@@ -154,8 +164,10 @@ class Turns:
         start = self._first_start if stage == self._held[0] else self._start(stage)[1]
         plan, call = self._plan, self._call
         if plan is None:
-            window = forward_window(*forwards(self._mesh, self._microbatches))
-            limit, again, receives = None, False, (Receives(window=window), RECEIVE_ALL)
+            schedule, turns = forwards(self._mesh, self._microbatches)
+            ops = forward_ops(schedule, turns, self._rank)[stage] if self._ends else ()
+            above = Receives(window=forward_window(schedule, turns), ops=ops)
+            limit, again, receives = None, False, (above, RECEIVE_ALL)
         else:
             mine = plan.by_stage[stage]
             limit, again = mine.device_limit, mine.recompute
@@ -203,7 +215,7 @@ class Turns:
 
 def receives_of(planned: RankReceives | None) -> Receives:
     """The receives of one link, as links take them."""
-    return RECEIVE_ALL if planned is None else Receives(planned.after, planned.window)
+    return RECEIVE_ALL if planned is None else Receives(planned.after, planned.window, planned.ops)
 
 
 @lru_cache(maxsize=4)

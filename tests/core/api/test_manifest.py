@@ -120,6 +120,8 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             "spec.parallelism.stages: is true; expected an integer",
         ),
         ("spec/parallelism/stages", 4.0, "spec.parallelism.stages: is 4.0; expected an integer"),
+        # As YAML has 3e-4.
+        ("spec/trainer/module", 3e-4, "spec.trainer.module: is 0.0003; expected text, in quotes"),
         ("spec/parallelism/stages", 0, "spec.parallelism.stages: is 0; expected at least 1"),
         ("spec/parallelism/stages", ..., "spec.parallelism.stages: is missing"),
         (

@@ -21,20 +21,20 @@ import pytest
 import torch
 from launch import run_ranks
 from simulated_device import Driver, SimulatedDevice, SimulatedEvent
+from simulated_runs import device_with_receives
 from staging_rig import rigged
 from torch import Tensor
 from trainer_jobs import Job, assert_same, make_plan, part, reference, train
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan, Route
-from pipemorph_trainer import TrainerContext, iteration, parts
+from pipemorph_trainer import TrainerContext, iteration
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import call, dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
@@ -385,43 +385,18 @@ def test_a_broken_communicator_does_not_end_the_process(
 def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
     """Train on a strict device that is given the receives of direct links, too. A directive moves
     the first link while ops run."""
-    device = SimulatedDevice(prompt=True, strict=True, patience=10.0)
-    driver = Driver(device, context.rank)
-    # Asked for at every op: five iterations may take less time than is left between two looks.
-    iteration.PLAN_POLL_SECONDS = 0.0
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
-    make, post, wait = DirectIncoming.__init__, DirectIncoming._post, DirectIncoming._wait
-    given: dict[int, SimulatedEvent] = {}
-
-    def made(self: Any, **options: Any) -> None:
-        make(self, **options | {"posted": direct.POSTED_ON_DEVICE})
-
-    def posted(self: Any, batch: Batch) -> Any:
-        found = post(self, batch)
-        what = f"{self.direction.letter} of microbatch {self._next} of iteration {batch.iteration}"
-        given[id(found[1])] = device.post_receive(what)
-        return found
-
-    def waited(self: Any, contents: Any) -> Any:
-        event = given.pop(id(contents[0][1]))
-        found = wait(self, contents)
-        device.deliver(event)
-        return found
 
     def newest_plan(self: Any) -> RankPlan | None:
         nonlocal came
         first, came = not came and bool(given), came or bool(given)
         return part(moved, context.rank, MeshShape(job.stages)) if first else None
 
-    came = False
-    vars(direct)["DirectIncoming"].__init__ = made
-    vars(direct)["DirectIncoming"]._post = posted
-    DirectIncoming._wait = waited  # type: ignore[method-assign]
+    # Asked for at every op: five iterations may take less time than is left between two looks.
+    iteration.PLAN_POLL_SECONDS = 0.0
     NoControl.newest_plan = newest_plan  # type: ignore[method-assign]
-    record = train(context, job)
-    driver.close()
-    return record, device.waited_for_all
+    came = False
+    with device_with_receives(context.rank) as (device, given):
+        return train(context, job), device.waited_for_all
 
 
 @pytest.mark.needs_engine

@@ -8,8 +8,16 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import several_jobs
 import torch
-from cuda_jobs import ENVIRON, gpus, reference_on_gpu, train_on_gpu
+from cuda_jobs import (
+    ENVIRON,
+    gpus,
+    reference_on_gpu,
+    several_on_gpu,
+    several_sequential_on_gpu,
+    train_on_gpu,
+)
 from launch import run_ranks
 from trainer_jobs import Job, Record, assert_same, make_plan
 
@@ -58,6 +66,21 @@ def test_no_step_waits_for_the_device_but_at_its_end() -> None:
     check(Job(3, 6, route="delegated", engine="tcp", iterations=3), strict=True)
 
 
+def in_one_process(job: Job) -> list[Record]:
+    (records,) = run_ranks(1, several_sequential_on_gpu, job, environ=ENVIRON, timeout=SECONDS)
+    found: list[Record] = records
+    return found
+
+
+@pytest.mark.parametrize("policy", ["1f1b-interleaved", "zero-bubble-v"])
+def test_several_stages_per_rank(policy: str) -> None:
+    plan = several_jobs.make_plan(policy, 2, 4, 6, routes=(Route.DELEGATED,) * 3)
+    several_jobs.check(
+        plan, run=several_on_gpu, expected=in_one_process, seconds=SECONDS, engine="tcp",
+        route="delegated",
+    )  # fmt: skip
+
+
 needs_two = pytest.mark.skipif(gpus() < 2, reason="NCCL needs a GPU per rank; here are fewer")
 
 
@@ -76,3 +99,10 @@ def test_switching_between_direct_and_delegated() -> None:
     job = job.with_(switches=((0, there, (0, 1)), (3, back, (0, 1))))
     records = check(job)
     assert all(record.versions == [0, 0, 3, 3, 3, 7, 7, 7] for record in records)
+
+
+@needs_two
+@pytest.mark.parametrize("policy", ["1f1b-interleaved", "zero-bubble-v"])
+def test_several_stages_per_rank_direct(policy: str) -> None:
+    plan = several_jobs.make_plan(policy, 2, 4, 6)
+    several_jobs.check(plan, run=several_on_gpu, expected=in_one_process, seconds=SECONDS)

@@ -51,30 +51,42 @@ def train(
     context: TrainerContext, folder: str, until: int, options: dict[str, Any], every: int = 2
 ) -> tuple[int, list[float]]:
     """Train with dropout, a learning-rate schedule and a loader, all of which have state."""
-    module = make_stage(context.coordinate(STAGES).stage)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    module: Any = make_stage(context.coordinate(STAGES).stage)
     loader, losses = Loader(), []
+
+    def made(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+        return {"scheduler": scheduler, "data": loader}
+
+    def sgd(stage: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(stage.parameters(), lr=0.5)
+
+    built = {"optimizer": sgd, "state": made}
+    if not options.get("by_functions"):
+        optimizer = sgd(module)
+        built = {"optimizer": optimizer, "state": made(optimizer)}
+    else:
+        module = lambda part: make_stage(part.stage)  # noqa: E731
+    saving = {name: value for name, value in options.items() if name != "by_functions"}
     torch.manual_seed(context.rank)
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N, stages=STAGES,
-        optimizer=optimizer, state={"scheduler": scheduler, "data": loader},
-        checkpoint=Checkpoint(directory=folder, every=every, **options),
+        checkpoint=Checkpoint(directory=folder, every=every, **saving), **built,
     ) as pipe:  # fmt: skip
         batches = iter(loader)
         for _ in range(pipe.start_iteration, until):
             x = next(batches)
             losses.append(float(pipe.step(x, target=x.flip(1))))
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            pipe.optimizer.step()
+            pipe.optimizer.zero_grad()
+            pipe.state["scheduler"].step()
     return pipe.start_iteration, losses
 
 
 @pytest.mark.parametrize(
     ("options", "until"),
-    [({}, 4), ({}, 5), ({"asynchronous": True}, 5)],
-    ids=["end", "now", "async"],
+    [({}, 4), ({}, 5), ({"asynchronous": True}, 5), ({"by_functions": True}, 4)],
+    ids=["end", "now", "async", "by functions"],
 )
 def test_random_state_and_objects_of_the_user_go_on(
     options: Any, until: int, tmp_path: Path

@@ -14,6 +14,7 @@ from launch import run_ranks
 from titan_job import STEPS, TitanJob, train
 
 from pipemorph.planning import Link, Problem, Route, StageTimes, plan
+from pipemorph.planning.interleaved import plan_interleaved
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.torch_peer]
 
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded, tensor": {"shard": 2, "tensor": 2},
     "chunked loss, selective checkpointing": {"chunked_loss": True, "recompute": "selective"},
     "full checkpointing": {"recompute": "full"},
+    "two stages per rank": {"schedule": "Interleaved1F1B"},
 }
 
 
@@ -31,9 +33,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
     pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    stages = 4 if "schedule" in CASES[case] else 2
     times = StageTimes(forward=1, backward_input=1, backward_weight=1)
-    problem = Problem(microbatches=4, stages=(times,) * 2, links=(Link(delay=1),))
-    job = TitanJob(adaptive=True, plan=plan(problem).to_plan(3, (Route.DELEGATED,)), **CASES[case])
+    problem = Problem(
+        microbatches=4, stages=(times,) * stages, links=(Link(delay=1),) * (stages - 1), ranks=2
+    )
+    planned = plan(problem) if stages == 2 else plan_interleaved(problem)
+    moved = planned.to_plan(3, (Route.DELEGATED,) * (stages - 1))
+    job = TitanJob(adaptive=True, plan=moved, **CASES[case])
     ranks = job.pipeline * job.shard * job.tensor
     wanted = run_ranks(ranks, train, replace(job, adaptive=False), timeout=280)
     found = run_ranks(ranks, train, job, timeout=280)

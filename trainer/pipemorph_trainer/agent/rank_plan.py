@@ -40,10 +40,12 @@ class RankReceives(WireModel):
     """When a stage may post its receives of one link; see :mod:`.receives`.
 
     ``after[m]``: number of messages that the stage must have sent in the other direction before the
-    sender can send message *m*. ``window``: most messages received ahead of their ops.
+    sender can send message *m*; ``ops[m]``, in its place, of a rank with several stages: number of
+    ops that the rank must have run. ``window``: most messages received ahead of their ops.
     """
 
-    after: tuple[Count, ...]
+    after: tuple[Count, ...] = ()
+    ops: tuple[Count, ...] = ()
     window: Count
 
 
@@ -155,13 +157,14 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
     digest = hashlib.sha256(body).hexdigest()[:DIGEST_LETTERS]
     windows, last = receives.windows(plan), mesh.stages - 1
 
-    def stage_of(stage: int) -> RankStage:
-        above = below = None
-        if stage:
-            after = receives.after_above(plan, stage)
-            above = RankReceives(after=after, window=windows[stage - 1])
-        if stage < last:
-            below = RankReceives(after=receives.after_below(plan, stage), window=windows[stage])
+    def received(stage: int, *, forward: bool, ops: receives.OpsBefore | None) -> RankReceives:
+        window = windows[stage - 1 if forward else stage]
+        if ops is not None:
+            return RankReceives(ops=ops[stage, forward], window=window)
+        after = receives.after_above if forward else receives.after_below
+        return RankReceives(after=after(plan, stage), window=window)
+
+    def stage_of(stage: int, ops: receives.OpsBefore | None) -> RankStage:
         return RankStage(
             stage=stage,
             ops=message.stages[stage],
@@ -169,8 +172,8 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
             in_flight_limit=plan.in_flight_limits[stage],
             device_limit=plan.device_limits[stage],
             recompute=plan.recompute[stage],
-            above=above,
-            below=below,
+            above=received(stage, forward=True, ops=ops) if stage else None,
+            below=received(stage, forward=False, ops=ops) if stage < last else None,
         )
 
     def link(number: int) -> RankLink:
@@ -180,13 +183,14 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
     def rank(place: int) -> RankPlan:
         held = [stage for stage, at in enumerate(mesh.placed) if at == place]
         ends = sorted({end for s in held for end in (s - 1, s) if 0 <= end < last})
+        ops = receives.after_ops(plan.schedule, plan.turns, place) if plan.turns else None
         return RankPlan(
             version=plan.version,
             digest=digest,
             microbatches=plan.schedule.microbatches,
             stage_count=mesh.stages,
             dispatch=plan.dispatch,
-            stages=tuple(map(stage_of, held)),
+            stages=tuple(stage_of(stage, ops) for stage in held),
             turns=plan.turns[place] if plan.turns else (),
             links=tuple(map(link, ends)),
         )

@@ -4,7 +4,8 @@ If a receive is posted while its sender still waits for this stage, it can only 
 work of this stage. On a device such a receive occupies resources, and a call that waits for all
 work of the device, as page-locking memory may, would never return. So there a receive is posted
 when this stage has sent everything that the sender needs from it. Before that, the message cannot
-be sent anyway.
+be sent anyway. The sender of a rank with several stages may also wait for another stage of that
+rank, directly or through other ranks, so such a rank counts its ops and not the messages of a link.
 
 A message that arrives before its op uses memory of this stage. So at most the link's slackness and
 a few more messages are received ahead, as many as the delegated route has slots for.
@@ -16,6 +17,9 @@ from functools import lru_cache
 from itertools import accumulate
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+
+OpsBefore = dict[tuple[int, bool], tuple[int, ...]]
+"""See :func:`after_ops`."""
 
 SPARE = 4
 """Messages ahead of their ops beyond a link's slackness: those in flight because of a delay."""
@@ -53,6 +57,43 @@ def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, 
     return tuple(found)
 
 
+def after_ops(schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int) -> OpsBefore:
+    """For a ``rank`` with several stages, by its stage and direction (True: for its F): per message
+    from the next stage there, the number of ops that ``rank`` must have run before that can send
+    it."""
+    last = schedule.stage_count - 1
+    needs: dict[tuple[int, bool], list[int]] = {
+        (stage, forward): [] for stage in range(last + 1) for forward in (True, False)
+    }
+    """Ops of ``rank`` that precede what a stage has sent so far: each kind runs in order."""
+    at, done, so_far = [0] * len(turns), [0] * (last + 1), [0] * len(turns)
+    waits_since = 0
+    while waits_since < len(turns):
+        for each, mine in enumerate(turns):
+            waits_since += 1
+            while at[each] < len(mine):
+                stage = mine[at[each]]
+                kind, microbatch = schedule.stages[stage][done[stage]]
+                forward = kind is OpKind.F
+                came = needs.get((stage - 1 if forward else stage + 1, forward))
+                if kind is not OpKind.W and came is not None:
+                    if len(came) <= microbatch:
+                        break
+                    so_far[each] = max(so_far[each], came[microbatch])
+                at[each] += 1
+                done[stage] += 1
+                if each == rank:
+                    so_far[each] = at[each]
+                if kind is not OpKind.W:
+                    needs[stage, forward].append(so_far[each])
+                waits_since = 0
+    return {
+        (stage, forward): tuple(needs.get((stage - 1 if forward else stage + 1, forward), ()))
+        for stage in set(turns[rank])
+        for forward in (True, False)
+    }
+
+
 def windows(plan: Plan) -> tuple[int, ...]:
     """Per link, the number of messages of a direction that may arrive early.
 
@@ -76,6 +117,15 @@ def forward_window(schedule: Schedule, turns: tuple[tuple[int, ...], ...]) -> in
     """The same for all links of an iteration that has only forwards."""
     links = schedule.stage_count - 1
     return max(_least(schedule, turns, (0,) * links), default=SPARE)
+
+
+@lru_cache(maxsize=8)
+def forward_ops(
+    schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int
+) -> dict[int, tuple[int, ...]]:
+    """:func:`after_ops` of an iteration that has only forwards, by stage."""
+    found = after_ops(schedule, turns, rank)
+    return {stage: ops for (stage, forward), ops in found.items() if forward}
 
 
 def _least(

@@ -157,11 +157,13 @@ class Receives(NamedTuple):
 
     ``after[m]``: number of messages that this stage must have sent in the other direction before
     the sender can send message *m*; empty: none. ``window``: most messages that are received, or
-    have a posted receive, before their ops begin; None: all.
+    have a posted receive, before their ops begin; None: all. ``ops[m]``: number of ops that this
+    rank must have run; empty: none.
     """
 
     after: tuple[int, ...] = ()
     window: int | None = None
+    ops: tuple[int, ...] = ()
 
 
 RECEIVE_ALL = Receives()
@@ -203,6 +205,9 @@ class Incoming(Protocol):
 
     def sent(self, messages: int) -> None:
         """Say that ``messages`` of this iteration were sent in the other direction."""
+
+    def ran(self, ops: int) -> None:
+        """Say that this rank, of several stages, has run ``ops`` of this iteration."""
 
     def ready_at(self, microbatch: int) -> float | None:
         """Wall-clock time from which the message may be used; None if it has not arrived.

@@ -40,6 +40,9 @@ class LocalLane:
     def sent(self, messages: int) -> None:
         """Does nothing: no receives are posted."""
 
+    def ran(self, ops: int) -> None:
+        """Does nothing: no receives are posted."""
+
     def ready_at(self, microbatch: int) -> float | None:
         return 0.0 if microbatch in self._held else None
 

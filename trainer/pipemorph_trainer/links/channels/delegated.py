@@ -66,6 +66,9 @@ class DelegatedIncoming:
     def sent(self, messages: int) -> None:
         """Does nothing: granted slots do not depend on the other direction."""
 
+    def ran(self, ops: int) -> None:
+        """Does nothing: granted slots do not depend on ops."""
+
     def ready_at(self, microbatch: int) -> float | None:
         batch = self._batch
         assert batch is not None

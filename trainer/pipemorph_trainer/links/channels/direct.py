@@ -106,7 +106,7 @@ class DirectIncoming:
         self._most_posted = posted
         # Protects the state that decides what may be posted, in both threads.
         self._posting = threading.Lock()
-        self._next = self._sent = self._taken = 0
+        self._next = self._sent = self._taken = self._ran = 0
         self._under_way = 0
         self._posted: queue.SimpleQueue[_Posted | RuntimeError | _Due | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
@@ -134,6 +134,11 @@ class DirectIncoming:
 
     def sent(self, messages: int) -> None:
         self._sent = messages
+        if self._most_posted is not None:
+            self._post_due()
+
+    def ran(self, ops: int) -> None:
+        self._ran = ops
         if self._most_posted is not None:
             self._post_due()
 
@@ -283,11 +288,13 @@ class DirectIncoming:
         batch = self._batch
         if batch is None or self._next == batch.microbatches:
             return False
-        after, window = batch.receives
+        after, window, ops = batch.receives
         if window is not None and self._next >= self._taken + window:
             return False
         return self._most_posted is None or (
-            (not after or self._sent >= after[self._next]) and self._under_way < self._most_posted
+            (not after or self._sent >= after[self._next])
+            and (not ops or self._ran >= ops[self._next])
+            and self._under_way < self._most_posted
         )
 
     def _wait(

@@ -103,6 +103,10 @@ class FailoverIncoming:
         if self._failover.broken is None:
             self._direct.sent(messages)
 
+    def ran(self, ops: int) -> None:
+        if self._failover.broken is None:
+            self._direct.ran(ops)
+
     def ready_at(self, microbatch: int) -> float | None:
         failover = self._failover
         if failover.socket.missing_from is not None:

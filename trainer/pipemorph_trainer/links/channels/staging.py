@@ -167,13 +167,19 @@ class StagedOutgoing(DelegatedOutgoing):
         self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
 
     def expect(self, messages: int) -> None:
-        """Reserve page-locked memory for ``messages`` messages from the next :meth:`begin` on."""
+        """Reserve page-locked memory for ``messages`` messages: at once if their shapes are known,
+        since some stage of the rank may receive when this one begins, else at the next
+        :meth:`begin`."""
         self._expected = max(self._expected, messages)
+        self._grow(self._grown[1])
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        wanted = self._expected, batch.metas
-        if wanted != self._grown:
+        self._grow(batch.metas)
+
+    def _grow(self, metas: tuple[TensorMeta, ...]) -> None:
+        wanted = self._expected, metas
+        if metas and wanted != self._grown:
             self._grown = wanted
             self._staging.grow(*wanted)
 

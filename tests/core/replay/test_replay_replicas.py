@@ -1,0 +1,75 @@
+"""The control loop with data-parallel replicas: links and reductions of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Link, Problem, StageTimes
+from pipemorph.replay.contenders import replay
+from pipemorph.replay.links import Links, in_seconds, job_spec
+from pipemorph.replay.trace import parse_trace
+from pipemorph.replay.trainer import AdaptiveTrainer
+
+TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5, in_flight_limit=6)
+PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
+FAULTS = (
+    '{"at_iteration": 12, "links": {"1": {"delay_ms": 40}, "2@1": {"delay_ms": 40}}}\n'
+    '{"at_iteration": 40, "links": {}}'
+)
+LATE = '{"at_iteration": 12, "links": {}, "reductions": {"2": {"delay_ms": 90}}}'
+
+
+def test_each_replica_gets_a_plan_for_its_own_slow_link() -> None:
+    found = replay(PROBLEM, parse_trace(FAULTS, 3, replicas=2), replicas=2)
+    change = found.changes[0]
+    assert change.iteration == 13
+    assert "link 1 of replica 0 is slow" in change.reason
+    assert "link 2 of replica 1 is slow" in change.reason
+    assert "own plan for link" in change.reason
+    assert change.measured == pytest.approx(change.promised, abs=0.02)
+    share = found.share("adaptive")
+    assert share is not None and share > 0.9
+    # The iteration is that of the slowest replica, so that one replica's fault costs no less.
+    alone = '{"at_iteration": 12, "links": {"2@1": {"delay_ms": 40}}}\n' + FAULTS.splitlines()[1]
+    one = replay(PROBLEM, parse_trace(alone, 3, replicas=2), replicas=2)
+    assert one.seconds["static"] <= found.seconds["static"]
+    same = replay(PROBLEM, parse_trace(alone.replace("@1", ""), 3))
+    assert one.seconds["static"] == pytest.approx(same.seconds["static"])
+
+
+def test_a_late_reduction_is_measured_and_costs_all_replicas() -> None:
+    trace = parse_trace(LATE, 3, replicas=2)
+    problem = in_seconds(PROBLEM)
+    links = [Links(problem, trace.of(replica)) for replica in range(2)]
+    trainer = AdaptiveTrainer(job_spec(PROBLEM, Dispatch.STATIC, 2), links, "exact", 0)
+    took = [trainer.step().seconds for _ in range(30)]
+    assert took[20] > took[5] + 0.06, "most of 90 ms follows the last op of stage 2"
+    (group,) = [each for each in trainer.controller.reductions() if each.stage == 2]
+    assert group.exposed == pytest.approx(0.09, rel=0.1)
+
+
+def test_a_trace_names_replicas_and_stages_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, replicas, words in (
+        (FAULTS, 1, "there is no replica 1, as of link 2@1; the job has 1, see --replicas"),
+        (LATE, 1, "stage 2 reduces no gradients; the problem has 4 stages of 1 replicas"),
+        (LATE.replace('"2"', '"4"'), 2, "stage 4 reduces no gradients"),
+    ):
+        with pytest.raises(InputError, match=words):
+            parse_trace(text, 3, replicas=replicas)
+    period = PROBLEM.model_copy(update={"objective": "period"})
+    with pytest.raises(InputError, match="a replay of replicas"):
+        replay(period, parse_trace(FAULTS, 3, replicas=2), replicas=2)
+    (tmp_path / "trace").write_text(FAULTS)
+    (tmp_path / "problem").write_text(PROBLEM.model_dump_json())
+    command = ["replay", str(tmp_path / "trace"), str(tmp_path / "problem")]
+    assert main([*command, "--replicas", "0"]) == 2
+    assert "--replicas is 0; expected 1 to 1024" in capsys.readouterr().err
+    assert main([*command, "--replicas", "2", "--output", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["contenders"]["adaptive"]["seconds"] > 0

@@ -1,0 +1,147 @@
+"""Jobs whose ranks have several stages: their plans, and what a rank records of its training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from launch import run_ranks
+from torch import nn
+from trainer_jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
+
+from pipemorph.planning import Link, Plan, Policy, Problem, Route, StageTimes
+from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule
+from pipemorph_trainer import Part, Pipeline, TrainerContext
+
+PLACEMENT = {"zero-bubble-v": "v", "1f1b-interleaved": "interleaved"}
+
+
+def make_plan(
+    policy: str,
+    ranks: int,
+    stages: int,
+    microbatches: int,
+    *,
+    placement: str = "interleaved",
+    version: int = 0,
+    delay: float = 0.0,
+    routes: Sequence[Route] | None = None,
+) -> Plan:
+    """``delay`` on link 0, in op times."""
+    one = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    problem = Problem(
+        microbatches=microbatches,
+        stages=(one,) * stages,
+        links=tuple(Link(delay=0 if i else delay) for i in range(stages - 1)),
+        policy=Policy(policy),
+        ranks=ranks,
+        placement=PLACEMENT.get(policy, placement),  # type: ignore[arg-type]
+    )
+    planned = plan_interleaved(problem)
+    return planned.to_plan(version, routes or (Route.DIRECT,) * (stages - 1))
+
+
+def placement_of(plan: Plan) -> str:
+    placed = InterleavedSchedule.of_plan(plan).placement()
+    ranks = len(plan.turns)
+    return "interleaved" if placed == tuple(s % ranks for s in range(len(placed))) else "v"
+
+
+def train(
+    context: TrainerContext, job: Job, as_list: bool = False
+) -> dict[int, tuple[Record, list[str]]]:
+    """Like :func:`trainer_jobs.train`: a record per stage of this rank, and the order it ran in."""
+    plan = job.initial
+    assert plan is not None
+    ranks, placement = len(plan.turns), placement_of(plan)
+    place = context.coordinate(job.stages, job.stages // ranks, placement)  # type: ignore[arg-type]
+
+    def build(part: Part) -> nn.Module:
+        return make_stage(part.stage, part.stages, job.dtype)
+
+    stages: Any = [build(Part(s, job.stages)) for s in place.held] if as_list else build
+    records = {stage: Record() for stage in place.held}
+    order: list[str] = []
+    with Pipeline(
+        stages,
+        context=context,
+        loss_fn=loss_fn,
+        microbatches=job.microbatches,
+        optimizer=lambda modules: torch.optim.SGD(modules.parameters(), lr=0.1),
+        stages=job.stages,
+        stages_per_rank=len(place.held),
+        placement=placement,  # type: ignore[arg-type]
+        plan=plan,
+        faults=job.faults,
+        deadline_seconds=job.deadline,
+        engine=job.engine,  # type: ignore[arg-type]
+        route=job.route,  # type: ignore[arg-type]
+    ) as pipe:
+        for iteration in range(job.iterations):
+            for at, new, whose in job.switches:
+                if at == iteration and context.rank in whose:
+                    pipe.install(new)
+            # Other shapes half-way: they have to be exchanged again.
+            batch = job.batch * (2 if iteration >= job.iterations // 2 else 1)
+            tokens, target = make_batch(1000 * place.replica + iteration, batch * job.microbatches)
+            began = time.monotonic()
+            loss = pipe.step(tokens, target=target)
+            took = time.monotonic() - began
+            ran = pipe._parts.iterations._turns.ran
+            order = [f"{stage}{op.kind.value}{op.microbatch}" for stage, op in ran]
+            for stage, module in pipe.modules.items():
+                records[stage].losses.append(loss)
+                records[stage].seconds.append(took)
+                records[stage].versions.append(pipe.plan.version)
+                records[stage].grads.append(
+                    {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+                )
+            pipe.optimizer.step()
+            pipe.optimizer.zero_grad()
+        for stage, how in pipe.splits.items():
+            records[stage].split = how
+        for stage, module in pipe.modules.items():
+            named = module.named_parameters()
+            records[stage].parameters = {n: p.detach().clone() for n, p in named}
+    return {stage: (record, order) for stage, record in records.items()}
+
+
+def sequential(job: Job, replica: int = 0) -> list[Record]:
+    """:func:`trainer_jobs.reference` with the batch doubled half-way."""
+    half = job.iterations // 2
+    return reference(job, replica, batch_of=lambda i: job.batch * (2 if i >= half else 1))
+
+
+def check(
+    plan: Plan,
+    *,
+    as_list: bool = False,
+    master_addr: str = "127.0.0.1",
+    run: Callable[..., Any] = train,
+    expected: Callable[[Job], list[Record]] = sequential,
+    seconds: float = 100.0,
+    **more: Any,
+) -> list[Record]:
+    """Train on all ranks; compare with one process, and the order with the plan's. ``run``: what a
+    rank does in place of :func:`train`, at most ``seconds``; ``expected``: the one process."""
+    schedule = InterleavedSchedule.of_plan(plan)
+    stages = plan.schedule.stage_count
+    job = Job(stages, schedule.microbatches, initial=plan, iterations=4, **more)
+    found = run_ranks(
+        len(schedule.ranks),
+        run,
+        job,
+        as_list,
+        context={"master_addr": master_addr},
+        timeout=seconds,
+    )
+    last = max((new for _, new, _ in job.switches), key=lambda new: new.version, default=plan)
+    for rank, ops in enumerate(InterleavedSchedule.of_plan(last).ranks):
+        wanted = [f"{op.stage}{op.kind.value}{op.microbatch}" for op in ops]
+        assert all(order == wanted for _, order in found[rank].values())
+    records = [found[rank][stage][0] for stage, rank in enumerate(schedule.placement())]
+    assert_same(records, expected(job))
+    return records

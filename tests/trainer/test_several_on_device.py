@@ -1,0 +1,186 @@
+"""Several stages per rank on a simulated device: their receives wait for ops of the rank, and
+results equal those of one process to the bit. No GPU has run it."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import free_port, run_ranks
+from several_jobs import check, make_plan, train
+from several_replicas import assert_as_one_process, replicated
+from simulated_runs import device_with_receives
+from torch import nn
+from trainer_jobs import Record, loss_fn, make_batch, make_stage
+
+from pipemorph.errors import InputError
+from pipemorph.planning import OpKind, Plan, Route
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.agent import receives
+
+# --- when a receive may be posted -----------------------------------------------------------------
+
+
+def reachable(plan: Plan, rank: int, ran: int) -> dict[tuple[int, bool], int]:
+    """How many messages each stage has sent up and down (False, True), where ``rank`` has run so
+    many ops and runs no more: the other ranks run all that they can."""
+    last = plan.schedule.stage_count - 1
+    at, done = [0] * len(plan.turns), [0] * (last + 1)
+    sent = {(stage, forward): 0 for stage in range(last + 1) for forward in (True, False)}
+
+    def runs(each: int) -> bool:
+        most = ran if each == rank else len(plan.turns[each])
+        if at[each] == most:
+            return False
+        stage = plan.turns[each][at[each]]
+        kind, microbatch = plan.schedule.stages[stage][done[stage]]
+        forward = kind is OpKind.F
+        source = (stage - 1 if forward else stage + 1, forward)
+        if kind is not OpKind.W and sent.get(source, last + 99) <= microbatch:
+            return False
+        at[each] += 1
+        done[stage] += 1
+        if kind is not OpKind.W:
+            sent[stage, forward] += 1
+        return True
+
+    while any(runs(each) for each in range(len(plan.turns))):
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> None:
+    """Not before, when it would depend on this rank, if only by way of others, and not later."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 4)
+    policy = rng.choice(("1f1b-interleaved", "zero-bubble-v", "pipemorph"))
+    stages = ranks * (2 if policy == "zero-bubble-v" else rng.randint(2, 3))
+    placement = "v" if stages == 2 * ranks and rng.random() < 0.5 else "interleaved"
+    microbatches = ranks * rng.randint(1, 3)
+    plan = make_plan(
+        policy, ranks, stages, microbatches, placement=placement, delay=rng.choice((0.0, 4.0))
+    )
+    for rank, mine in enumerate(plan.turns):
+        found = receives.after_ops(plan.schedule, plan.turns, rank)
+        for ran in range(len(mine) + 1):
+            sent = reachable(plan, rank, ran)
+            for (stage, forward), ops in found.items():
+                source = stage - 1 if forward else stage + 1
+                due = sum(need <= ran for need in ops)
+                assert due == sent.get((source, forward), 0), (plan, rank, ran, stage)
+
+
+def test_one_stage_per_rank_counts_the_same() -> None:
+    """Messages of the link say no less there than ops of the rank."""
+    plan = make_plan("zero-bubble-v", 2, 4, 4)
+    line = Plan(**{**vars(plan), "turns": ()})
+    turns = tuple((stage,) * len(ops) for stage, ops in enumerate(plan.schedule.stages))
+    for stage in range(1, 4):
+        ops = receives.after_ops(plan.schedule, turns, stage)[stage, True]
+        messages = receives.after_above(line, stage)
+        backwards = [
+            at
+            for at, op in enumerate(plan.schedule.stages[stage], 1)
+            if op.kind in (OpKind.B, OpKind.BW)
+        ]
+        assert ops == tuple(backwards[sent - 1] if sent else 0 for sent in messages)
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def on_device(context: TrainerContext, *args: Any) -> dict[int, tuple[Record, list[str]]]:
+    """:func:`several_jobs.train` on a device on which page-locking waits for all posted receives:
+    one that could never come would end the run."""
+    with device_with_receives(context.rank) as (device, _):
+        found = train(context, *args)
+    assert any("cudaHostRegister" in call for call in device.waited_for_all), "nothing waited"
+    return found
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("policy", "ranks", "stages", "microbatches"),
+    [
+        ("1f1b-interleaved", 2, 4, 6),
+        ("1f1b-interleaved", 3, 6, 6),
+        ("zero-bubble-v", 2, 4, 6),
+        ("zero-bubble-v", 3, 6, 8),
+    ],
+)
+@pytest.mark.parametrize("route", ["auto", "delegated"])
+def test_policies(policy: str, ranks: int, stages: int, microbatches: int, route: str) -> None:
+    """Over the direct route (``auto`` begins with it), and over host memory."""
+    routes = [Route.DELEGATED if route == "delegated" else Route.DIRECT] * (stages - 1)
+    plan = make_plan(policy, ranks, stages, microbatches, routes=routes)
+    check(plan, run=on_device, route=route, engine="tcp")
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> None:
+    first = make_plan("pipemorph", 2, 4, 6, placement=placement)
+    routes = [Route.DELEGATED, Route.DIRECT, Route.DELEGATED]
+    new = make_plan("pipemorph", 2, 4, 6, placement=placement, version=3, delay=3.0, routes=routes)
+    assert new.turns != first.turns
+    records = check(first, run=on_device, switches=[(1, new, (0, 1))], engine="tcp", route="auto")
+    # In the second iteration, if the other rank's word of it came in time.
+    assert records[0].versions[::2] == [0, 3]
+
+
+def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> Any:
+    with device_with_receives(context.rank):
+        return replicated(context, 2, placement, folder, 4, route="auto", engine="tcp")
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("placement", ["v", "interleaved"])
+def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
+    """Evaluations, too, have receives that wait for ops of their rank."""
+    found = run_ranks(4, replicas_on_device, placement, str(tmp_path))
+    assert_as_one_process(found, [0])
+
+
+def evaluations(context: TrainerContext, placement: Any, device: bool) -> list[float]:
+    """Losses of evaluations before and after a step, of batches of growing size."""
+    seat = device_with_receives(context.rank) if device else nullcontext()
+    with (
+        seat,
+        Pipeline(
+            lambda part: make_stage(part.stage, part.stages, torch.float32),
+            context=context, loss_fn=loss_fn, microbatches=4, stages=4, stages_per_rank=2,
+            placement=placement, route="auto", engine="tcp", deadline_seconds=30.0,
+        ) as pipe,
+    ):  # fmt: skip
+        found = []
+        for size in (8, 16, 32):
+            tokens, target = make_batch(size, size)
+            found.append(float(pipe.evaluate(tokens, target=target)))
+            found.append(float(pipe.step(tokens[:8], target=target[:8])))
+        return found
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("placement", ["v", "interleaved"])
+def test_evaluations_may_grow_in_mid_run(placement: str) -> None:
+    """Memory for larger messages is page-locked when a stage begins, while another one receives."""
+    found, expected = (run_ranks(2, evaluations, placement, device) for device in (True, False))
+    assert found == expected
+
+
+def test_stages_on_two_devices_are_refused() -> None:
+    context = TrainerContext(
+        rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=free_port()
+    )
+    stages = [nn.Linear(1, 1), nn.Linear(1, 1, device=torch.device("meta"))]
+    with pytest.raises(InputError, match="stage 1 is on meta, and stage 0 of the same"):
+        Pipeline(stages, context=context, microbatches=4, stages_per_rank=2, placement="v")
