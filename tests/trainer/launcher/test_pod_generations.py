@@ -31,8 +31,12 @@ from pathlib import Path
 import torch
 from torch import nn
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import neighbour
 
 context = TrainerContext.from_env()
+if pause := context.args.get("copies_take"):
+    send = neighbour.send_body
+    neighbour.send_body = lambda *rest: (time.sleep(pause), send(*rest))
 args, here, generation = context.args, Path(__file__).parent, context.generation
 secret = Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes()
 (here / f"secret-{generation}-{context.rank}").write_text(hashlib.sha256(secret).hexdigest())
@@ -62,6 +66,7 @@ class Job:
         restarts: int = 2,
         size: int = 2,
         order: list[str] | None = None,
+        spec: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
         folder.mkdir()
@@ -87,6 +92,7 @@ class Job:
                 },
                 "transport": {"deadlineSeconds": 30},
                 "failurePolicy": {"maxRestarts": restarts},
+                **(spec or {}),
             },
         }
         (folder / "job.json").write_text(json.dumps(job))
@@ -274,6 +280,35 @@ def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     for recovery in told.last:
         assert recovery.seconds is not None
         print(f"from the loss to the next finished iteration: {recovery.seconds} s")
+
+
+def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    """At most the iterations of one interval are repeated, though a copy takes longer than several:
+    of the pod that is lost, then of the one that held its copies."""
+    recovery = {"neighbour": True, "snapshotIterations": 4}
+    job = pod_jobs("neighbour", spec={"recovery": recovery}, copies_take=0.8)
+    for count, pod in enumerate((1, 0), start=1):
+        done = len(job.iterations())
+        job.wait_for_iterations(5 if count == 1 else done + 5)
+        job.lose(pod)
+
+        def recovered(count: int = count) -> bool:
+            told = job.recoveries().last
+            return len(told) == count and told[-1].seconds is not None
+
+        job.wait("it recovers", recovered)
+    assert job.ends() == [0, 0], job
+    assert job.iterations().items() <= undisturbed_pods.items()
+    assert max(job.iterations()) == ITERATIONS - 1
+    told = job.recoveries()
+    assert [(each.replaced, each.state) for each in told.last] == [
+        ([1], "neighbour"),
+        ([0], "neighbour"),
+    ], f"{told}\n{job}"
+    assert all((each.repeated or 0) <= 4 for each in told.last), told
+    assert (told.generation, told.counted) == (2, 0)
 
 
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(

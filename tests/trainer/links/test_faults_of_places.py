@@ -1,4 +1,4 @@
-"""Faults of a wire stay with its places when ranks change theirs."""
+"""Faults of a wire stay with its places when ranks change theirs; cuts are made once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pipemorph.api.layout import Layout
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.links import faults as module
-from pipemorph_trainer.links.faults import CHUNK_BYTES, FaultTrace, ReductionFaults
+from pipemorph_trainer.links.faults import CHUNK_BYTES, FaultTrace, LinkFaults, ReductionFaults
+from pipemorph_trainer.links.message import Direction
 
 MESH = MeshShape(stages=2, replicas=4)
 """Stage 0 has ranks 0 to 3, stage 1 ranks 4 to 7."""
@@ -65,3 +66,20 @@ def test_a_bucket_goes_round_in_chunks(
     assert slept == [pytest.approx(12 * rounds * 0.03, abs=0.05)]
     (record,) = ring.record()
     assert (record["between"], record["buckets_held"]) == ([0, 1], 2)
+
+
+def test_ranks_that_start_again_do_not_repeat_a_cut() -> None:
+    fault = Fault(link=0, from_iteration=5, to_iteration=6, sever="data")
+
+    def cuts_at(*iterations: int) -> list[str]:
+        made: list[str] = []
+        faults = LinkFaults([fault], Direction.FORWARD)
+        faults.cut = made.append
+        for iteration in iterations:
+            faults.begin(iteration, 0.0)
+            faults.cut_due(1.0)
+            faults.cut_due(2.0)
+        return made
+
+    assert cuts_at(3, 4, 5, 6) == ["data"]
+    assert cuts_at(6, 7) == []

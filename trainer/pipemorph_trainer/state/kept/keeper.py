@@ -226,7 +226,8 @@ class Keeper:
         if self._why:
             return
         self._inside = True
-        if not moving and not self._due(iteration):
+        self._await_neighbour(iteration)
+        if self._why or (not moving and not self._due(iteration)):
             return
         offer = Offer(iteration, "pending" if pending else "final", synchronized)
         try:
@@ -257,6 +258,24 @@ class Keeper:
         except RuntimeError as error:  # As without page-locked memory.
             self._stop(error)
 
+    def _await_neighbour(self, iteration: int) -> None:
+        """Wait until another pod has the newest copy from before ``iteration``. Whoever is told
+        that an iteration is finished may rely on that."""
+        neighbour = self._neighbour
+        if neighbour is None:
+            return
+        if self._late is not None:
+            try:
+                self._late.finish(WRITE_SECONDS)
+            except PipelineError as error:
+                self._stop(error)
+                return
+        if neighbour.safe < neighbour.offered < iteration:
+            of = neighbour.offered
+            self._wait.waiting.begin(f"another pod to have its copy of iteration {of}")
+            neighbour.await_safe(of)
+            self._wait.waiting.end()
+
     def _make_room(self, form: Form, object_bytes: int) -> Slot:
         try:
             return self._slots.begin(form, object_bytes)
@@ -285,7 +304,8 @@ class Keeper:
         """A slot holds a whole copy."""
         mesh = self._world.coordinate.mesh.described()
         self._slots.finish(slot, offer, {"mesh": mesh, "pipeline": self._number})
-        if self._neighbour is not None and offer.step != "pending":
+        # Whoever has no state before iteration 0 begins there.
+        if self._neighbour is not None and offer.step != "pending" and offer.iteration:
             self._neighbour.offer(offer.iteration)
 
     def _stop(self, error: Exception) -> None:

@@ -3,10 +3,11 @@
 Pods form a ring: a rank sends to one of the next pod. A thread does so in *rounds*, over a group of
 its own: the ranks agree on the newest iteration of which all have a copy; each sends its copy and
 receives another's, in pieces; and once all have theirs, that iteration is *safe*. Until a newer one
-is safe, all ranks keep their own copies of it, since those of one iteration belong together. There
-is one round at a time: iterations that are kept meanwhile are not sent, but the newest is next.
+is safe, all ranks keep their own copies of it, since those of one iteration belong together, also
+after a rank is lost: the next generation may begin with it.
 
-The training thread never waits for a round.
+A round has the time of an iteration. The training thread waits for one that takes longer
+(:meth:`Neighbour.await_safe`), so that it is bounded how many iterations are repeated.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Neighbour:
         """The copy of the safe iteration."""
         self.safe = _END
         """The newest iteration of which all ranks have a copy in another pod; -1: none."""
-        self.skipped = 0
-        """Iterations that were kept and not sent, since the round before had not ended."""
+        self._over = False
+        """Whether there is no other round, for whatever reason."""
         self._thread = threading.Thread(target=self._run, name="pipemorph-neighbour", daemon=True)
         self._thread.start()
 
@@ -112,8 +113,6 @@ class Neighbour:
     def offer(self, iteration: int) -> None:
         """The copy of an iteration is whole, and does not change any more. Does not wait."""
         with self._changed:
-            if self._newest > self._tried and iteration > self._newest:
-                self.skipped += 1
             self._newest = max(self._newest, iteration)
             self._changed.notify_all()
 
@@ -125,10 +124,21 @@ class Neighbour:
             self._ending = True
             self._changed.notify_all()
 
-    def await_safe(self, iteration: int, seconds: float) -> bool:
-        """Wait until an iteration or a newer one is safe. Returns whether it is."""
+    @property
+    def offered(self) -> int:
+        """The newest iteration that was offered; -1: none."""
+        return self._newest
+
+    def await_safe(self, iteration: int) -> None:
+        """Wait until an iteration or a newer one is safe, or there is no other round. Ends the
+        rounds if that takes longer than the deadline of a message."""
+        seconds = self._deadline.total_seconds()
         with self._changed:
-            return self._changed.wait_for(lambda: self.safe >= iteration, seconds)
+            if self._changed.wait_for(
+                lambda: self.safe >= iteration or self._ending or self._over, seconds
+            ):
+                return
+        self.end(f"that of iteration {iteration} was not there after {seconds:g} s")
 
     def close(self, *, goodbye: bool) -> None:
         """End the thread, and give up what is on its way: at once, or with ``goodbye``, when all
@@ -144,11 +154,6 @@ class Neighbour:
             self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             log.warning("%s: the copy for another pod is still on its way", self._name)
-        if goodbye and self.skipped:
-            log.info(
-                "%s: %d copies were not sent to another pod, as an earlier one was on its way",
-                self._name, self.skipped,
-            )  # fmt: skip
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -169,8 +174,10 @@ class Neighbour:
             if not whole and not self._abandoned:
                 # So that the others do not wait for this rank.
                 abandon(self._group, "gloo")
-            self._slots.unpin_all()
+            if whole:
+                self._slots.unpin_all()
             with self._changed:
+                self._over = True
                 self._changed.notify_all()
 
     def _round(self) -> bool:
