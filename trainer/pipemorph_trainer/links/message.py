@@ -88,6 +88,8 @@ def words(metas: tuple[TensorMeta, ...]) -> str:
 
 _NOTE = struct.Struct("<IIIIdddd")
 NOTE_BYTES = _NOTE.size
+pack_note = _NOTE.pack
+"""The bytes of a :class:`Note` with these fields."""
 ALL_PRESENT = 0xFFFFFFFF
 NOTHING = 0
 """``present`` of an empty message, of a refused step. In other messages, bits without a tensor are
@@ -128,7 +130,7 @@ class Note(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Note:
-        return Note(*_NOTE.unpack(data[:NOTE_BYTES]))
+        return Note._make(_NOTE.unpack_from(data))
 
 
 DIRECT_QUEUE = -1
@@ -183,11 +185,14 @@ class Batch:
     uncounted: int = 0
     receives: Receives = RECEIVE_ALL
     """For the receiving end."""
+    sizes: tuple[int, ...] = field(init=False)
+    """Bytes of each tensor."""
     nbytes: int = field(init=False)
     """Bytes of one message."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", sum(meta.nbytes for meta in self.metas))
+        object.__setattr__(self, "sizes", tuple(meta.nbytes for meta in self.metas))
+        object.__setattr__(self, "nbytes", sum(self.sizes))
 
     @property
     def step(self) -> int:
