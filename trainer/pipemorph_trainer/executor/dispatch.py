@@ -248,6 +248,7 @@ class Executor:
         backward = OpKind.BW if fused else OpKind.B
         f = b = w = 0
         deadline: float | None = None
+        self.mail.listen()
         while w < total:
             if self.refused:
                 # In the plan's order, in which stages cannot wait for each other forever.
