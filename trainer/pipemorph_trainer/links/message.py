@@ -40,10 +40,14 @@ class TensorMeta(NamedTuple):
     def of(tensor: Tensor) -> TensorMeta:
         return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def covers(self, other: TensorMeta) -> bool:
-        """Whether a tensor that is ``other`` can be sent as this one: a gradient that it does not
-        need is ignored when it comes."""
-        return self[:2] == other[:2] and self.gradient >= other.gradient
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor can be sent as this one: a gradient that it does not need is ignored
+        when it comes."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype == self.dtype
+            and (self.gradient or not tensor.requires_grad)
+        )
 
     @property
     def nbytes(self) -> int:
