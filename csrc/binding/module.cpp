@@ -23,6 +23,9 @@ namespace {
 
 using KeyTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
+// From here on a copy takes longer than letting go of the GIL and waiting to get it again.
+constexpr size_t kCopyWithoutGil = size_t{64} << 10;
+
 // Blocking calls come back this often to let Python handle signals.
 constexpr int64_t kSlice = 100 * kMillisecond;
 
@@ -52,6 +55,14 @@ class Buffer {
   public:
     Buffer(nb::handle object, int flags) : buffer_(new Py_buffer) {
         if (PyObject_GetBuffer(object.ptr(), buffer_.get(), flags) != 0) {
+            delete buffer_.release();
+            throw nb::python_error();
+        }
+    }
+    // Memory of `owner`, which need not have a buffer interface.
+    Buffer(nb::handle owner, void* data, size_t bytes) : buffer_(new Py_buffer) {
+        if (PyBuffer_FillInfo(buffer_.get(), owner.ptr(), data, static_cast<Py_ssize_t>(bytes), 1,
+                              PyBUF_SIMPLE) != 0) {
             delete buffer_.release();
             throw nb::python_error();
         }
@@ -121,22 +132,36 @@ class PyMessage {
     void copy_into(nb::handle destination) const {
         check();
         const Buffer to(destination, PyBUF_WRITABLE);
-        if (to.size() != arrived_.info.bytes)
-            throw nb::value_error((arrived_.info.key.describe() + " has " +
-                                   std::to_string(arrived_.info.bytes) +
-                                   " bytes, the destination " + std::to_string(to.size()))
-                                      .c_str());
+        if (to.size() != arrived_.info.bytes) throw wrong_size(to.size());
         const nb::gil_scoped_release no_gil;
         if (to.size() > 0) copy_past_caches(to.data(), arrived_.data, to.size());
     }
 
-    void release() {
+    std::tuple<double, double> move_to(uintptr_t address, size_t bytes, bool at_once) {
+        check();
+        if (bytes != arrived_.info.bytes) throw wrong_size(bytes);
+        if (bytes > 0) {
+            std::optional<nb::gil_scoped_release> no_gil;
+            if (bytes >= kCopyWithoutGil) no_gil.emplace();
+            copy_past_caches(reinterpret_cast<uint8_t*>(address), arrived_.data, bytes);
+        }
+        release(at_once);
+        return {to_seconds(arrived_.info.started_ns), to_seconds(arrived_.arrived_ns)};
+    }
+
+    void release(bool at_once = true) {
         if (std::exchange(released_, true) || link_.graveyard->inherited()) return;
-        if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial);
+        if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial, at_once);
         arrived_.keep.reset();
     }
 
   private:
+    nb::builtin_exception wrong_size(size_t bytes) const {
+        return nb::value_error((arrived_.info.key.describe() + " has " +
+                                std::to_string(arrived_.info.bytes) + " bytes, the destination " +
+                                std::to_string(bytes))
+                                   .c_str());
+    }
     void check() const {
         if (released_)
             throw EngineError(arrived_.info.key.describe() + " has been released already");
@@ -153,7 +178,7 @@ nb::object wrap(const PyLink& link, std::optional<Arrived> arrived) {
     return nb::cast(new PyMessage(link, std::move(*arrived)), nb::rv_policy::take_ownership);
 }
 
-uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const nb::bytes& note) {
+uint64_t post(const PyLink& self, const KeyTuple& key, Buffer buffer, const nb::bytes& note) {
     Link& link = self.use();
     if (note.size() > kMaxNote)
         throw nb::value_error(
@@ -161,10 +186,18 @@ uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const
     MessageInfo info;
     info.key = to_key(key);
     info.note.assign(note.c_str(), note.size());
-    Buffer buffer(payload, PyBUF_SIMPLE);
     info.bytes = buffer.size();
     const uint8_t* data = buffer.data();
     return link.send(std::move(info), data, hold(self.graveyard, buffer.take()));
+}
+
+uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const nb::bytes& note) {
+    return post(self, key, Buffer(payload, PyBUF_SIMPLE), note);
+}
+
+uint64_t send_memory(const PyLink& self, const KeyTuple& key, uintptr_t address, size_t bytes,
+                     nb::handle owner, const nb::bytes& note) {
+    return post(self, key, Buffer(owner, reinterpret_cast<void*>(address), bytes), note);
 }
 
 void wait_sent(const PyLink& self, uint64_t ticket, double timeout) {
@@ -354,7 +387,8 @@ NB_MODULE(_engine, m) {
                      [](const PyMessage& self) { return to_seconds(self.arrived_ns()); })
         .def("view", &PyMessage::view)
         .def("copy_into", &PyMessage::copy_into, "destination"_a)
-        .def("release", &PyMessage::release);
+        .def("move_to", &PyMessage::move_to, "address"_a, "nbytes"_a, "at_once"_a)
+        .def("release", [](PyMessage& self) { self.release(); });
 
     nb::class_<PathStats>(m, "PathStats", nb::is_final())
         .def_ro("kind", &PathStats::kind)
@@ -407,6 +441,7 @@ NB_MODULE(_engine, m) {
                      })
         .def("reserve", &reserve, "direction"_a, "slots"_a, "slot_bytes"_a)
         .def("send", &send, "key"_a, "payload"_a, "note"_a = nb::bytes("", 0))
+        .def("send_memory", &send_memory, "key"_a, "address"_a, "nbytes"_a, "owner"_a, "note"_a)
         .def(
             "sent", [](const PyLink& self, uint64_t ticket) { return self.use().sent(ticket); },
             "ticket"_a)

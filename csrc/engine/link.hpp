@@ -90,7 +90,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as the link lives.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    void release(uint32_t slot, uint64_t serial);
+    // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
+    // the time the acknowledgement of the next message, which another thread sends. At most
+    // two grants wait for that.
+    void release(uint32_t slot, uint64_t serial, bool at_once = true);
     uint64_t send_slots(int direction) const;
     std::vector<SentRecord> drain_telemetry();
     LinkStats stats() const;
@@ -211,6 +214,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     template <typename F>
     void or_die(F&& run);  // no lock
     void kick_paths();
+    std::vector<std::shared_ptr<DataPath>> live_paths() const;
     void dial_paths();  // no lock
     void fence_requested(const FenceFrame& fence);
     void answer_fence(Reactor& reactor, const FenceFrame& fence);  // no lock
@@ -264,6 +268,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     Inbox in_;
     ReliableStream stream_;
     EchoMeter echo_;
+    uint32_t held_back_ = 0;  // grants since the last flush
 
     std::shared_ptr<Connection> control_;
     uint32_t control_epoch_ = 0;

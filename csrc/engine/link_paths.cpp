@@ -70,6 +70,14 @@ void Link::kick_paths() {
         if (p.live) p.live->kick();
 }
 
+std::vector<std::shared_ptr<DataPath>> Link::live_paths() const {
+    std::vector<std::shared_ptr<DataPath>> live;
+    live.reserve(paths_.size());
+    for (const Path& p : paths_)
+        if (p.live) live.push_back(p.live);
+    return live;
+}
+
 Reactor& Link::reactor_of(uint32_t index) {
     const Path& p = paths_[index];
     return p.kind == Transport::rdma ? runtime_->rails[p.our_rail]->reactor()

@@ -8,6 +8,11 @@
 #include "os/numa.hpp"
 
 namespace pipemorph {
+namespace {
+
+constexpr uint32_t kMostHeldBack = 3;
+
+}  // namespace
 
 void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     std::vector<Inbox::Room> missing;
@@ -148,10 +153,15 @@ bool Link::arrived(const Key& key) const {
     return false;
 }
 
-void Link::release(uint32_t slot, uint64_t serial) {
+void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
     const Lock lock(mu_);
     const auto next = in_.release(slot, serial);
-    if (next && !over()) grant({*next});
+    if (!next || over()) return;
+    if (at_once || ++held_back_ >= kMostHeldBack) {
+        grant({*next});
+    } else {
+        stream_.send(GrantFrame{{*next}});
+    }
 }
 
 void Link::grant(const std::vector<SlotGrant>& grants) {

@@ -8,19 +8,26 @@
 namespace pipemorph {
 
 uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold) {
-    const Lock lock(mu_);
-    if (ended()) throw_over();
-    info.posted_ns = wall_ns();
-    try {
-        const auto message = out_.post(std::move(info), data, std::move(hold), steady_ns());
-        if (message->chunks == 0)
-            send_empty_messages();
-        else
-            kick_paths();
-        return message->info.id;
-    } catch (const EngineError& e) {
-        throw EngineError(describe() + ": " + e.what());
+    std::vector<std::shared_ptr<DataPath>> live;
+    uint64_t id = 0;
+    {
+        const Lock lock(mu_);
+        if (ended()) throw_over();
+        info.posted_ns = wall_ns();
+        try {
+            const auto message = out_.post(std::move(info), data, std::move(hold), steady_ns());
+            id = message->info.id;
+            if (message->chunks == 0)
+                send_empty_messages();
+            else
+                live = live_paths();
+        } catch (const EngineError& e) {
+            throw EngineError(describe() + ": " + e.what());
+        }
     }
+    // Without the lock, for which their threads would otherwise wait as soon as they wake up.
+    for (const auto& path : live) path->kick();
+    return id;
 }
 
 bool Link::sent(uint64_t ticket) {

@@ -1,5 +1,8 @@
 """Slots and destinations: where messages are received."""
 
+import ctypes
+import weakref
+
 import pairs
 import pytest
 
@@ -73,3 +76,56 @@ def test_slots_for_shapes_that_change_for_ever_stay_in_proportion(transport, sha
         largest = slots * PAGE * max(map(pages, range(iterations)))
         rounded = 2 << 20  # what is that much or more is rounded up to a multiple of it
         assert largest <= there < times * largest + rounded, there / largest
+
+
+class Owner:
+    """Owns memory, and can be seen to be let go of."""
+
+    def __init__(self, data: bytes) -> None:
+        self.memory = ctypes.create_string_buffer(data, len(data))
+        self.address = ctypes.addressof(self.memory)
+
+
+@TRANSPORTS
+def test_memory_is_sent_and_received_by_its_address(transport):
+    key, size = (0, 0, 0, 0, 0), 100_000
+    data = pairs.payload(1, size)
+    with pairs.in_process(transport=transport) as p:
+        p.accepted.reserve(0, 2, size)
+        owner, into = Owner(data), Owner(bytes(size))
+        gone = weakref.ref(owner)
+        ticket = p.dialled.send_memory(key, owner.address, size, owner, b"a note")
+        del owner
+        message = p.accepted.receive(key, pairs.TIMEOUT)
+        assert message.note == b"a note"
+        with pytest.raises(ValueError, match=f"has {size} bytes, the destination 7"):
+            message.move_to(into.address, 7, True)
+        began, came = message.move_to(into.address, size, True)
+        assert (began, came) == (message.started_at, message.arrived_at)
+        assert bytes(into.memory) == data
+        with pytest.raises(EngineError, match="released already"):
+            message.move_to(into.address, size, True)
+        p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+
+        def let_go():
+            p.dialled.send_slots(0)  # any call gives back what is acknowledged
+            return gone() is None
+
+        pairs.eventually(let_go)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("released", range(1, 6))
+def test_a_grant_that_may_wait_is_not_forgotten(transport, released):
+    """Though nothing else is sent."""
+    slots, into = 8, Owner(bytes(4))
+    with pairs.in_process(transport=transport) as p:
+        p.accepted.reserve(0, slots, 4)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == slots)
+        for m in range(released):
+            p.dialled.wait_sent(p.dialled.send((0, 0, m, 0, 0), b"AAAA"), pairs.TIMEOUT)
+        for m in range(released):
+            message = p.accepted.receive((0, 0, m, 0, 0), pairs.TIMEOUT)
+            message.move_to(into.address, 4, False)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == slots)
+        assert p.accepted.stats().slots_in_use == 0

@@ -37,6 +37,14 @@ class Message:
         """The payload in the slot, without a copy. Invalid after :meth:`release`."""
     def copy_into(self, destination: Buffer) -> None:
         """Copy the payload (without the GIL). Raises if sizes differ."""
+    def move_to(self, address: int, nbytes: int, at_once: bool) -> tuple[float, float]:
+        """Copy the payload to the ``nbytes`` bytes at ``address``, then release it. Returns
+        ``started_at`` and ``arrived_at``. Raises if sizes differ.
+
+        ``at_once``: grant the slot now. Otherwise the grant goes with the next frame to the sender,
+        usually the acknowledgement of its next message, which costs this thread nothing. Of a link
+        at most two grants wait for that.
+        """
     def release(self) -> None:
         """Grant the slot to the sender again. Idempotent."""
 
@@ -123,6 +131,16 @@ class Link:
         ``payload`` until the receiver has acknowledged it. ``note`` (at most 64 bytes) is delivered
         with the message. Messages use the K queues in turn.
         """
+    def send_memory(
+        self,
+        key: tuple[int, int, int, int, int],
+        address: int,
+        nbytes: int,
+        owner: object,
+        note: bytes,
+    ) -> int:
+        """:meth:`send` of the ``nbytes`` bytes at ``address``, which stay valid as long as
+        ``owner`` lives. The engine keeps ``owner`` as it keeps a payload."""
     def sent(self, ticket: int) -> bool:
         """Whether the receiver has acknowledged the message. Raises EngineError if the link is
         dead."""

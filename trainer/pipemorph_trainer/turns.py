@@ -134,9 +134,14 @@ class Turns:
         self._tell(0)
         self._pending = list(self._held)
         self._begin_next()
-        ops = {stage: iter(self._orders[stage]) for stage in self._held}
         if turns is None:
-            turns = self._held * len(self._orders[self._held[0]])
+            (stage,) = self._held
+            run_op = self._executors[stage].run_op
+            for kind, microbatch in self._orders[stage]:
+                run_op(kind, microbatch)
+            self.ran = [(stage, op) for op in self.outcomes[stage].ops]
+            return
+        ops = {stage: iter(self._orders[stage]) for stage in self._held}
         for ran, stage in enumerate(turns, 1):
             while self._pending and self._pending[0] <= stage:
                 self._begin_next()

@@ -199,7 +199,7 @@ def receiving(
         for m in range(batch.microbatches)
     }
     socket: Any = SimpleNamespace(notes=notes, note_of=notes.get, lost=None)
-    poller: Any = SimpleNamespace(wake=wire.wake)
+    poller: Any = SimpleNamespace(wake=wire.wake, awaited=True)
     incoming = DirectIncoming(
         group=group or wire,  # type: ignore[arg-type]
         peer=0,
@@ -323,4 +323,18 @@ def test_a_message_that_came_before_its_note_is_looked_at_again_soon(
     socket.lost, socket.notes[0, 0, 0] = None, late
     assert incoming.ready_at(0) == 0.0
     assert incoming.take(0) is not None
+    incoming.close()
+
+
+def test_a_message_that_nobody_waits_for_rings_no_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next wait would end at once, for nothing."""
+    wire, incoming = receiving(monkeypatch, Batch(1, 0, 2, (META,)))
+    poller = vars(incoming)["_poller"]
+    poller.awaited = False
+    wire.came = 1
+    until(lambda: incoming.ready_at(0) is not None, "the first message is here")
+    poller.awaited = True
+    wire.came = 2
+    until(lambda: wire.woken == 1, "the second one rings")
+    assert incoming.ready_at(1) is not None
     incoming.close()

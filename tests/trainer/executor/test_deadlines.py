@@ -25,9 +25,12 @@ class Clocks:
         monkeypatch.setattr(mailbox, "time", lambda: self.wall)
         monkeypatch.setattr(mailbox, "monotonic", lambda: self.monotonic)
         self.waits = 0
+        self.heard: list[bool] = []
+        self.awaited = False
 
     def wait(self, seconds: float, *, hears: bool) -> bool:
         self.waits += 1
+        self.heard.append(hears)
         assert self.waits < 1000, "a wait that does not end"
         self.monotonic += seconds
         self.wall += seconds + self._step
@@ -84,3 +87,36 @@ def test_a_deadline_comes_whatever_the_clock_says(
     with pytest.raises(WaitTimeoutError, match=r"F of microbatch 2 .* the deadline is 5 s"):
         mail.wait_for(end, OpKind.F, 2)
     assert clocks.waits <= DEADLINE / mailbox.LONGEST_NAP + 1
+
+
+def test_an_arrival_wakes_whoever_looks_for_it_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = Clocks(monkeypatch, 0.0)
+    coming = Coming(clocks, 2)
+    looked: list[bool] = []
+    look = coming.ready_at
+    monkeypatch.setattr(coming, "ready_at", lambda m: (looked.append(clocks.awaited), look(m))[1])
+    mail, end = stage_1(clocks, coming)
+    for waited in (True, False):
+        assert (mail.wait_for(end, OpKind.F, 0) is not None) == waited
+        assert all(looked), "what comes after a look has to wake"
+        assert not clocks.awaited, "the stage runs an op"
+    mail.listen()
+    assert clocks.awaited
+
+
+def test_a_wait_that_ends_early_goes_on_without_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while: the note of the message comes before it."""
+    clocks = Clocks(monkeypatch, 0.0)
+    mail, end = stage_1(clocks, Coming(clocks, 5))
+
+    def early(seconds: float, *, hears: bool) -> bool:
+        clocks.waits += 1
+        clocks.heard.append(hears)
+        clocks.monotonic += mailbox.QUIET_SECONDS / 2
+        return False
+
+    monkeypatch.setattr(clocks, "wait", early)
+    mail.wait_for(end, OpKind.F, 0)
+    assert clocks.heard == [False, False, True, True, True]

@@ -111,7 +111,7 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
     with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
         group: Any = SimpleNamespace(recv=recv)
         socket: Any = SimpleNamespace(notes=notes, note_of=notes.get)
-        poller: Any = SimpleNamespace(wake=lambda: None)
+        poller: Any = SimpleNamespace(wake=lambda: None, awaited=True)
         incoming = DirectIncoming(
             group=group, peer=1, direction=Direction.BACKWARD, socket=socket, poller=poller,
             op_clock=OpClock(), peer_clock=PeerClock(),

@@ -74,7 +74,7 @@ def cut_at(
 
     def count(self: Any, position: Any) -> None:
         nonlocal again
-        again += sum(at >= position for at in self._kept)
+        again += sum(kept.position >= position for kept in self._kept)
         send_again(self, position)
 
     dispatch.Executor.run_op = run_and_cut  # type: ignore[method-assign]

@@ -248,6 +248,7 @@ class Executor:
         backward = OpKind.BW if fused else OpKind.B
         f = b = w = 0
         deadline: float | None = None
+        self.mail.listen()
         while w < total:
             if self.refused:
                 # In the plan's order, in which stages cannot wait for each other forever.
@@ -508,7 +509,10 @@ class Executor:
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
         """Send the shapes to the next stage if they are unknown there; else check outputs."""
-        metas, structure = tuple(map(TensorMeta.of, outputs)), self._runner.structure
+        structure = self._runner.structure
+        if self._shapes_known and structure == self._structure and self._expected(outputs):
+            return
+        metas = tuple(map(TensorMeta.of, outputs))
         if not self._shapes_known:
             if len(metas) > 31:
                 raise ShapeError(
@@ -526,7 +530,7 @@ class Executor:
                 f"{self._coordinate}: the structure of the outputs is {structure.encode()} in "
                 f"{self.mail.call}; expected {self._structure.encode()} as in its first microbatch"
             )
-        elif metas != self.output_metas and not self._covered(metas):
+        else:
             raise ShapeError(
                 f"{self._coordinate}: outputs are {words(metas)} in {self.mail.call}; "
                 f"expected {words(self.output_metas)} as in its first microbatch. All "
@@ -534,10 +538,10 @@ class Executor:
                 "iterations together with the shapes given to step()"
             )
 
-    def _covered(self, metas: tuple[TensorMeta, ...]) -> bool:
-        return len(metas) == len(self.output_metas) and all(
-            known.covers(meta) for known, meta in zip(self.output_metas, metas, strict=True)
-        )
+    def _expected(self, outputs: tuple[Tensor, ...]) -> bool:
+        """Whether the outputs can be sent as those of the first microbatch."""
+        known = self.output_metas
+        return len(outputs) == len(known) and all(map(TensorMeta.covers, known, outputs))
 
     def _await_shapes(self, end: LinkEnd) -> None:
         found = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)

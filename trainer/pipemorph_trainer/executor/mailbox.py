@@ -63,20 +63,28 @@ class Mailbox:
         """Wait until the message of an op has arrived and may be used. Returns when the wait began
         and ended, wall clock; None without a wait."""
         word = "F" if kind is OpKind.F else "B"
+        # Before the first look, so that no arrival is missed between the look and the sleep.
+        self._poller.awaited = True
         at = self.ready_at(end, word, microbatch)
-        now = time()
-        if at is not None and at <= now:
+        if at is not None and (at == 0.0 or at <= time()):
+            self._poller.awaited = False
             return None
+        began, since = time(), monotonic()
         self._waiting.begin(partial(self.message, end, word, microbatch))
-        began, deadline, hears = now, monotonic() + self._deadline, False
+        deadline, loud, hears = since + self._deadline, since + QUIET_SECONDS, False
         while True:
             self.sleep(at, deadline, hears=hears)
-            at, hears = self.ready_at(end, word, microbatch), True
-            now = time()
+            at, now = self.ready_at(end, word, microbatch), time()
             if at is not None and at <= now:
                 break
+            hears = at is not None or monotonic() >= loud
+        self._poller.awaited = False
         self._waiting.end()
         return began, now
+
+    def listen(self) -> None:
+        """Have all arrivals end the next :meth:`sleep`, until :meth:`wait_for` is called."""
+        self._poller.awaited = True
 
     def ready_at(self, end: LinkEnd, word: str, microbatch: int) -> float | None:
         """Time from which a message may be used; None if it has not arrived. Errors name it."""

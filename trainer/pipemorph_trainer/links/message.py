@@ -40,10 +40,14 @@ class TensorMeta(NamedTuple):
     def of(tensor: Tensor) -> TensorMeta:
         return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def covers(self, other: TensorMeta) -> bool:
-        """Whether a tensor that is ``other`` can be sent as this one: a gradient that it does not
-        need is ignored when it comes."""
-        return self[:2] == other[:2] and self.gradient >= other.gradient
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor can be sent as this one: a gradient that it does not need is ignored
+        when it comes."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype == self.dtype
+            and (self.gradient or not tensor.requires_grad)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +92,8 @@ def words(metas: tuple[TensorMeta, ...]) -> str:
 
 _NOTE = struct.Struct("<IIIIdddd")
 NOTE_BYTES = _NOTE.size
+pack_note = _NOTE.pack
+"""The bytes of a :class:`Note` with these fields."""
 ALL_PRESENT = 0xFFFFFFFF
 NOTHING = 0
 """``present`` of an empty message, of a refused step. In other messages, bits without a tensor are
@@ -128,7 +134,7 @@ class Note(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Note:
-        return Note(*_NOTE.unpack(data[:NOTE_BYTES]))
+        return Note._make(_NOTE.unpack_from(data))
 
 
 DIRECT_QUEUE = -1
@@ -185,11 +191,14 @@ class Batch:
     uncounted: int = 0
     receives: Receives = RECEIVE_ALL
     """For the receiving end."""
+    sizes: tuple[int, ...] = field(init=False)
+    """Bytes of each tensor."""
     nbytes: int = field(init=False)
     """Bytes of one message."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", sum(meta.nbytes for meta in self.metas))
+        object.__setattr__(self, "sizes", tuple(meta.nbytes for meta in self.metas))
+        object.__setattr__(self, "nbytes", sum(self.sizes))
 
     @property
     def step(self) -> int:

@@ -6,17 +6,38 @@ import contextlib
 import ctypes
 import math
 import os
+import struct
+from typing import NamedTuple
 
 _POLLIN, _POLLRDHUP = 0x001, 0x2000
-_ppoll = ctypes.CDLL(None, use_errno=True).ppoll
+_POLLFD = struct.Struct("ihh")
+_SHORTS = _POLLFD.size // 2
+"""Length of a ``struct pollfd``, of which the last short is what was found."""
+_ppoll = ctypes.CDLL(None).ppoll
+_ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _PollFd(ctypes.Structure):
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+_unless_read = contextlib.suppress(BlockingIOError)
 
 
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class _Watched(NamedTuple):
+    """What one call of ``ppoll`` gets: an array of ``struct pollfd``, as shorts and by address."""
+
+    shorts: memoryview
+    address: int
+    length: int
+
+    @staticmethod
+    def of(watched: list[tuple[int, int]]) -> _Watched:
+        """``watched``: descriptors and events."""
+        packed = b"".join(_POLLFD.pack(fd, events, 0) for fd, events in watched)
+        memory = bytearray(packed or _POLLFD.size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return _Watched(memoryview(memory).cast("h"), address, len(watched))
 
 
 class Poller:
@@ -31,6 +52,11 @@ class Poller:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._eventfds = [self._fd]
         self._sockets: list[int] = []
+        self.awaited = True
+        """Whether the arrival of a message has to wake the main thread. If it looks for messages
+        before it waits, an arrival while it runs an op would only end its next wait early."""
+        self._timeout = _TimeSpec()
+        self._timeout_address = ctypes.addressof(self._timeout)
         self._build()
 
     def watch_eventfd(self, fd: int) -> None:
@@ -51,16 +77,14 @@ class Poller:
         self._build()
 
     def _build(self) -> None:
+        bells = [(fd, _POLLIN) for fd in self._eventfds]
         self._quiet, self._hearing = (
-            (_PollFd * (len(self._eventfds) + len(self._sockets)))(
-                *[_PollFd(fd, _POLLIN, 0) for fd in self._eventfds],
-                *[_PollFd(fd, events, 0) for fd in self._sockets],
-            )
+            _Watched.of(bells + [(fd, events) for fd in self._sockets])
             for events in (_POLLRDHUP, _POLLIN)
         )
 
     def wake(self) -> None:
-        """Wake the waiting thread. Callable from any thread."""
+        """Wake the waiting thread, now or when it waits next. Callable from any thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._fd, 1)
 
@@ -69,17 +93,20 @@ class Poller:
         event, and not only its end. Returns whether sockets are to be read: they may have input,
         or have ended."""
         seconds = max(0.0, seconds)
-        whole = math.floor(seconds)
-        timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))
-        polled = self._hearing if hears else self._quiet
-        left: int = _ppoll(polled, len(polled), ctypes.byref(timeout), None)
+        until = self._timeout
+        until.tv_sec = whole = math.floor(seconds)
+        until.tv_nsec = int((seconds - whole) * 1e9)
+        watched = self._hearing if hears else self._quiet
+        left: int = _ppoll(watched.address, watched.length, self._timeout_address, None)
         if left <= 0:
             return True
-        for each, fd in zip(polled, self._eventfds, strict=False):
-            if each.revents:
+        found = _SHORTS - 1
+        for fd in self._eventfds:
+            if watched.shorts[found]:
                 left -= 1
-                with contextlib.suppress(BlockingIOError):
+                with _unless_read:
                     os.eventfd_read(fd)
+            found += _SHORTS
         return left > 0
 
     def close(self) -> None:

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
-from pipemorph_trainer.links.message import NOTHING, Batch, Direction, Hold, Note, presence
+from pipemorph_trainer.links.message import (
+    NOTHING,
+    Batch,
+    Direction,
+    Hold,
+    Note,
+    pack_note,
+    presence,
+)
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 if TYPE_CHECKING:
@@ -33,6 +41,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def as_sent(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in memory in order, as they are sent: itself, if they are."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 class DelegatedIncoming:
     """Receiving end. Looks up messages by key; arrival times come from the engine."""
 
@@ -47,7 +62,7 @@ class DelegatedIncoming:
         self._link, self._direction = link, direction
         self._peer_clock, self._recorder = peer_clock, recorder
         self._batch: Batch | None = None
-        self._here: dict[int, list[_engine.Message | None]] = {}
+        self._here: dict[int, list[_engine.Message]] = {}
         self._notes: dict[int, Note] = {}
 
     def reserve(self, messages: int, batch: Batch) -> None:
@@ -83,22 +98,19 @@ class DelegatedIncoming:
         link is dead."""
         parts = self._here.get(microbatch)
         if parts is None:
-            parts = self._here[microbatch] = [None] * len(batch.metas)
-        for k in range(len(parts)):
-            if parts[k] is None:
-                parts[k] = self._try(key_of(batch, microbatch, self._direction, k))
-                if parts[k] is None:
+            parts = self._here[microbatch] = []
+        try:
+            while (k := len(parts)) < len(batch.metas):
+                part = self._link.try_receive(key_of(batch, microbatch, self._direction, k))
+                if part is None:
                     return None
-        return [part for part in parts if part is not None]
+                parts.append(part)
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+        return parts
 
     def _usable_from(self, note: Note) -> float:
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
-
-    def _try(self, key: Key) -> _engine.Message | None:
-        try:
-            return self._link.try_receive(key)
-        except RuntimeError as error:
-            raise PipelineError(str(error)) from error
 
     def take(self, microbatch: int) -> list[Tensor | None] | None:
         batch = self._batch
@@ -106,20 +118,20 @@ class DelegatedIncoming:
         tensors: list[Tensor | None] = []
         started = arrived = 0.0
         note, parts = self._notes.pop(microbatch), self._here.pop(microbatch)
+        # The sender may have no other slot left for the next iteration.
+        last = microbatch == batch.microbatches - 1
         for k, (message, meta) in enumerate(zip(parts, batch.metas, strict=True)):
-            assert message is not None
-            started = started or message.started_at
-            arrived = max(arrived, message.arrived_at)
-            if not note.present >> k & 1:
-                tensors.append(None)
+            if note.present >> k & 1:
+                tensor = meta.empty(CPU)
+                # A message of another size is an error.
+                began, came = message.move_to(tensor.data_ptr(), batch.sizes[k], last)
+                tensors.append(tensor)
+            else:
+                began, came = message.started_at, message.arrived_at
                 message.release()
-                continue
-            tensor = meta.empty(CPU)
-            # The second one takes longer. A message of another size is an error.
-            if message.nbytes or meta.nbytes:
-                message.copy_into(bytes_of(tensor).numpy().data)
-            message.release()
-            tensors.append(tensor)
+                tensors.append(None)
+            started = started or began
+            arrived = max(arrived, came)
         record_arrival(
             self._recorder,
             note,
@@ -136,8 +148,7 @@ class DelegatedIncoming:
     def close(self, *, abandon: bool = False) -> None:
         for parts in self._here.values():
             for message in parts:
-                if message is not None:
-                    message.release()
+                message.release()
         self._here.clear()
 
 
@@ -172,7 +183,7 @@ class DelegatedOutgoing:
         assert batch is not None
         note = self.note(batch, microbatch, presence(tensors))
         for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
-            payload = b"" if tensor is None else bytes_of(tensor.detach().contiguous()).numpy().data
+            payload = None if tensor is None else as_sent(tensor)
             self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
@@ -180,15 +191,18 @@ class DelegatedOutgoing:
         posted = time.time()
         held = self._hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
-        return Note(batch.generation, batch.iteration, microbatch, present, posted, *held).pack()
+        return pack_note(batch.generation, batch.iteration, microbatch, present, posted, *held)
 
-    def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
+    def _hand_over(self, key: Key, tensor: Tensor | None, note: bytes) -> None:
         """Give one tensor to the engine. If shapes have just grown, the receiver may not have
         granted larger slots yet: the engine then refuses at once, and we retry."""
         deadline = 0.0
         while True:
             try:
-                self.link.send(key, payload, note)
+                if tensor is None:
+                    self.link.send(key, b"", note)
+                else:
+                    self.link.send_memory(key, tensor.data_ptr(), tensor.nbytes, tensor, note)
                 break
             except RuntimeError as error:
                 if not deadline:

@@ -259,7 +259,8 @@ class DirectIncoming:
                 with self._posting:
                     self._under_way -= 1
                 self._post_due()
-                self._poller.wake()
+                if self._poller.awaited:
+                    self._poller.wake()
         except RuntimeError as error:
             self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._poller.wake()

@@ -15,6 +15,7 @@ ranks that are computing cannot take part.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ log = logging.getLogger("pipemorph.trainer")
 class _Kept(NamedTuple):
     """A message that the receiver has not taken yet."""
 
+    position: Position
     batch: Batch
     tensors: list[Tensor | None] | None
 
@@ -111,9 +113,11 @@ class FailoverIncoming:
         failover = self._failover
         if failover.socket.missing_from is not None:
             failover.attend()
-        if failover.broken is None and self._direct.error is not None:
+        if failover.broken is None:
+            if self._direct.error is None:
+                return self._direct.ready_at(microbatch)
             failover.give_up(self._direct.error)
-        if failover.broken is None or self._direct.holds(microbatch):
+        if self._direct.holds(microbatch):
             return self._direct.ready_at(microbatch)
         return self._delegated.ready_at(microbatch)
 
@@ -159,7 +163,7 @@ class FailoverOutgoing:
     ) -> None:
         self._failover, self._direct, self._delegated = failover, direct, delegated
         self._batch: Batch | None = None
-        self._kept: dict[Position, _Kept] = {}
+        self._kept: deque[_Kept] = deque()
 
     def allow(self, deadline: float) -> None:
         """Set the longest time of a send on the direct route, seconds."""
@@ -183,7 +187,7 @@ class FailoverOutgoing:
             self._delegated.send(microbatch, tensors)
             return
         self.all_taken()
-        self._kept[batch.iteration, microbatch] = _Kept(batch, tensors)
+        self._kept.append(_Kept((batch.iteration, microbatch), batch, tensors))
         if failover.broken is not None:
             # Wait for the neighbour: newer messages must not fill slots that older ones need.
             return
@@ -196,10 +200,11 @@ class FailoverOutgoing:
 
     def all_taken(self) -> bool:
         """Whether all messages were taken by the neighbour or given to the engine."""
-        taken = self._failover.socket.taken.get(int(self._direct.direction))
-        while self._kept and taken is not None and next(iter(self._kept)) < taken:
-            del self._kept[next(iter(self._kept))]
-        return not self._kept
+        kept, taken = self._kept, self._failover.socket.taken.get(self._direct.direction)
+        if taken is not None:
+            while kept and kept[0].position < taken:
+                kept.popleft()
+        return not kept
 
     def leave(self) -> None:
         """Drop the outstanding sends. Their messages are kept."""
@@ -207,10 +212,10 @@ class FailoverOutgoing:
 
     def send_again(self, position: Position) -> None:
         """Send the missing messages: all kept ones from ``position`` on. Called once."""
-        for at, kept in self._kept.items():
-            if at >= position:
+        for kept in self._kept:
+            if kept.position >= position:
                 self._delegated.begin(kept.batch)
-                self._delegated.send(at[1], kept.tensors)
+                self._delegated.send(kept.position[1], kept.tensors)
         self._kept.clear()
         if self._batch is not None:
             self._delegated.begin(self._batch)
