@@ -39,7 +39,7 @@ def drain() -> ModuleType:
 
 def rank(context: TrainerContext, *case: Any) -> list[float]:
     module = load()
-    found: list[float] = module.exposed(context, module.Case(*case))
+    found: list[float] = module.exposed(context, module.Case(*case)).exposed
     return found
 
 
@@ -55,6 +55,8 @@ def test_the_stage_that_ends_last_hides_nothing_but_in_its_last_op(drain: Module
     schedule = drain.schedule_of("1f1b")
     assert drain.drain_of(schedule) == pytest.approx(0.12)
     assert drain.cannot_be_hidden(schedule, 0.24, 8) == pytest.approx(drain.left(0.24, 0.04, 8))
+    # What follows the last op, as with FSDP, does not even hide there.
+    assert drain.cannot_be_hidden(schedule, 0.24, 0) == pytest.approx(0.24)
 
 
 @pytest.mark.multiprocess

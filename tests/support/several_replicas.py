@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from trainer_jobs import VOCABULARY, WIDTH, loss_fn, make_batch
 
 from pipemorph.api.spec import Checkpoint
+from pipemorph.planning import Plan
 from pipemorph_trainer import Part, Pipeline, TrainerContext
+
+ITERATIONS = 4
 
 
 class Piece(nn.Module):
@@ -48,10 +51,15 @@ def batch_of(iteration: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def replicated(
-    context: TrainerContext, per_rank: int, placement: Any, folder: str, until: int, **options: Any
+    context: TrainerContext,
+    per_rank: int,
+    placement: Any,
+    folder: str,
+    moved: Plan | None = None,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """Two replicas of a pipeline of two ranks: losses, norms and evaluations; what is left of the
-    gradients; and where it began."""
+    gradients; and where it began. ``moved``: a plan that comes before the second iteration."""
     place = context.coordinate(2 * per_rank, per_rank, placement)
     found = []
     with Pipeline(
@@ -62,7 +70,9 @@ def replicated(
         optimizer=lambda modules: torch.optim.AdamW(modules.parameters(), lr=0.05),
         checkpoint=Checkpoint(directory=folder, every=2), deadline_seconds=30.0, **options,
     ) as pipe:  # fmt: skip
-        for iteration in range(pipe.start_iteration, until):
+        for iteration in range(pipe.start_iteration, ITERATIONS):
+            if moved is not None and iteration == 1:
+                pipe.install(moved)
             tokens, target, keep = batch_of(iteration, place.replica)
             loss = pipe.step(tokens, keep=keep, target=target)
             norm = pipe.clip_grad_norm_(1e9)
@@ -76,10 +86,11 @@ def replicated(
             pipe.optimizer.zero_grad()
             found += [float(loss), float(norm)]
             found.append(float(pipe.evaluate(tokens, keep=keep, target=target)))
+        assert moved is None or pipe.plan.version == moved.version
         return found, gradients, [pipe.start_iteration]
 
 
-def one_process(until: int) -> tuple[list[float], dict[str, Tensor]]:
+def one_process() -> tuple[list[float], dict[str, Tensor]]:
     """The same in one process: the replicas one after the other, and their mean."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -102,7 +113,7 @@ def one_process(until: int) -> tuple[list[float], dict[str, Tensor]]:
                 (loss / 4).backward()
         return total / 4
 
-    for iteration in range(until):
+    for iteration in range(ITERATIONS):
         losses, each = [], []
         for replica in range(2):
             losses.append(run(iteration, replica, train=True))
@@ -128,7 +139,7 @@ def one_process(until: int) -> tuple[list[float], dict[str, Tensor]]:
 def assert_as_one_process(found: Sequence[Any], began: Sequence[int]) -> None:
     """Losses, evaluations and gradients equal those of one process to the bit; the norm adds up
     stage by stage. ``began``: the first iteration, by group of four ranks."""
-    expected, gradients = one_process(4)
+    expected, gradients = one_process()
     for rank, (values, mine, (first,)) in enumerate(found):
         assert first == began[rank // 4]
         wanted = expected[3 * first :]

@@ -137,7 +137,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
 
 def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> Any:
     with device_with_receives(context.rank):
-        return replicated(context, 2, placement, folder, 4, route="auto", engine="tcp")
+        return replicated(context, 2, placement, folder, route="auto", engine="tcp")
 
 
 @pytest.mark.needs_engine

@@ -97,12 +97,17 @@ def test_a_schedule_of_torch_from_a_csv() -> None:
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
     """2 stages on each of 2 ranks × 2 replicas: keyword arguments, tied weights (in a V on one
-    rank), the norm, evaluations and checkpoints."""
-    found = run_ranks(4, replicated, 2, placement, str(tmp_path), 4)
+    rank), the norm, evaluations and checkpoints; across a plan for a slow link that moves all
+    links to the engine."""
+    moved = make_plan(
+        "pipemorph", 2, 4, 4, placement=placement, version=3, delay=3.0,
+        routes=[Route.DELEGATED] * 3,
+    )  # fmt: skip
+    found = run_ranks(4, replicated, 2, placement, str(tmp_path), moved)
     if placement == "v":
         # Goes on where it was cut, with one stage per rank.
         shutil.rmtree(tmp_path / "iteration-00000004")
-        found += run_ranks(4, replicated, 1, "interleaved", str(tmp_path), 4)
+        found += run_ranks(4, replicated, 1, "interleaved", str(tmp_path))
     assert_as_one_process(found, [0, 2][: len(found) // 4])
 
 

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from gate import same_bits
 
+from pipemorph.manifest import load_job
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {"width": 32, "heads": 2, "sequence": 32, "microbatch_size": 2}
 
@@ -80,3 +82,11 @@ def test_the_emulated_profile_runs(tmp_path: Path) -> None:
     assert report["emulated"] is True
     # 24 microbatches of 26 ms, and never less.
     assert all(iteration["seconds"] > 24 * 0.026 for iteration in report["iterations"])
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-gpt2", "hf-llama"])
+def test_the_operator_runs_the_script_that_runs_here(name: str) -> None:
+    here, there = (
+        load_job(EXAMPLES / f"{folder}{name}.yaml").spec.trainer for folder in ("", "kubernetes/")
+    )
+    assert here.module == there.module is not None

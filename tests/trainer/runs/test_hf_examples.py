@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from launch import free_port
 from torch.nn import functional
 
@@ -106,5 +105,3 @@ def test_a_gpt2_trains_as_in_one_process(tmp_path: Path) -> None:
         expected.append(loss.item())
     assert under_torchrun("hf_gpt2") == pytest.approx(expected, rel=1e-5)
     assert under_a_manifest("hf-gpt2", tmp_path / "out") == pytest.approx(expected, rel=1e-5)
-    job = yaml.safe_load((EXAMPLES / "kubernetes/hf-gpt2.yaml").read_text())
-    assert job["spec"]["trainer"]["module"] == hf_gpt2.__name__
