@@ -3,11 +3,11 @@
     python benchmarks/ingest_cost.py [--jobs 1000] [--stages 8] [--replicas 1] [--check]
 
 The ingest is the real one, in a process of its own; the API server is played (played_api.py). Jobs
-are those of operator_scale.py: each reports once a second while its links are well, over TLS, and
-holds a long poll. Then the ingest is killed and started; of several replicas, among which the jobs
-are dealt, one is killed, and the others serve its jobs. Figures are processor time of the ingest
-without its planners, with all that it does beside reports: they hold on a busy machine, seconds do
-not. Under two minutes.
+are those of operator_scale.py: each reports while its links are well, as seldom as it is asked to,
+over TLS, and holds a long poll. Then the ingest is killed and started; of several replicas, among
+which the jobs are dealt, one is killed, and the others serve its jobs. Figures are processor time
+of the ingest without its planners, with all that it does beside reports: they hold on a busy
+machine, seconds do not. Under two minutes.
 """
 
 from __future__ import annotations

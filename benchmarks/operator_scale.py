@@ -5,7 +5,7 @@
 The control plane is that of tests/cluster (built once from Go modules); no kubelet, so what is
 measured is the operator, the ingest, the API server and the Job controller. Everything shares
 this machine, the load generator included, so the table says what each of them took of it. About
-eight minutes on two cores with nothing else to do. Each goal is said to hold or not; with --check
+ten minutes on two cores with nothing else to do. Each goal is said to hold or not; with --check
 the exit status is 1 if one does not, and without it if a report failed before the ingest was
 killed. They are for the default sizes. Sections:
 

@@ -323,7 +323,8 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reporter.again.wait(), max(0.0, due - self._now()))
             reporter.again.clear()
-            now = due = min(due, self._now())
+            now = self._now()
+            due = min(due, now)
             if now < self._load.gone_at:
                 self._out.late = max(self._out.late, now - due)
                 self._out.wall = now
