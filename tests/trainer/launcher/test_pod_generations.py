@@ -362,6 +362,40 @@ def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
     assert (told.generation, told.counted) == (2, 0)
 
 
+def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
+    pod_jobs: Start, undisturbed_pods: dict[int, float], tmp_path: Path
+) -> None:
+    """As when its node is drained. The ranks of all pods save; the other pod stays, and waits."""
+    saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
+    job = pod_jobs("asked", spec=saves)
+    job.wait_for_iterations(5)
+    job.pods[1].terminate()
+    assert job.pods[1].wait(DEADLINE) == 75, job
+    job.wait("pod 0 waits", lambda: "the ranks saved and ended with those" in job.log("pod-0"))
+    assert job.pods[0].poll() is None, job
+    job.pods[1] = job.start_pod(1)
+    assert job.ends() == [0, 0], job
+    assert job.iterations() == undisturbed_pods
+    (recovery,) = job.recoveries().last
+    assert recovery.replaced == [1], f"{recovery}\n{job}"
+    assert (recovery.repeated, recovery.state) == (0, "checkpoint"), f"{recovery}\n{job}"
+    assert (job.recoveries().generation, job.recoveries().counted) == (1, 0)
+
+
+def test_all_pods_that_are_asked_to_end_do_not_wait_for_each_other(
+    pod_jobs: Start, tmp_path: Path
+) -> None:
+    """As when the job is suspended: the second one is asked while it waits for the first."""
+    saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
+    job = pod_jobs("suspended", spec=saves)
+    job.wait_for_iterations(5)
+    job.pods[1].terminate()
+    job.wait("pod 0 waits", lambda: "the ranks saved and ended with those" in job.log("pod-0"))
+    job.pods[0].terminate()
+    assert job.ends() == [75, 75], job
+    assert job.recoveries().count == 0, job
+
+
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
