@@ -26,6 +26,12 @@ EXIT_MOVES = 76
 at other places."""
 
 
+def progress_file(rank: int) -> str:
+    """Name of the file, in a folder of the host's, in which a rank says how many iterations it has
+    finished: 8 bytes, little-endian. A rank that has made it prints its stacks on SIGQUIT."""
+    return f"progress.rank-{rank}"
+
+
 def leave_file(generation: int) -> str:
     """Name of the file, in the folder of the ranks' copies, by which a host asks the ranks of a
     generation to leave for other places."""

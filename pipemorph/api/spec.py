@@ -446,8 +446,17 @@ class FailurePolicy(SpecModel):
         le=86400,
         description="Longest time without a finished iteration, once there was one. Then all "
         "ranks print their stacks, and it is a failure. Must be longer than an evaluation, and "
-        "than a checkpoint that is waited for. Only under `pipemorph run`. Default: only messages "
-        "have a deadline, `transport.deadlineSeconds`.",
+        "than a checkpoint that is waited for. Default: only messages have a deadline, "
+        "`transport.deadlineSeconds`.",
+    )
+    start_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=86400,
+        description="Longest time from the start of a pod's ranks to their first finished "
+        "iteration; else they hang, too. Pods that wait for others are included, as are the "
+        "program's imports and its data. Default: with hangSeconds, that much longer than twice "
+        "the longest start so far of these ranks, and any time for the first.",
     )
 
 

@@ -89,6 +89,7 @@ class Generations:
         self._since = inf
         """When the first of them was lost: earlier than any launcher may have said."""
         self._over, self._over_at = "", 0.0
+        self._hang = False
         self._losses: dict[int, Loss] = {}
         self._gone: set[int] = set()
         self._completed: set[int] = set()
@@ -113,6 +114,7 @@ class Generations:
             generation=self.saved.generation,
             over=bool(self._over),
             reason=self._over,
+            hang=self._hang,
             awaits=min(self._awaits, default=None) if self._over else None,
         )
 
@@ -157,6 +159,7 @@ class Generations:
             self._completed.add(report.pod)
         elif not self._over:
             self._over, self._over_at = report.loss.reason if report.loss else "it is over", now
+            self._hang = report.loss is not None and report.loss.hang
         if self._over:
             self._decide()
 
@@ -230,7 +233,7 @@ class Generations:
             attempt=self.attempt,
             generation=before.generation + 1,
             lost_at=_timestamp(lost_at),
-            cause=cause.reason,
+            cause=self._words(cause),
             pod=cause_pod,
             rank=cause.rank,
             iterations_done=self._done,
@@ -267,6 +270,14 @@ class Generations:
             default=None,
         )
         return found or (None, Loss(reason=self._over, at=self._over_at, lost_peer=True))
+
+    def _words(self, cause: Loss) -> str:
+        """Of ranks that hang also who waits for whom, those first that wait for no other."""
+        if not cause.hang:
+            return cause.reason
+        told = [self._losses[pod] for pod in sorted(self._losses)]
+        waits = [each for loss in sorted(told, key=lambda x: x.lost_peer) for each in loss.waits]
+        return f"{cause.reason}: {'; '.join(waits)}"[:LONGEST_LINE]
 
     def _end(self, verdict: str, why: str, cause: int | None) -> None:
         self._verdict = self.state.model_copy(

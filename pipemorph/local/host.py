@@ -26,6 +26,7 @@ from pipemorph.local.processes.environment import (
     template_env,
 )
 from pipemorph.local.processes.forks import Forks
+from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
 from pipemorph.local.processes.private import PrivateFolder
@@ -93,6 +94,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             grace=grace,
             ladder=Ladder(job.spec.failure_policy.max_restarts),
             moves=Moves(job.spec, progress.note),
+            hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
         host.announce()
         site = stack.enter_context(host)
@@ -125,13 +127,10 @@ class _Host:
     grace: float
     ladder: Ladder
     moves: Moves
+    hangs: HangWatch
     started: float = field(default_factory=time.monotonic)
     kept: KeptFolder | None = None
     """What ranks leave for the next generation; None: they leave nothing."""
-    began: float = 0.0
-    """When the ranks were started, monotonic."""
-    start_seconds: float | None = None
-    """The longest time from a start to the end of the first iteration; None before the first."""
     starting: bool = True
     """Whether the ranks have not finished an iteration since they started."""
     life: Life = field(default_factory=Life)
@@ -235,7 +234,6 @@ class _Host:
         if first is not None and self.starting:
             self.starting = False
             self.moves.arrived(first[0], first[1] - self.left_at)
-            self.start_seconds = max(self.start_seconds or 0.0, time.monotonic() - self.began)
         if self.recovering is not None and first is not None:
             recovery, self.recovering = self.recovering, None
             recovery.went_on_with, at = first
@@ -251,27 +249,13 @@ class _Host:
         if self.kept is None or not self.moves.decides or now < self.considered + PLACES_SECONDS:
             return
         self.considered = now
-        network = None if self.start_seconds is None else self.service.network()
-        if network is None or self.start_seconds is None:
+        start_seconds = self.hangs.longest_start
+        network = None if start_seconds is None else self.service.network()
+        if network is None or start_seconds is None:
             return
-        move = self.moves.consider(network, self.start_seconds)
+        move = self.moves.consider(network, start_seconds)
         if move is not None:
             self.moves.ask(move, self.kept, self.life.generation)
-
-    def _hung(self) -> str | None:
-        """Why the ranks are taken for hanging, if no iteration has been finished for long."""
-        limit = self.job.spec.failure_policy.hang_seconds
-        if limit is None or self.journal.done() >= self.job.spec.trainer.iterations:
-            return None
-        quiet = self.journal.quiet()
-        if quiet is None:
-            if self.start_seconds is None:
-                return None
-            quiet = time.monotonic() - self.began - 2 * self.start_seconds
-        if quiet < limit:
-            return None
-        field = f"spec.failurePolicy.hangSeconds is {limit}"
-        return f"no iteration was finished for {quiet:.0f} s ({field})"
 
     @contextmanager
     def shared(self, life: Life) -> Iterator[AttemptEnvironment]:
@@ -294,6 +278,7 @@ class _Host:
                     secret_file=private.secret,
                     token_file=private.token,
                     trace_dir=self.folder.trace.resolve(),
+                    progress_dir=private.root,
                     kept_dir=self.kept.root if self.kept else None,
                     layout=self.moves.layout,
                 )
@@ -302,9 +287,10 @@ class _Host:
             self.reaper.send("keep", str(private.root))
 
     def start(self, ranks: RankSet, life: Life, shared: AttemptEnvironment) -> None:
-        self.began, self.starting, self.life = time.monotonic(), True, life
+        self.starting, self.life = True, life
         command = self.job.spec.trainer.argv(sys.executable)
         parallelism = self.job.spec.parallelism
+        self.hangs.begin(HangWatch.files(shared.progress_dir, range(parallelism.world_size)))
         for rank in range(parallelism.world_size):
             position = parallelism.mesh.coordinate(rank)
             env = rank_environment(self.job, shared, rank, os.environ)
@@ -322,7 +308,7 @@ class _Host:
             recovers=self.ladder.recovers,
             saves=self.job.spec.checkpoint is not None,
             moves=lambda: self.moves.leaving,
-            hung=self._hung,
+            hung=self.hangs.look,
         )
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
 

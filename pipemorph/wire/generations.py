@@ -21,6 +21,8 @@ from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireMode
 MAX_POD_REPORT_BYTES = 32 * 1024
 LONGEST_LINE = 500
 
+MOST_WAITS = 16
+
 Line = Annotated[str, Field(max_length=LONGEST_LINE)]
 Generation = PlanVersion
 """Bounded far below what can be counted."""
@@ -39,6 +41,10 @@ class Loss(WireModel):
     """The exception in which the rank ended; None if it ended otherwise, or lost a peer."""
     lost_peer: bool = False
     """Whether another rank's end is the reason."""
+    hang: bool = False
+    """Whether none of the ranks finished an iteration."""
+    waits: Annotated[tuple[Line, ...], Field(max_length=MOST_WAITS)] = ()
+    """Then what each of this pod did, those first that waited for no other."""
 
 
 class ResumedFrom(WireModel):
@@ -78,6 +84,9 @@ class GenerationState(WireModel):
     """Its ranks have to end in all pods."""
     reason: str = ""
     """Why it is over."""
+    hang: bool = False
+    """Whether that is since none of its ranks finishes an iteration: they print their stacks before
+    they end."""
     verdict: Literal["", "attempt", "none"] = ""
     """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt."""
     why: str = ""

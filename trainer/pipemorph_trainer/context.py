@@ -18,6 +18,8 @@ PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are writte
 PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without it none
                        are kept
+PIPEMORPH_PROGRESS_DIR folder in which the rank counts the iterations that it has finished, for
+                       a host that looks for hangs; without it nobody does
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
 PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
                        number. See :mod:`pipemorph.api.layout`
@@ -76,6 +78,7 @@ class TrainerContext:
     local_world_size: int = 1
     """Ranks on this machine, or in this pod."""
     kept_dir: Path | None = None
+    progress_dir: Path | None = None
     generation: int = 0
     places: str | None = None
     """By rank, the place that runs it, as JSON; None: that of its number."""
@@ -106,6 +109,7 @@ class TrainerContext:
         token_file = environ.get("PIPEMORPH_TOKEN_FILE")
         trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
         kept_dir = environ.get("PIPEMORPH_KEPT_DIR")
+        progress_dir = environ.get("PIPEMORPH_PROGRESS_DIR")
         rank, world_size = number("RANK"), number("WORLD_SIZE")
         attempt = number("PIPEMORPH_ATTEMPT", number("TORCHELASTIC_RESTART_COUNT", 0))
         ingest_url = text("PIPEMORPH_INGEST_URL")
@@ -145,6 +149,7 @@ class TrainerContext:
             trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
             kept_dir=Path(kept_dir) if kept_dir else None,
+            progress_dir=Path(progress_dir) if progress_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
             places=environ.get("PIPEMORPH_PLACES"),
             grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),

@@ -39,6 +39,7 @@ from pipemorph_trainer.settings import (
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
+from pipemorph_trainer.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -207,6 +208,7 @@ class Pipeline:
         if not resumed.from_memory:
             self._keep()
         self._parts.meet_neighbours()
+        self._progress = Progress(context.progress_dir, context.rank, self.iteration)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         self._parts.reporter.publish(message=self._told(resumed))
@@ -275,6 +277,7 @@ class Pipeline:
             self._move_if_asked()
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
+            self._progress.finished(self.iteration)
             self._synchronized = self._parts.iterations.synchronizes
             self._leaving = self._parts.iterations.leaving and self._synchronized
             self._moving = self._parts.iterations.moving and self._synchronized
@@ -786,5 +789,6 @@ class Pipeline:
 
     def _release(self, *, goodbye: bool) -> None:
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
+        self._progress.close()
         self._last_word.remove()
         sys.setswitchinterval(self._switch_interval)

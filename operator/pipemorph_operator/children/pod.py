@@ -161,7 +161,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
     if asked.shared_memory is not None:
         command.append(f"--shm={asked.shared_memory}")
     trainer = attempt.job.spec.trainer.argv("python")
-    if attempt.job.spec.parallelism.ranks_per_pod > 1 or attempt.recovers:
+    if attempt.launches:
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]
         if attempt.recovers:
             launcher.append(GENERATIONS)
@@ -217,6 +217,10 @@ def _environment(
         "PIPEMORPH_TOKEN_FILE": f"{FOLDER}/token/{TOKEN_FILE}",
         "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, grace - SAVE_MARGIN_SECONDS):g}",
     }
+    policy = spec.failure_policy
+    for name, seconds in (("HANG", policy.hang_seconds), ("START", policy.start_seconds)):
+        if seconds is not None:
+            values[f"PIPEMORPH_{name}_SECONDS"] = str(seconds)
     if spec.trainer.metrics_port:
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:

@@ -29,7 +29,8 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 @dataclass(frozen=True)
 class AttemptEnvironment:
     """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
-    leave their state for the next one; None: nobody would read it. ``layout``: where ranks are."""
+    leave their state for the next one; None: nobody would read it. ``progress_dir``: where they
+    count iterations. ``layout``: where ranks are."""
 
     attempt: int
     generation: int
@@ -39,6 +40,7 @@ class AttemptEnvironment:
     secret_file: Path
     token_file: Path
     trace_dir: Path
+    progress_dir: Path
     kept_dir: Path | None
     layout: Layout
 
@@ -71,6 +73,7 @@ def rank_environment(
             "PIPEMORPH_INGEST_URL": where.ingest_url,
             "PIPEMORPH_TOKEN_FILE": str(where.token_file),
             "PIPEMORPH_TRACE_DIR": str(where.trace_dir),
+            "PIPEMORPH_PROGRESS_DIR": str(where.progress_dir),
         }
     )
 

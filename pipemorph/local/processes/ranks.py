@@ -40,8 +40,13 @@ class RankProcess:
     status: int | None = None
 
     @property
-    def forked(self) -> bool:
-        return isinstance(self.process, ForkedProcess)
+    def prints_stacks(self) -> bool:
+        """Whether it handles SIGQUIT, as ranks do, instead of being killed by it."""
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+            caught = next(line for line in lines if line.startswith("SigCgt:"))
+            return bool(int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)
+        return False
 
     @property
     def stopped(self) -> bool:

@@ -6,13 +6,15 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.exits import END_NOW, EXIT_MOVES, EXIT_SAVED
+from pipemorph.local.processes.hang import logged_wait, what_they_do
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
@@ -31,11 +33,6 @@ AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES = 20
 MOST_PEERS = 16
-_WAITING = re.compile(
-    r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
-)
-"""The message of a rank that is stopped while it waits; group 1 is without the line's prefix."""
-
 _PREFIX = re.compile(r"^\[rank\d+\]: ")
 _LOST = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 
@@ -65,6 +62,14 @@ class Signalled:
 Events = SimpleQueue["RankExited | Signalled"]
 
 
+class Told(NamedTuple):
+    """Why the ranks here have to end: those of another pod have, or none of the job's finishes an
+    iteration (``hang``)."""
+
+    reason: str
+    hang: bool = False
+
+
 @dataclass(frozen=True)
 class Ending:
     """How an attempt ended: reason, and details, one per line, most important first."""
@@ -82,6 +87,8 @@ class Ending:
     """The exception in which it ended, as one line; None if it ended otherwise, or lost a peer."""
     hang: bool = False
     """Whether the ranks ended because none finished an iteration."""
+    waits: tuple[str, ...] = ()
+    """Then what each of them did, those first that waited for no other."""
     lost_peer: bool = False
     """Whether the rank failed because it lost another one."""
     told: bool = False
@@ -105,7 +112,7 @@ def supervise(
     saves: bool = False,
     moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
-    told: Callable[[], str | None] = lambda: None,
+    told: Callable[[], Told | None] = lambda: None,
     on_failure: Callable[[Ending], None] = lambda _: None,
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
@@ -129,9 +136,10 @@ def supervise(
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
+        stopped = [rank for rank in ranks.running if rank.stopped] if ending.hang else []
         killed, hurried = _stop(
             ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves,
-            moving=moving, told=told,
+            moving=moving, stopped=stopped, told=told,
         )  # fmt: skip
         if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
             ending = Ending(End.FAILED, "not all ranks left for other places", retry=True)
@@ -139,6 +147,8 @@ def supervise(
             ending = _cause(ranks, killed, moving=moving) or ending
         waited = grace if _may_save(ending) else min(grace, END_SECONDS)
         why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
+        if ending.hang:
+            ending = _hang(ending, ranks, stopped)
         ending = _with_peers(ending, ranks, killed, why)
         if saves and _saved(ranks):
             details = (*ending.details, "the ranks saved a checkpoint")
@@ -163,7 +173,7 @@ def _until_the_end(
     saves: bool = False,
     moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
-    told: Callable[[], str | None] = lambda: None,
+    told: Callable[[], Told | None] = lambda: None,
 ) -> Ending:
     first_done: float | None = None
     while ranks.running:
@@ -179,10 +189,10 @@ def _until_the_end(
                 late = ", ".join(str(rank.position) for rank in ranks.running)
                 why = f"{late}: still running {straggle:g} s after others finished"
                 return Ending(End.FAILED, why)
-            if (why_told := told()) is not None:
-                return Ending(End.FAILED, why_told, retry=True, told=True)
+            if (word := told()) is not None:
+                return Ending(End.FAILED, word.reason, retry=True, told=True, hang=word.hang)
             if (silence := hung()) is not None:
-                return _hang(ranks, silence)
+                return Ending(End.FAILED, silence, retry=True, hang=True)
             continue
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
@@ -197,20 +207,19 @@ def _until_the_end(
     return Ending(End.COMPLETED)
 
 
-def _hang(ranks: RankSet, why: str) -> Ending:
-    """The ending for ranks of which none finishes an iteration."""
-    stopped = [rank for rank in ranks.running if rank.stopped]
-    details = [f"{rank.position} is stopped, as by SIGSTOP" for rank in stopped[:MOST_PEERS]]
-    forked = [rank for rank in ranks.running if rank.forked]
-    if forked:
-        details.append("the stacks of the ranks are in their logs")
-    return Ending(
-        End.FAILED,
-        why,
-        tuple(details),
-        retry=True,
-        position=stopped[0].position if len(stopped) == 1 else None,
-        hang=True,
+def _hang(ending: Ending, ranks: RankSet, stopped: list[RankProcess]) -> Ending:
+    """The ending of ranks of which none finished an iteration, with what each of them did."""
+    waits, suspect = what_they_do(ranks.ranks, stopped)
+    return replace(
+        ending,
+        details=(
+            "the stacks of the ranks are in their logs; what they did:",
+            *(f"  {line}" for line in waits[:MOST_PEERS]),
+        ),
+        waits=tuple(waits[:MOST_PEERS]),
+        position=None if suspect is None else suspect.position,
+        # The one that they wait for is elsewhere.
+        lost_peer=suspect is None,
     )
 
 
@@ -245,7 +254,7 @@ def _lost_wait(rank: RankProcess) -> str | None:
     """The wait in which a rank failed; None if it failed for another reason."""
     if rank.status is None or _was_killed(rank):
         return None
-    return _logged_wait(rank) or _logged_loss(rank)
+    return logged_wait(rank) or _logged_loss(rank)
 
 
 def _logged_loss(rank: RankProcess) -> str | None:
@@ -306,17 +315,26 @@ def _stop(
     recovers: bool,
     saves: bool = False,
     moving: bool = False,
-    told: Callable[[], str | None],
+    stopped: Sequence[RankProcess] = (),
+    told: Callable[[], Told | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
     the user interrupted the wait."""
     if ending.hang:
         for rank in ranks.running:
-            if rank.forked:  # Others would be killed by it.
+            if rank.prints_stacks:
                 rank.signal(signal.SIGQUIT)
-            rank.signal(signal.SIGCONT)
         if _wait(ranks, events, refresh, STACK_SECONDS):
             return ranks.running, True
+        if stopped:
+            # These print theirs when they go on, and by then nobody may have to wait for them.
+            for rank in ranks.running:
+                if rank not in stopped:
+                    rank.signal(END_NOW)
+            for rank in stopped:
+                rank.signal(signal.SIGCONT)
+            if _wait(ranks, events, refresh, STACK_SECONDS):
+                return ranks.running, True
     elif ending.end is End.FAILED:
         if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
@@ -397,6 +415,8 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
     logged = "\n".join(details)
     peers = [rank for rank in ranks.ranks if f"{rank.position} {rank.outcome()}" != ending.reason]
     words = [word for rank in peers if (word := _last_message(rank)) and word not in logged]
+    if ending.hang:
+        words = []  # They are among its details.
     if words:
         details.append("what the ranks were waiting for:")
         details += [f"  {word}" for word in words[:MOST_PEERS]]
@@ -410,16 +430,10 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
 
 def _last_message(rank: RankProcess) -> str | None:
     """The wait in which a rank ended; for a failed rank without one, the last line of its log."""
-    logged = _logged_wait(rank)
+    logged = logged_wait(rank)
     if logged is not None:
         return logged
     lines = [line.strip() for line in rank.log.lines() if line.strip()]
     if lines and rank.status is not None and rank.status > 0:
         return f"{rank.position} {rank.outcome()}: {lines[-1]}"
     return None
-
-
-def _logged_wait(rank: RankProcess) -> str | None:
-    """The last wait that a rank logged."""
-    waits = [match.group(1) for line in rank.log.lines() if (match := _WAITING.match(line.strip()))]
-    return waits[-1] if waits else None

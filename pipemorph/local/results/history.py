@@ -6,7 +6,6 @@ Written by the ingest's thread, read by the thread that shows progress.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
@@ -58,7 +57,6 @@ class Journal:
     _unseen: list[IterationSample] = field(default_factory=list)
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     """The first iterations that were reported since the ranks started, and when."""
-    _progress_at: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
@@ -84,7 +82,6 @@ class Journal:
                 self._iterations[sample.index] = sample
                 self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
-                self._progress_at = time.monotonic()
             while len(self._iterations) > MOST_ITERATIONS:
                 del self._iterations[next(iter(self._iterations))]
             self.view = view
@@ -93,12 +90,7 @@ class Journal:
         """Forget the current state: the ranks start again."""
         with self._lock:
             self.view = View()
-            self._arrived, self._progress_at = [], None
-
-    def quiet(self) -> float | None:
-        """Seconds since the ranks have last finished an iteration; None before the first."""
-        with self._lock:
-            return None if self._progress_at is None else time.monotonic() - self._progress_at
+            self._arrived = []
 
     def first(self, least: int = 0) -> tuple[int, float] | None:
         """The first iteration from ``least`` on that was reported since the ranks started, and when

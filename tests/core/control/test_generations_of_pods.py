@@ -67,6 +67,25 @@ def test_a_generation_is_over_at_the_first_word_and_the_next_begins_at_the_last(
     assert (job.saved.count, job.saved.counted, job.saved.last[0].pod) == (1, 0, 1)
 
 
+def test_of_ranks_that_hang_all_pods_say_what_they_do() -> None:
+    job = Generations(pods=3, most=2)
+    job.reported(report(0, 1, 2), 5.0)
+    why = "no iteration was finished for 5 s"
+    job.take(word("failed", 0, loss=loss(9.0, reason=why, rank=None, hang=True)), 10.0)
+    assert job.state.over and job.state.hang, "others print their stacks, too"
+    found = {
+        0: loss(9.0, reason=why, rank=None, hang=True, lost_peer=True, waits=("0 waits for 1",)),
+        1: loss(9.2, reason=why, rank=1, hang=True, waits=("1 is stopped",)),
+        2: loss(9.1, reason=why, rank=None, hang=True, lost_peer=True, waits=("2 waits for 1",)),
+    }
+    for pod, each in found.items():
+        job.take(word("gone", pod, loss=each), 11.0)
+    assert not job.state.hang and job.state.generation == 1
+    (told,) = job.saved.last
+    assert told.cause == f"{why}: 1 is stopped; 0 waits for 1; 2 waits for 1"
+    assert (told.pod, told.rank) == (1, 1)
+
+
 def test_what_comes_late_changes_nothing() -> None:
     job = Generations(pods=3, most=2)
     job.reported(report(0), 5.0)

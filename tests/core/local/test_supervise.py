@@ -18,6 +18,7 @@ from pipemorph.local.processes.supervise import (
     Events,
     RankExited,
     Signalled,
+    Told,
     _cause,
     _cause_is_to_come,
     _failure,
@@ -78,8 +79,8 @@ def test_one_that_goes_on_too_long_after_the_first_is_named(ranks: RankSet) -> N
 
 
 def test_ranks_end_when_those_of_another_pod_have(ranks: RankSet) -> None:
-    def told() -> str:
-        return "rank 7 was killed"
+    def told() -> Told:
+        return Told("rank 7 was killed")
 
     events = Events()
     ended = _until_the_end(ranks, events, lambda: None, deadline=None, straggle=9.0, told=told)
@@ -98,7 +99,8 @@ def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_pat
     ranks.end = lambda *, save: stopped.append(save)  # type: ignore[method-assign]
     began = time.monotonic()
     common = {"grace": 0.0, "recovers": True}
-    _stop(ending, ranks, Events(), lambda: None, told=lambda: "rank 7 was killed", **common)  # type: ignore[arg-type]
+    word = Told("rank 7 was killed")
+    _stop(ending, ranks, Events(), lambda: None, told=lambda: word, **common)  # type: ignore[arg-type]
     assert stopped == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
 
 

@@ -26,6 +26,7 @@ from operator_objects import (
 )
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.errors import InputError
 from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, naming, objects
 from pipemorph_operator.children.kept import memory_bytes
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
@@ -150,6 +151,25 @@ def test_pods_whose_ranks_start_again_run_the_launcher_and_have_room_for_state(
     env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
     pod = Pod.from_env(env)
     assert (pod.first, pod.size, str(pod.kept_dir)) == (0, 1, mount["mountPath"])
+
+
+def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
+    """Whose job has no failure policy: it may change."""
+    made = attempt(failurePolicy={"hangSeconds": 7, "startSeconds": 300})
+    container = trainer(made)
+    assert "pipemorph_trainer.launcher" in container["command"]
+    assert "--generations" not in container["command"]
+    env = {v["name"]: v.get("value", "0") for v in container["env"]}
+    text = config_map(made, CONFIG)["data"]["job.json"]
+    assert "failurePolicy" not in text
+    (tmp_path / "job.json").write_text(text)
+    (tmp_path / "engine").write_text("s3cret")
+    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
+    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
+    policy = Pod.from_env(env).policy
+    assert (policy.hang_seconds, policy.start_seconds) == (7, 300)
+    with pytest.raises(InputError, match=r"PIPEMORPH_HANG_SECONDS is 'soon'; expected seconds"):
+        Pod.from_env(env | {"PIPEMORPH_HANG_SECONDS": "soon"})
 
 
 @pytest.mark.parametrize("more", [{}, {"failurePolicy": {"maxRestarts": 2}}])

@@ -40,6 +40,10 @@ if pause := context.args.get("copies_take"):
 args, here, generation = context.args, Path(__file__).parent, context.generation
 secret = Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes()
 (here / f"secret-{generation}-{context.rank}").write_text(hashlib.sha256(secret).hexdigest())
+
+def read_labels():
+    time.sleep(1000)
+
 torch.manual_seed(context.coordinate().stage)
 stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
@@ -47,6 +51,8 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
     while pipe.iteration < context.job.spec.trainer.iterations:
         if pipe.iteration == args.get("raise_at") and context.rank == 1:
             raise ValueError("sample 7 has no labels")
+        if pipe.iteration == args.get("hang_at") and context.rank == 3 and generation == 0:
+            read_labels()
         time.sleep(args["pause"])
         draw = torch.Generator().manual_seed(pipe.iteration + context.coordinate().replica)
         batch = torch.randn(4, 8, generator=draw)
@@ -67,6 +73,7 @@ class Job:
         size: int = 2,
         order: list[str] | None = None,
         spec: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
         **args: Any,
     ) -> None:
         folder.mkdir()
@@ -111,11 +118,12 @@ class Job:
             "PIPEMORPH_SECRET_FILE": str(folder / "engine"),
             "PIPEMORPH_TOKEN_FILE": str(folder / "token"),
             "PIPEMORPH_INGEST_URL": f"http://127.0.0.1:{self.port}",
+            **(env or {}),
         }
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lives = 0
         self.ingest = self.start_ingest()
-        self.pods = [self._pod(index) for index in range(2)]
+        self.pods = [self.start_pod(index) for index in range(2)]
 
     def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -133,7 +141,7 @@ class Job:
         self.wait("the ingest serves", lambda: self.log("ingest").count("serving") > before)
         return found
 
-    def _pod(self, index: int) -> subprocess.Popen[bytes]:
+    def start_pod(self, index: int) -> subprocess.Popen[bytes]:
         kept = self.folder / f"kept-{index}-{self._lives}"
         kept.mkdir()
         self._lives += 1
@@ -150,7 +158,7 @@ class Job:
         """Kill a launcher, and with it its ranks; a new one in its place has nothing in memory."""
         self.pods[index].kill()
         self.pods[index].wait(DEADLINE)
-        self.pods[index] = self._pod(index)
+        self.pods[index] = self.start_pod(index)
 
     def log(self, name: str) -> str:
         file = self.folder / f"{name}.log"
@@ -255,6 +263,49 @@ def test_a_killed_rank_is_replaced_while_all_pods_live(
     assert secrets(job, 0) != secrets(job, 1)
 
 
+def test_ranks_that_hang_are_found_and_start_again(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    """First a rank of pod 1 in the script, then one of pod 0 that is stopped."""
+    job = pod_jobs("hangs", env={"PIPEMORPH_HANG_SECONDS": "5"}, hang_at=6)
+
+    def recovered(count: int) -> bool:
+        told = job.recoveries().last
+        return len(told) == count and told[-1].seconds is not None
+
+    job.wait("it recovers", lambda: recovered(1))
+    os.kill(job.rank(0), signal.SIGSTOP)
+    assert job.ends() == [0, 0], job
+    assert recovered(2), job
+    assert job.iterations() == undisturbed_pods
+    first, second = job.recoveries().last
+    hang = r"no iteration was finished for \d+ s \(spec.failurePolicy.hangSeconds is 5\): "
+    one = re.match(
+        hang + r"rank 3 \(stage 1, replica 1\) waits for no other rank: in read_labels"
+        r" \(train.py:\d+\); ",
+        first.cause,
+    )
+    assert one and (first.pod, first.rank) == (1, 3), f"{first}\n{job}"
+    two = hang + r"rank 0 \(stage 0, replica 0\) is stopped, as by SIGSTOP; "
+    other = re.match(two, second.cause)
+    assert other and (second.pod, second.rank) == (0, 0), f"{second}\n{job}"
+    for each in (first, second):
+        assert (each.repeated, each.state) == (0, "kept"), each
+        assert re.search(r"rank 1 \(stage 0, replica 1\) waited [\d.]+ s for ", each.cause), each
+    for rank in range(4):
+        said = job.log(f"pod-{rank // 2}")
+        assert said.count(f"[rank {rank}] Current thread") == 2, f"no stacks of rank {rank}\n{job}"
+
+
+def test_ranks_that_finish_no_first_iteration_are_found(pod_jobs: Start) -> None:
+    job = pod_jobs("late", env={"PIPEMORPH_START_SECONDS": "30"}, hang_at=0)
+    ends = job.ends()
+    assert 1 in ends and 0 not in ends, job
+    told = "no iteration was finished in the 30 s since the start (spec.failurePolicy.startSeconds"
+    assert told in job.log("pod-0") and told in job.log("pod-1"), job
+    assert "in read_labels (train.py" in job.log("pod-1"), job
+
+
 def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -309,6 +360,40 @@ def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
     ], f"{told}\n{job}"
     assert all((each.repeated or 0) <= 4 for each in told.last), told
     assert (told.generation, told.counted) == (2, 0)
+
+
+def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
+    pod_jobs: Start, undisturbed_pods: dict[int, float], tmp_path: Path
+) -> None:
+    """As when its node is drained. The ranks of all pods save; the other pod stays, and waits."""
+    saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
+    job = pod_jobs("asked", spec=saves)
+    job.wait_for_iterations(5)
+    job.pods[1].terminate()
+    assert job.pods[1].wait(DEADLINE) == 75, job
+    job.wait("pod 0 waits", lambda: "the ranks saved and ended with those" in job.log("pod-0"))
+    assert job.pods[0].poll() is None, job
+    job.pods[1] = job.start_pod(1)
+    assert job.ends() == [0, 0], job
+    assert job.iterations() == undisturbed_pods
+    (recovery,) = job.recoveries().last
+    assert recovery.replaced == [1], f"{recovery}\n{job}"
+    assert (recovery.repeated, recovery.state) == (0, "checkpoint"), f"{recovery}\n{job}"
+    assert (job.recoveries().generation, job.recoveries().counted) == (1, 0)
+
+
+def test_all_pods_that_are_asked_to_end_do_not_wait_for_each_other(
+    pod_jobs: Start, tmp_path: Path
+) -> None:
+    """As when the job is suspended: the second one is asked while it waits for the first."""
+    saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
+    job = pod_jobs("suspended", spec=saves)
+    job.wait_for_iterations(5)
+    job.pods[1].terminate()
+    job.wait("pod 0 waits", lambda: "the ranks saved and ended with those" in job.log("pod-0"))
+    job.pods[0].terminate()
+    assert job.ends() == [75, 75], job
+    assert job.recoveries().count == 0, job
 
 
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(

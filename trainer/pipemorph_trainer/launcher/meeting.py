@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlencode, urlsplit
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
+from pipemorph.local.processes.supervise import Told
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
 from pipemorph.wire.owner import owner_in
 
@@ -177,7 +178,7 @@ class Meeting:
         self._changed = threading.Condition()
         self._watched: int | None = None
         """The generation that runs here; None: none does."""
-        self._over: tuple[int, str] | None = None
+        self._over: tuple[int, Told] | None = None
         """A generation that is over, and why."""
         threading.Thread(target=self._watch, name="generations", daemon=True).start()
 
@@ -187,7 +188,7 @@ class Meeting:
             self._watched = generation
             self._changed.notify()
 
-    def over(self, generation: int) -> str | None:
+    def over(self, generation: int) -> Told | None:
         """Why the ranks have to end, if the ingest has said so."""
         with self._changed:
             if self._over is not None and self._over[0] >= generation:
@@ -318,7 +319,8 @@ class Meeting:
             backoff = FIRST_BACKOFF_SECONDS
             if state.generation > generation or state.over:
                 with self._changed:
-                    self._over = generation, state.reason or "another pod's ranks have ended"
+                    why = state.reason or "another pod's ranks have ended"
+                    self._over = generation, Told(why, state.hang)
                     if self._watched == generation:
                         self._watched = None
             elif state.again:

@@ -14,18 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.spec import FailurePolicy, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.processes.forks import Forks
+from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import PrefixedLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, supervise
 from pipemorph.wire import Loss, ResumedFrom
-from pipemorph.wire.generations import LONGEST_LINE
+from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 
@@ -53,6 +54,8 @@ class Pod:
     namespace: str = "default"
     secret: bytes = b""
     kept_dir: Path | None = None
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
+    """When ranks are taken for hanging."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
@@ -80,6 +83,7 @@ class Pod:
             context.namespace,
             context.secret,
             context.kept_dir,
+            _policy(environ),
         )
 
     @property
@@ -104,6 +108,16 @@ class Pod:
         return PrefixedLog(f"[rank {rank}] " if self.size > 1 else "", sys.stdout.buffer)
 
 
+def _policy(environ: Mapping[str, str]) -> FailurePolicy:
+    """The job's file has no failure policy, so that an edit of it ends no rank."""
+    names = {"hangSeconds": "PIPEMORPH_HANG_SECONDS", "startSeconds": "PIPEMORPH_START_SECONDS"}
+    given = {key: environ[name] for key, name in names.items() if environ.get(name)}
+    for key, text in given.items():
+        if not text.isdecimal() or int(text) == 0:
+            raise InputError(f"{names[key]} is {text!r}; expected seconds, at least 1")
+    return FailurePolicy.model_validate({key: int(text) for key, text in given.items()})
+
+
 def generation_secret(secret: bytes, generation: int) -> bytes:
     """The engine's secret of a generation, the same in all pods, and of no use for the others."""
     return hmac.new(secret, b"generation %d" % generation, hashlib.sha256).hexdigest().encode()
@@ -123,6 +137,10 @@ class PodSite:
     word: int | None = None
     """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    hangs: HangWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hangs = HangWatch(self.pod.policy, self.pod.job.spec.trainer.iterations)
 
     def first(self) -> Life | Ending:
         if self.meeting is None:
@@ -142,19 +160,21 @@ class PodSite:
 
     @contextmanager
     def shared(self, life: Life) -> Iterator[dict[str, str]]:
-        """The variables of a generation, and its secret."""
+        """The variables of a generation, its secret, and where its ranks count iterations."""
         env = {**self.environ, "PIPEMORPH_GENERATION": str(life.generation)}
-        if life.generation == 0 or not self.pod.secret:
+        with tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir) as folder:
+            env["PIPEMORPH_PROGRESS_DIR"] = folder
+            if life.generation > 0 and self.pod.secret:
+                file = Path(folder) / "engine"
+                file.touch(mode=0o600)
+                file.write_bytes(generation_secret(self.pod.secret, life.generation))
+                env["PIPEMORPH_SECRET_FILE"] = str(file)
             yield env
-            return
-        with tempfile.TemporaryDirectory(prefix="secret-", dir=self.pod.kept_dir) as folder:
-            file = Path(folder) / "engine"
-            file.touch(mode=0o600)
-            file.write_bytes(generation_secret(self.pod.secret, life.generation))
-            yield {**env, "PIPEMORPH_SECRET_FILE": str(file)}
 
     def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
         mesh = self.pod.job.spec.parallelism.mesh
+        ranks_here = range(self.pod.first, self.pod.first + self.pod.size)
+        self.hangs.begin(HangWatch.files(Path(shared["PIPEMORPH_PROGRESS_DIR"]), ranks_here))
         for local_rank in range(self.pod.size):
             rank = self.pod.first + local_rank
             env = self.pod.environment(local_rank, shared)
@@ -176,6 +196,7 @@ class PodSite:
                 grace=self.grace,
                 straggle=straggle,
                 saves=saves,
+                hung=self.hangs.look,
             )
         return supervise(
             ranks,
@@ -186,6 +207,7 @@ class PodSite:
             straggle=straggle,
             recovers=True,
             saves=saves,
+            hung=self.hangs.look,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
         )
@@ -209,7 +231,8 @@ class PodSite:
                 self.meeting.completed(life.generation)
             return ending
         _print(ending)
-        loss = None if ending.told else loss_of(ending)
+        # Of ranks that hang, all pods say what theirs did.
+        loss = None if ending.told and not ending.hang else loss_of(ending)
         patience = MEET_SECONDS + self.grace
         met = self.meeting.meet(life.generation, loss, patience, self.is_over)
         if self.is_over():
@@ -291,6 +314,8 @@ def loss_of(ending: Ending) -> Loss:
         retry=ending.retry,
         error=ending.error[:LONGEST_LINE] if ending.error else None,
         lost_peer=ending.lost_peer,
+        hang=ending.hang,
+        waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
     )
 
 

@@ -1,0 +1,138 @@
+"""Finds ranks of which none finishes an iteration, and says what each of them does.
+
+Each rank counts the iterations that it has finished in a file of its host's, so no agent and no
+ingest has to live for this. No rank can be more than an iteration ahead of another: those of one
+host show whether any rank of the job goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipemorph.api.spec import FailurePolicy
+from pipemorph.exits import progress_file
+from pipemorph.local.processes.ranks import RankProcess
+
+STALL_SECONDS = 2.0
+"""If this host has not looked for longer, it stood still itself, and that time does not count."""
+_WAITING = re.compile(
+    r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
+)
+"""The message of a rank that is stopped while it waits; group 1 is without the line's prefix."""
+_STACK = re.compile(r"Current thread 0x")
+_FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
+
+
+class HangWatch:
+    """Looks at the ranks of one host, in all their lives.
+
+    ``policy``: ``hangSeconds`` is for an iteration; ``startSeconds`` for the time from the start of
+    the ranks to their first iteration. Without that, a start may take ``hangSeconds`` longer than
+    twice the longest so far, and the first one any time. ``iterations``: those of the job.
+    """
+
+    def __init__(
+        self,
+        policy: FailurePolicy,
+        iterations: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._iterations, self._clock = policy, iterations, clock
+        self.longest_start: float | None = None
+        """Seconds from a start of the ranks to the end of their first iteration."""
+        self.begin(())
+
+    def begin(self, files: Sequence[Path]) -> None:
+        """The ranks are about to be started, with these files for their counts."""
+        self._files = files
+        self._began = self._moved = self._looked = self._clock()
+        self._counts = [-1 for _ in files]
+        self._ran = False
+        """Whether an iteration has been finished since."""
+
+    @staticmethod
+    def files(folder: Path, ranks: Sequence[int]) -> list[Path]:
+        return [folder / progress_file(rank) for rank in ranks]
+
+    def look(self) -> str | None:
+        """Why the ranks are taken for hanging; None if they are not. Call it several times a
+        second."""
+        now = self._clock()
+        if (stall := now - self._looked) > STALL_SECONDS:
+            self._began, self._moved = self._began + stall, self._moved + stall
+        self._looked = now
+        counts = [_count(file) for file in self._files]
+        if counts != self._counts:
+            # The first count of a rank is what it begins with.
+            goes_on = any(-1 < old != new for old, new in zip(self._counts, counts, strict=True))
+            if goes_on and not self._ran:
+                self._ran = True
+                self.longest_start = max(self.longest_start or 0.0, now - self._began)
+            self._counts, self._moved = counts, now
+        if max(counts, default=0) >= self._iterations:
+            return None
+        return self._why(now)
+
+    def _why(self, now: float) -> str | None:
+        hang, start = self._policy.hang_seconds, self._policy.start_seconds
+        took = now - (self._moved if self._ran else self._began)
+        if not self._ran and start is not None:
+            if took < start:
+                return None
+            field = f"spec.failurePolicy.startSeconds is {start}"
+            return f"no iteration was finished in the {took:.0f} s since the start ({field})"
+        if not self._ran:
+            if self.longest_start is None:
+                return None
+            took -= 2 * self.longest_start
+        if hang is None or took < hang:
+            return None
+        field = f"spec.failurePolicy.hangSeconds is {hang}"
+        return f"no iteration was finished for {took:.0f} s ({field})"
+
+
+def _count(file: Path) -> int:
+    """Iterations that a rank has finished; -1 if it has not said so yet."""
+    try:
+        return int.from_bytes(file.read_bytes(), "little")
+    except FileNotFoundError:
+        return -1
+
+
+def logged_wait(rank: RankProcess) -> str | None:
+    """The last wait that a rank logged."""
+    waits = [match.group(1) for line in rank.log.lines() if (match := _WAITING.match(line.strip()))]
+    return waits[-1] if waits else None
+
+
+def what_they_do(
+    ranks: Sequence[RankProcess], stopped: Sequence[RankProcess]
+) -> tuple[list[str], RankProcess | None]:
+    """What each rank does that was asked for its stacks and to end, those first that wait for no
+    other one; and the rank that the others wait for, if there is just one in this host. ``stopped``
+    stood still before."""
+    free, waiting = [], []
+    for rank in ranks:
+        wait = logged_wait(rank)
+        if rank in stopped:
+            free.append((rank, f"{rank.position} is stopped, as by SIGSTOP"))
+        elif wait is not None and "not waiting" not in wait:
+            waiting.append(wait)
+        else:
+            free.append((rank, f"{rank.position} {_place(rank)}"))
+    suspects = list(stopped) or [rank for rank, _ in free]
+    return [text for _, text in free] + waiting, suspects[0] if len(suspects) == 1 else None
+
+
+def _place(rank: RankProcess) -> str:
+    """Where the main thread of a rank was when it printed its stacks."""
+    lines = rank.log.lines()
+    heads = [number for number, line in enumerate(lines) if _STACK.match(line)]
+    frame = _FRAME.match(lines[heads[-1] + 1]) if heads and heads[-1] + 1 < len(lines) else None
+    if frame is None:
+        return "waits for no other rank, and has not said where it is"
+    file, line, function = frame.groups()
+    return f"waits for no other rank: in {function} ({Path(file).name}:{line})"

@@ -1,0 +1,124 @@
+"""Ranks of which none finishes an iteration: when they are taken for hanging, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import FailurePolicy
+from pipemorph.local.processes.hang import HangWatch, what_they_do
+from pipemorph.local.processes.rank_log import FileLog
+from pipemorph.local.processes.ranks import RankProcess
+
+
+class Watched:
+    """Two ranks, which finish iterations, and a clock that somebody looks at every half second."""
+
+    def __init__(self, folder: Path, **policy: int) -> None:
+        self.now, self.files = 100.0, HangWatch.files(folder, range(2))
+        made = FailurePolicy.model_validate(policy)
+        self.watch = HangWatch(made, 10, lambda: self.now)
+        self.watch.begin(self.files)
+
+    def finished(self, rank: int, count: int) -> None:
+        self.files[rank].write_bytes(count.to_bytes(8, "little"))
+
+    def quiet_after(self, at_most: float) -> float | None:
+        """The seconds after which they are taken for hanging, if they finish nothing more."""
+        for half in range(int(2 * at_most)):
+            if self.watch.look() is not None:
+                return half / 2
+            self.now += 0.5
+        return None
+
+
+def test_none_finishes_an_iteration(tmp_path: Path) -> None:
+    job = Watched(tmp_path, hangSeconds=5)
+    assert job.quiet_after(100.0) is None, "the first start may take any time"
+    job.finished(0, 3), job.finished(1, 3)
+    assert job.quiet_after(100.0) is None, "they begin with it"
+    job.finished(1, 4)
+    assert job.quiet_after(100.0) == 5.0
+    why = job.watch.look()
+    assert why == "no iteration was finished for 5 s (spec.failurePolicy.hangSeconds is 5)"
+    job.finished(0, 4)
+    assert job.quiet_after(100.0) == 5.0
+    job.finished(0, 0)
+    assert job.quiet_after(100.0) == 5.0, "a script may begin to count again"
+    job.finished(0, 10)
+    assert job.quiet_after(100.0) is None, "all are done"
+
+
+def test_another_start_takes_no_longer_than_twice_the_longest(tmp_path: Path) -> None:
+    job = Watched(tmp_path, hangSeconds=5)
+    job.finished(0, 0)
+    assert job.quiet_after(8.0) is None
+    job.finished(0, 1)
+    assert job.watch.look() is None and job.watch.longest_start == 8.0
+    job.files[0].unlink()
+    job.watch.begin(job.files)
+    assert job.quiet_after(100.0) == 21.0
+
+
+def test_a_limit_of_its_own_for_the_start(tmp_path: Path) -> None:
+    job = Watched(tmp_path, startSeconds=20)
+    assert job.quiet_after(100.0) == 20.0
+    assert job.watch.look() == (
+        "no iteration was finished in the 20 s since the start"
+        " (spec.failurePolicy.startSeconds is 20)"
+    )
+    job.finished(0, 0), job.watch.look(), job.finished(0, 1)
+    assert job.quiet_after(100.0) is None, "nothing was said of iterations"
+
+
+def test_the_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path) -> None:
+    job = Watched(tmp_path, hangSeconds=5)
+    job.finished(0, 0), job.watch.look(), job.finished(0, 1), job.watch.look()
+    job.now += 1000.0
+    assert job.quiet_after(100.0) == 5.0
+
+
+STACK = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 468 in select
+
+Current thread 0x00007f02 (most recent call first):
+  File "/home/me/train.py", line 27 in read_labels
+  File "/home/me/train.py", line 60 in <module>
+"""
+WAITS = "terminated: rank 0 (stage 0) waited 5.1 s for B of microbatch 0 from stage 1 on link 0\n"
+IDLE = "terminated: rank 1 (stage 1) was not waiting for a message\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "stopped", "said"),
+    [
+        (STACK + IDLE, False, "waits for no other rank: in read_labels (train.py:27)"),
+        (STACK, False, "waits for no other rank: in read_labels (train.py:27)"),
+        ("", False, "waits for no other rank, and has not said where it is"),
+        (STACK + IDLE, True, "is stopped, as by SIGSTOP"),
+    ],
+)
+def test_the_one_that_the_others_wait_for_is_named(
+    log: str, stopped: bool, said: str, tmp_path: Path
+) -> None:
+    ranks = []
+    for rank, text in enumerate((STACK + WAITS, log)):
+        (tmp_path / str(rank)).write_text("")
+        made = FileLog(tmp_path / str(rank))
+        (tmp_path / str(rank)).write_text(text)
+        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+    words, suspect = what_they_do(ranks, ranks[1:] if stopped else [])
+    waits = "rank 0 (stage 0) waited 5.1 s for B of microbatch 0 from stage 1 on link 0"
+    assert (words, suspect) == ([f"rank 1 (stage 1) {said}", waits], ranks[1])
+
+
+def test_one_that_is_stopped_is_meant_whatever_the_others_say(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        made = FileLog(tmp_path / str(rank))
+        (tmp_path / str(rank)).write_text(STACK + IDLE)
+        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+    assert what_they_do(ranks, ranks[1:])[1] is ranks[1]
+    assert what_they_do(ranks, [])[1] is None

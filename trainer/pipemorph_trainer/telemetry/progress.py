@@ -1,0 +1,47 @@
+"""Tells the host how many iterations this rank has finished, so that it finds ranks that hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+from pipemorph.errors import InputError
+from pipemorph.exits import progress_file
+
+_STDERR = 2
+
+
+class Progress:
+    """A count in a file in ``folder``; None: nobody reads it. From now on this process prints the
+    stacks of its threads on SIGQUIT, unless the script handles that.
+
+    Raises :class:`InputError` if the file cannot be made.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, finished: int) -> None:
+        self._file = -1
+        if folder is None:
+            return
+        path = folder / progress_file(rank)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.finished(finished)
+        except OSError as error:
+            raise InputError(
+                f"PIPEMORPH_PROGRESS_DIR: {path} cannot be written: {error.strerror}; expected a"
+                " folder of this rank's host"
+            ) from None
+        if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
+            faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
+
+    def finished(self, iterations: int) -> None:
+        if self._file >= 0:
+            os.pwrite(self._file, iterations.to_bytes(8, "little"), 0)
+
+    def close(self) -> None:
+        """The count stays as it is. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
