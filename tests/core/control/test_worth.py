@@ -48,7 +48,7 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
         ({20: delay(0, 0.03), 60: delay(2, 0.05), 100: delay(0, 0), 140: delay(2, 0)}, 0.02),
         ({20: delay(1, 0.080), 60: delay(1, 0.020), 100: delay(1, 0.050)}, 0.02),
         # Other op times are looked at every 50 iterations, and so is what they change.
-        ({20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)}, 0.06),
+        ({20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)}, 0.08),
     ],
     ids=["comes-and-goes", "stays", "two-links", "levels", "slower-stage"],
 )
