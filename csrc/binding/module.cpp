@@ -140,6 +140,8 @@ class PyMessage {
     std::tuple<double, double> move_to(uintptr_t address, size_t bytes, bool at_once) {
         check();
         if (bytes != arrived_.info.bytes) throw wrong_size(bytes);
+        if (address == 0 && bytes > 0)
+            throw nb::value_error("the destination has no memory: address is 0");
         if (bytes > 0) {
             std::optional<nb::gil_scoped_release> no_gil;
             if (bytes >= kCopyWithoutGil) no_gil.emplace();
@@ -197,6 +199,7 @@ uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const
 
 uint64_t send_memory(const PyLink& self, const KeyTuple& key, uintptr_t address, size_t bytes,
                      nb::handle owner, const nb::bytes& note) {
+    if (address == 0 && bytes > 0) throw nb::value_error("the payload has no memory: address is 0");
     return post(self, key, Buffer(owner, reinterpret_cast<void*>(address), bytes), note);
 }
 

@@ -446,8 +446,9 @@ class FailurePolicy(SpecModel):
         le=86400,
         description="Longest time without a finished iteration, once there was one. Then all "
         "ranks print their stacks, and it is a failure. Must be longer than an evaluation, and "
-        "than a checkpoint that is waited for. Default: only messages have a deadline, "
-        "`transport.deadlineSeconds`.",
+        "than a checkpoint that is waited for; with recovery.neighbour than "
+        "`transport.deadlineSeconds`, as long as a copy may be waited for. Default: only messages "
+        "have a deadline, that one.",
     )
     start_seconds: int | None = Field(
         default=None,
@@ -499,6 +500,7 @@ class JobSpec(SpecModel):
         self._check_dispatch()
         self._check_warmup()
         self._check_relayout()
+        self._check_hang()
         self._check_faults()
         self._check_memory()
         self._check_topology()
@@ -639,6 +641,15 @@ class JobSpec(SpecModel):
         ):
             if lacks:
                 raise FieldError("adaptation.relayout", f"is true, but {why}; leave it out")
+
+    def _check_hang(self) -> None:
+        hang, deadline = self.failure_policy.hang_seconds, self.transport.deadline_seconds
+        if self.recovery.neighbour and hang is not None and hang <= deadline:
+            raise FieldError(
+                "failurePolicy.hangSeconds",
+                f"is {hang}, and with recovery.neighbour an iteration may wait for a copy for"
+                f" transport.deadlineSeconds ({deadline:g}); expected more than that",
+            )
 
     def _check_faults(self) -> None:
         cut = self.parallelism

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from pipemorph.wire import AdaptationRecord
 
-LEAST_ERROR = 0.05
-"""Part of what was saved that is never certain: predictions are no more exact."""
+LEAST_ERROR = 0.15
+"""Part of what was saved that is never certain: as far as ``benchmarks/saved.py`` has seen it from
+the truth, since how long a plan takes that does not run is only predicted."""
 
 
 @dataclass(frozen=True)

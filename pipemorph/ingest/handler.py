@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import handed_in
 from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
@@ -227,17 +228,22 @@ class IngestHandler:
         if parsed.fresh:
             self._store.another_agent(namespace, name)
         else:
-            told = {"versions": self._for_agent(namespace, name, job), "seldom": self._seldom()}
+            told = {
+                "versions": self._for_agent(namespace, name, job),
+                "seldom": self._seldom(job.spec),
+            }
             answer = answer.model_copy(update=told)
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         return session.reply(answer, parsed.observed_plan_version)
 
-    def _seldom(self) -> float:
+    def _seldom(self, spec: JobSpec) -> float:
         """Seconds between two reports of an agent that has nothing urgent: whole halves, so that
-        most answers stay as they were when a job comes or goes."""
+        most answers stay as they were when a job comes or goes. Several fit in the time after which
+        what is known of the job counts as old."""
         wanted = len(self._sessions) / self._limits.reports_in_all
-        return min(SELDOM_SECONDS, max(1.0, math.ceil(2 * wanted) / 2))
+        most = min(SELDOM_SECONDS, spec.adaptation.stale_after_seconds / 3)
+        return max(1.0, min(most, math.ceil(2 * wanted) / 2))
 
     def _for_agent(self, namespace: str, name: str, job: ControlledJob) -> tuple[int, int] | None:
         """The first and the last version that the agent may give. The job gives none of them from

@@ -24,3 +24,10 @@ class WireModel(BaseModel):
         """As JSON, without fields that have their default: most samples lack most optional ones,
         and a report has a limit."""
         return self.model_dump_json(exclude_defaults=True).encode()
+
+
+class Answer(WireModel):
+    """Base of answers. Whoever asked may be of an earlier release: it ignores what it does not
+    know, while a host rejects that."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.base import Answer, Count, PlanVersion, Seconds, WallClock, WireModel
 
 MAX_POD_REPORT_BYTES = 32 * 1024
 LONGEST_LINE = 500
@@ -75,7 +75,7 @@ class PodReport(WireModel):
     resumed: ResumedFrom | None = None
 
 
-class GenerationState(WireModel):
+class GenerationState(Answer):
     """The newest generation, and whether it is over."""
 
     attempt: Count

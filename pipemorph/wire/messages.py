@@ -28,7 +28,15 @@ from pydantic import Field
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
-from pipemorph.wire.base import Count, ObjectName, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.base import (
+    Answer,
+    Count,
+    ObjectName,
+    PlanVersion,
+    Seconds,
+    WallClock,
+    WireModel,
+)
 from pipemorph.wire.records import AdaptationRecord
 from pipemorph.wire.samples import IterationSample
 from pipemorph.wire.states import (
@@ -46,7 +54,7 @@ from pipemorph.wire.states import (
     TransportsView,
 )
 
-PROTOCOL: Literal[2] = 2
+PROTOCOL: Literal[3] = 3
 MAX_REPORT_BYTES = 64 * 1024
 MAX_PLAN_BYTES = 8 << 20
 """Of a request with a plan. The largest, of 1,048,576 stages × microbatches, take 3 MB."""
@@ -70,7 +78,7 @@ class LinkHealthReport(WireModel):
     """The states of a job's links and stages that have changed since the last report, and its
     progress; sent by rank 0's agent. Each state replaces the one of the same link or stage."""
 
-    protocol: Literal[2]
+    protocol: Literal[3]
     job: ObjectName
     namespace: ObjectName
     attempt: Count
@@ -235,11 +243,11 @@ class ObserverSettings(WireModel):
     """Without what no plan depends on."""
 
 
-class DirectiveEnvelope(WireModel):
+class DirectiveEnvelope(Answer):
     """Response to a report or poll: the newest directive above the agent's version, if any. The
     other fields answer reports only."""
 
-    protocol: Literal[2] = 2
+    protocol: Literal[3] = 3
     directive: Directive | None = None
     memory: Revision = ""
     """Names what the host remembers of this attempt's reports. If it is another than before, the

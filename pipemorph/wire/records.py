@@ -82,12 +82,12 @@ class AdaptationRecord(BaseModel):
     """Those whose forward it runs again."""
     fused_stages: list[int] = Field(default_factory=list)
     """Stages with fused backwards under the new plan."""
-    change_seconds: float | None = None
+    change_seconds: Seconds | None = None
     """How much longer the first iteration under this plan took than the next ones."""
-    saving: float | None = None
+    saving: Annotated[float, Field(ge=-1e7, le=1e7)] | None = None
     """Predicted seconds that an iteration takes less under this plan than under the plan of the
     start, in the present state of links and ops; None if unknown, negative if it takes more."""
-    saved: float = 0.0
+    saved: Annotated[float, Field(ge=-1e12, le=1e12)] = 0.0
     """The sum of ``saving`` over the iterations under this plan."""
     saved_until: Count | None = None
     """The newest of these iterations."""

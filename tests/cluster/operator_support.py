@@ -493,7 +493,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
-            "protocol": 2,
+            "protocol": 3,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,

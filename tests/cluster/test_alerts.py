@@ -31,9 +31,31 @@ class Provoked(NamedTuple):
 
 
 GPT = {"namespace": "team", "name": "gpt"}
-LEADS, SERVES = "pipemorph_operator_leads", "pipemorph_ingest_leads"
-CONFIRMED = 'pipemorph_watch_confirmed_timestamp_seconds{kind="Job"}'
-REFUSED = "pipemorph_ingest_refused_total"
+SERVICES = {
+    "operator": {"namespace": "sys", "service": "x-pipemorph-operator-operator-metrics"},
+    "ingest": {"namespace": "sys", "service": "x-pipemorph-operator-ingest-metrics"},
+}
+
+
+def of(program: str, metric: str, **labels: str) -> str:
+    """A series of a program of this release."""
+    found = SERVICES[program] | labels
+    return f"{metric}{{{','.join(f'{key}={json.dumps(value)}' for key, value in found.items())}}}"
+
+
+def leads(program: str, pod: str) -> str:
+    return of(program, f"pipemorph_{program}_leads", pod=pod)
+
+
+def refused(reason: str) -> str:
+    return of("ingest", "pipemorph_ingest_refused_total", reason=reason)
+
+
+OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
+SUSPECT = of("ingest", "pipemorph_fabric_suspect_confidence", kind="node", name="n7")
+FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
+CONFIRMED = of("operator", "pipemorph_watch_confirmed_timestamp_seconds", kind="Job")
+OVER = of("ingest", "pipemorph_ingest_planning_over_budget_total", job_namespace="team")
 PROVOKED = {
     "PipeMorphLinkSlow": Provoked(
         {f"pipemorph_job_slow_links{{{JOB}}}": "1x30"},
@@ -54,9 +76,9 @@ PROVOKED = {
         GPT,
     ),
     "PipeMorphJobSilent": Provoked(
-        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0x10"},
-        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0+60x10"},
-        5,
+        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0x20"},
+        {f"pipemorph_job_last_report_timestamp_seconds{{{JOB}}}": "0x4 300x4 600x4 900x8"},
+        14,
         GPT,
     ),
     "PipeMorphRailSick": Provoked(
@@ -72,26 +94,26 @@ PROVOKED = {
         {"name": "gpt", "link": "1"},
     ),
     "PipeMorphFabricSuspect": Provoked(
-        {'pipemorph_fabric_suspect_confidence{kind="node",name="n7"}': "0.97x20"},
-        {'pipemorph_fabric_suspect_confidence{kind="node",name="n7"}': "0.5x20"},
+        {SUSPECT: "0.97x20"},
+        {SUSPECT: "0.5x20"},
         10,
         {"kind": "node", "name": "n7"},
     ),
     "PipeMorphNoLeader": Provoked(
-        {f'{LEADS}{{pod="a"}}': "0x10", f'{LEADS}{{pod="b"}}': "0x10"},
-        {f'{LEADS}{{pod="a"}}': "1x10", f'{LEADS}{{pod="b"}}': "0x10"},
+        {leads("operator", "a"): "0x10", leads("operator", "b"): "0x10", OTHERS: "1x10"},
+        {leads("operator", "a"): "1x10", leads("operator", "b"): "0x10", OTHERS: "1x10"},
         5,
         {},
     ),
     "PipeMorphIngestReplicaMissing": Provoked(
-        {f'{SERVES}{{pod="a"}}': "1x10", f'{SERVES}{{pod="b"}}': "0x10"},
-        {f'{SERVES}{{pod="a"}}': "1x10", f'{SERVES}{{pod="b"}}': "1x10"},
+        {leads("ingest", "a"): "1x10", leads("ingest", "b"): "0x10"},
+        {leads("ingest", "a"): "1x10", leads("ingest", "b"): "1x10"},
         8,
         {},
     ),
     "PipeMorphReconcileErrors": Provoked(
-        {'pipemorph_operator_reconcile_seconds_count{result="error"}': "0+1x20"},
-        {'pipemorph_operator_reconcile_seconds_count{result="error"}': "7x20"},
+        {FAILED: "0+1x20"},
+        {FAILED: "7x20"},
         16,
         {"result": "error"},
     ),
@@ -102,21 +124,21 @@ PROVOKED = {
         {"kind": "Job"},
     ),
     "PipeMorphTokensMisused": Provoked(
-        {f'{REFUSED}{{reason="pod"}}': "0+1x20"},
-        {f'{REFUSED}{{reason="silent"}}': "0+1x20"},
-        15,
+        {refused("pod"): "_x5 1x15"},
+        {refused("silent"): "0+1x20", refused("review"): "3x20"},
+        16,
         {"reason": "pod"},
     ),
     "PipeMorphConnectionsRefused": Provoked(
-        {f'{REFUSED}{{reason="silent"}}': "0+60x20"},
-        {f'{REFUSED}{{reason="silent"}}': "0+1x20"},
+        {refused("silent"): "0+60x20"},
+        {refused("silent"): "0+1x20"},
         15,
         {"reason": "silent"},
     ),
     "PipeMorphPlanningOverBudget": Provoked(
-        {'pipemorph_ingest_planning_over_budget_total{job_namespace="team"}': "0+1x20"},
-        {'pipemorph_ingest_planning_over_budget_total{job_namespace="team"}': "3x20"},
-        15,
+        {OVER: "_x5 1x15"},
+        {OVER: "3x20"},
+        16,
         {"job_namespace": "team"},
     ),
 }  # fmt: skip
@@ -130,7 +152,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (helm,) = tools.ensure(["helm"]).values()
     printed = subprocess.run(
         [
-            str(helm), "template", "x", str(CHART),
+            str(helm), "template", "x", str(CHART), "--namespace=sys",
             "--set=metrics.alerts.enabled=true", "--set=metrics.alerts.labels.release=p",
         ],
         check=False, capture_output=True, text=True, timeout=60,

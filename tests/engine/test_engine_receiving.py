@@ -129,3 +129,16 @@ def test_a_grant_that_may_wait_is_not_forgotten(transport, released):
             message.move_to(into.address, 4, False)
         pairs.eventually(lambda: p.dialled.send_slots(0) == slots)
         assert p.accepted.stats().slots_in_use == 0
+
+
+def test_nothing_is_read_or_written_at_the_address_0():
+    into = Owner(bytes(4))
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, 4)
+        with pytest.raises(ValueError, match="the payload has no memory"):
+            p.dialled.send_memory((0, 0, 0, 0, 0), 0, 4, into, b"")
+        p.dialled.send((0, 0, 0, 0, 0), b"AAAA")
+        message = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        with pytest.raises(ValueError, match="the destination has no memory"):
+            message.move_to(0, 4, True)
+        message.move_to(into.address, 4, True)

@@ -110,6 +110,8 @@ def propose(asked: Replan) -> Proposal:
     proposal = _propose(asked, forecast)
     if asked.start is None or proposal.waits or not (proposal.chosen or proposal.current):
         return proposal
+    if forecast.excess(asked.start) is not None:
+        return proposal  # The job could not run it any more, so nothing is to be compared with.
     return replace(proposal, start=forecast.of(asked.start).seconds)
 
 

@@ -61,7 +61,10 @@ class RouteCosts:
         self._measured_on: tuple[Route, ...] = ()
         self._direct: tuple[StageTimes, ...] | None = None
         """The newest op times while no link was delegated."""
-        self._learned_at = -SETTLED
+        self._direct_at = 0
+        """The newest iteration then."""
+        self._known: tuple[Route, ...] = ()
+        """Routes of the newest change, which has been looked at."""
         self._seen_at = -LOOK_EVERY
 
     def due(self, last: int) -> bool:
@@ -80,16 +83,24 @@ class RouteCosts:
         self, stages: tuple[StageTimes, ...], plan: Plan, *, iterations: int, last: int
     ) -> None:
         """Note op times. ``iterations``: how many have run under this plan; ``last``: the index of
-        the newest. Replicas with plans of their own have other routes, and teach nothing."""
-        if plan.own or iterations < MOSTLY:
+        the newest. Replicas with plans of their own have other routes, and teach nothing.
+
+        Only op times from shortly before a change and from shortly after it are compared: what
+        makes a stage slow later is not what delegating takes."""
+        if plan.own:
+            self._measured_on = ()
+            return
+        if iterations < MOSTLY:
             return
         self._measured_on = plan.routes
-        if iterations < SETTLED or last - self._learned_at < SETTLED:
+        if iterations < SETTLED:
             return
-        self._learned_at = last
         if not plan.delegated:
-            self._direct = stages
-        elif self._direct is not None:
+            self._direct, self._direct_at, self._known = stages, last, ()
+            return
+        fresh, self._known = self._known != plan.routes, plan.routes
+        began = last - iterations + 1
+        if fresh and self._direct is not None and began - self._direct_at <= SETTLED + LOOK_EVERY:
             self._learn(self._direct, stages, plan.routes)
 
     def _learn(
@@ -100,14 +111,15 @@ class RouteCosts:
     ) -> None:
         found: dict[int, list[float]] = {}
         for before, stage, ends in zip(direct, stages, _ends(routes), strict=True):
-            ratio = (stage.forward + stage.backward_input) / (
-                before.forward + before.backward_input
-            )
-            found.setdefault(ends, []).append(ratio)
-        if 0 not in found:
+            was = before.forward + before.backward_input
+            if was > 0:
+                ratio = (stage.forward + stage.backward_input) / was
+                found.setdefault(ends, []).append(ratio)
+        usual = median(found.pop(0, [0.0]))
+        if not (usual and found):
             return  # Whatever changed may have changed all stages.
-        usual = median(found.pop(0))
-        part = median((ratio / usual - 1) / k for k, each in found.items() for ratio in each)
+        # The least: an end that is slow for another reason is not alone.
+        part = min((ratio / usual - 1) / k for k, each in found.items() for ratio in each)
         self._part = min(part, MOST) if part >= LEAST else 0.0
 
 

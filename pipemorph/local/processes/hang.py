@@ -45,6 +45,11 @@ class HangWatch:
         """Seconds from a start of the ranks to the end of their first iteration."""
         self.begin(())
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is any limit."""
+        return self._policy.hang_seconds is not None or self._policy.start_seconds is not None
+
     def begin(self, files: Sequence[Path]) -> None:
         """The ranks are about to be started, with these files for their counts."""
         self._files = files
@@ -97,9 +102,10 @@ class HangWatch:
 def _count(file: Path) -> int:
     """Iterations that a rank has finished; -1 if it has not said so yet."""
     try:
-        return int.from_bytes(file.read_bytes(), "little")
+        written = file.read_bytes()
     except FileNotFoundError:
         return -1
+    return int.from_bytes(written, "little") if written else -1
 
 
 def logged_wait(rank: RankProcess) -> str | None:

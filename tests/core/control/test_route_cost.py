@@ -100,7 +100,39 @@ def test_replicas_with_plans_of_their_own_teach_nothing() -> None:
     costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
     own = replace(plan_on(AWAY), own=(((1,), plan_on(DIRECT)),))
     costs.observe(longer, own, iterations=SETTLED, last=3 * SETTLED)
-    assert costs.now == RouteCost(0.0, DIRECT)
+    assert costs.now == RouteCost()
+
+
+@pytest.mark.parametrize("before", [0, 3 * SETTLED])
+def test_a_stage_that_is_slow_for_another_reason_teaches_nothing(before: int) -> None:
+    """At one end of a delegated link, from the change on or later."""
+    costs, away = RouteCosts(), plan_on(AWAY)
+    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
+    slow = tuple(
+        stage.model_copy(update={"forward": 0.03}) if i == 2 else stage
+        for i, stage in enumerate(STAGES)
+    )
+    for last in range(SETTLED + 1, 6 * SETTLED, LOOK_EVERY):
+        ran = last - SETTLED
+        costs.observe(slow if ran > before else STAGES, away, iterations=ran, last=last)
+    assert costs.now == RouteCost(0.0, AWAY)
+
+
+def test_op_times_from_long_before_a_change_are_not_compared() -> None:
+    costs, longer = RouteCosts(), RouteCost(0.05, DIRECT).on(STAGES, AWAY)
+    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
+    costs.observe(longer, plan_on(AWAY), iterations=SETTLED, last=5 * SETTLED)
+    assert costs.now == RouteCost(0.0, AWAY)
+
+
+def test_ops_that_take_no_time_teach_nothing() -> None:
+    costs, none = (
+        RouteCosts(),
+        tuple(stage.model_copy(update={"forward": 0.0, "backward_input": 0.0}) for stage in STAGES),
+    )
+    costs.observe(none, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
+    costs.observe(STAGES, plan_on(AWAY), iterations=SETTLED, last=2 * SETTLED + 1)
+    assert costs.now == RouteCost(0.0, AWAY)
 
 
 def test_what_one_fault_teaches_makes_the_plan_for_the_next_one_better(

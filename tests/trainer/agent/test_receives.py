@@ -329,11 +329,22 @@ def test_a_message_that_came_before_its_note_is_looked_at_again_soon(
 def test_a_message_that_nobody_waits_for_rings_no_bell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next wait would end at once, for nothing."""
     wire, incoming = receiving(monkeypatch, Batch(1, 0, 2, (META,)))
-    poller = vars(incoming)["_poller"]
-    poller.awaited = False
+
+    class Poller:
+        waits, looks = False, 0
+        wake = staticmethod(wire.wake)
+
+        @property
+        def awaited(self) -> bool:
+            self.looks += 1
+            return self.waits
+
+    vars(incoming)["_poller"] = poller = Poller()
     wire.came = 1
-    until(lambda: incoming.ready_at(0) is not None, "the first message is here")
-    poller.awaited = True
+    until(lambda: poller.looks == 1, "the first message is here")
+    assert incoming.ready_at(0) is not None
+    assert wire.woken == 0
+    poller.waits = True
     wire.came = 2
     until(lambda: wire.woken == 1, "the second one rings")
     assert incoming.ready_at(1) is not None

@@ -162,6 +162,9 @@ class PodSite:
     def shared(self, life: Life) -> Iterator[dict[str, str]]:
         """The variables of a generation, its secret, and where its ranks count iterations."""
         env = {**self.environ, "PIPEMORPH_GENERATION": str(life.generation)}
+        if life.generation == 0 and not self.hangs.watches:
+            yield env  # A pod may have no folder that can be written.
+            return
         with tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir) as folder:
             env["PIPEMORPH_PROGRESS_DIR"] = folder
             if life.generation > 0 and self.pod.secret:
@@ -174,7 +177,8 @@ class PodSite:
     def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
         mesh = self.pod.job.spec.parallelism.mesh
         ranks_here = range(self.pod.first, self.pod.first + self.pod.size)
-        self.hangs.begin(HangWatch.files(Path(shared["PIPEMORPH_PROGRESS_DIR"]), ranks_here))
+        folder = shared.get("PIPEMORPH_PROGRESS_DIR")
+        self.hangs.begin(HangWatch.files(Path(folder), ranks_here) if folder else ())
         for local_rank in range(self.pod.size):
             rank = self.pod.first + local_rank
             env = self.pod.environment(local_rank, shared)

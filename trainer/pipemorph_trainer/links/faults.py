@@ -183,7 +183,8 @@ class LinkFaults:
     def cut_due(self, now: float) -> None:
         """Make the cuts that are due. Called between ops, so that they happen during an
         iteration."""
-        # Ranks that start again do not repeat cuts whose time is over.
+        # Ranks that start again do not repeat cuts whose iterations are over. Seconds count from
+        # their own start.
         for fault in [f for f in self._cuts if _is_active(f, self._iteration, self._began, now)]:
             self._cuts.remove(fault)
             if self.cut is None:

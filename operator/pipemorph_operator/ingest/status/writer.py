@@ -117,7 +117,8 @@ class StatusWriter:
         state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
-        figures.show(key, training, conditions, tracked.reports.reported_at)
+        heard_at = tracked.reports.reported_at or tracked.taken_over_at
+        figures.show(key, training, conditions, heard_at)
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers):
             tracked.reports.looked()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int, int, int, int]
 CPU = torch.device("cpu")
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of which it is known where their elements are."""
 GRANT_SECONDS = 10.0
 """Longest wait for larger slots after a change of shapes."""
 
@@ -46,6 +48,17 @@ def as_sent(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def payload_of(tensor: Tensor) -> Tensor | memoryview:
+    """What the engine is to send: the tensor, if its elements are in this process's memory where it
+    says, else a view of its bytes. A subclass may hold its elements elsewhere, or, as the result of
+    a collective, not have them yet. Raises TypeError or RuntimeError for a tensor without elements
+    in host memory."""
+    tensor = as_sent(tensor)
+    if type(tensor) in PLAIN and tensor.device == CPU and (tensor.data_ptr() or not tensor.nbytes):
+        return tensor
+    return bytes_of(tensor.detach()).numpy().data
 
 
 class DelegatedIncoming:
@@ -183,7 +196,7 @@ class DelegatedOutgoing:
         assert batch is not None
         note = self.note(batch, microbatch, presence(tensors))
         for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
-            payload = None if tensor is None else as_sent(tensor)
+            payload = None if tensor is None else payload_of(tensor)
             self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
@@ -193,16 +206,16 @@ class DelegatedOutgoing:
         self._turn = (self._turn + 1) % self._queues
         return pack_note(batch.generation, batch.iteration, microbatch, present, posted, *held)
 
-    def _hand_over(self, key: Key, tensor: Tensor | None, note: bytes) -> None:
+    def _hand_over(self, key: Key, payload: Tensor | memoryview | None, note: bytes) -> None:
         """Give one tensor to the engine. If shapes have just grown, the receiver may not have
         granted larger slots yet: the engine then refuses at once, and we retry."""
         deadline = 0.0
         while True:
             try:
-                if tensor is None:
-                    self.link.send(key, b"", note)
+                if isinstance(payload, Tensor):
+                    self.link.send_memory(key, payload.data_ptr(), payload.nbytes, payload, note)
                 else:
-                    self.link.send_memory(key, tensor.data_ptr(), tensor.nbytes, tensor, note)
+                    self.link.send(key, b"" if payload is None else payload, note)
                 break
             except RuntimeError as error:
                 if not deadline:

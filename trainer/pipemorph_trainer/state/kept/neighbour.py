@@ -174,8 +174,8 @@ class Neighbour:
             if not whole and not self._abandoned:
                 # So that the others do not wait for this rank.
                 abandon(self._group, "gloo")
-            if whole:
-                self._slots.unpin_all()
+            # After a failure the next generation may need what is safe; else nobody does.
+            self._slots.unpin_all(None if whole else self._pinned)
             with self._changed:
                 self._over = True
                 self._changed.notify_all()

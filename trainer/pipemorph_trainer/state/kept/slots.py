@@ -121,11 +121,11 @@ class Slots:
         with self._lock:
             slot.pins = max(0, slot.pins - 1)
 
-    def unpin_all(self) -> None:
-        """Forget all pins: what their readers read may change."""
+    def unpin_all(self, but: Slot | None = None) -> None:
+        """Forget all pins ``but`` that of one slot: what their readers read may change."""
         with self._lock:
             for slot in self._slots:
-                slot.pins = 0
+                slot.pins = int(slot is but)
 
     def keep_only(self, kept: Slot) -> None:
         """Remove all copies but one."""
