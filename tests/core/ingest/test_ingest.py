@@ -36,6 +36,7 @@ from pipemorph.ingest import (
 from pipemorph.ingest.app import Timeouts
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
+    PROTOCOL,
     DirectiveEnvelope,
 )
 
@@ -62,7 +63,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (b"\xff\xfe", 400, None, "not JSON"),
         (b"[" * 10_000, 400, None, "not JSON"),
         (b"null", 422, "report", "report"),
-        (b"{}", 422, "protocol", "not of protocol 2"),
+        (b"{}", 422, "protocol", "not of protocol 3"),
         (body(extra=1), 422, "extra", "Extra inputs"),
         (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
         (body(sequence=2**60), 422, "sequence", "less than"),
@@ -77,7 +78,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         ),
         (body(directions=[SLOW | {"link": 3}]), 422, "directions[0].link", "the job has 3 links"),
         (body(links=[WELL | {"column": 1}]), 422, "links[0].column", "the job has 1 columns"),
-        (body(protocol=1), 422, "protocol", "not of protocol 2, the one of this ingest: run the"),
+        (body(protocol=1), 422, "protocol", "not of protocol 3, the one of this ingest: run the"),
         (OLD, 422, "protocol", "run the trainer and the ingest of one release"),
         (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
         (body(job="other"), 403, "job", "default/other"),
@@ -164,7 +165,7 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         for status, answer in await asyncio.wait_for(asyncio.gather(*polls), PATIENCE):
             assert (status, answer["directive"]["plan_version"]) == (200, 1)
         status, answer = await later
-        assert (status, answer["protocol"], answer["directive"]) == (200, 2, None)
+        assert (status, answer["protocol"], answer["directive"]) == (200, PROTOCOL, None)
         # One that is there already is answered without waiting; what the agent has is not sent.
         assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["plan_version"] == 1
         assert (await client.post(body(2, observed_plan_version=1)))[1]["directive"] is None

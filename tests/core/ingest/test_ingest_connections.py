@@ -224,18 +224,27 @@ def test_a_handshake_costs_nothing_until_the_client_begins_it(
 
 
 def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a connection costs a handshake. Without TLS the oldest silent one makes room."""
+    certificate, key = certified(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
     monkeypatch.setattr(connections, "AGAIN_PER_SECOND", 1e-6)
 
     async def run() -> None:
-        async with serving(per_source=3) as (_, port, unserved):
+        trust = ssl.create_default_context(cafile=str(certificate))
+        async with serving(tls, per_source=3) as (_, port, unserved):
             for _ in range(3):
-                assert await ask(port, query=NO_JOB) == NOT_FOUND
-            with contextlib.suppress(ConnectionError):
-                assert await ask(port, query=NO_JOB) == b""
+                assert await ask(port, tls=trust, query=NO_JOB) == NOT_FOUND
+            with pytest.raises(OSError):
+                await ask(port, tls=trust, query=NO_JOB)
             assert unserved == ["crowded"]
-            assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+            assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+        async with serving(per_source=3) as (_, port, unserved):
+            for _ in range(5):
+                assert await ask(port, query=NO_JOB) == NOT_FOUND
+            assert unserved == []
 
     asyncio.run(run())
 

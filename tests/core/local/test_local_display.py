@@ -27,6 +27,7 @@ from pipemorph.local.results.traces import StageTrace, TraceIndex, read_faults, 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import (
+    PROTOCOL,
     AdaptationRecord,
     FallenLink,
     IterationSample,
@@ -124,7 +125,7 @@ def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> N
             sent_at=now,
             state="training",
             iteration=indices[-1],
-            protocol=2,
+            protocol=PROTOCOL,
             observed_plan_version=0,
             applied_plan_version=0,
             iterations=[sample(index) for index in indices],

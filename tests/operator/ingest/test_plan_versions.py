@@ -50,6 +50,8 @@ class Api(Shared):
         super().__init__()
         trainer = {"module": "x", "iterations": 100_000}
         schedule = self.job["spec"]["schedule"] | {"microbatches": 12}
+        # A rank that chooses among ready ops needs no other plan at some of the turns.
+        schedule |= {"dispatch": "static"}
         self.job = body(stages=4, trainer=trainer, schedule=schedule)
         self.job["status"] = {"attempt": 0}
 
