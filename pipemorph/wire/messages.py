@@ -3,7 +3,7 @@
 The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
 bytes. Unknown fields are rejected, so that a typo is not silently ignored.
 
-Protocol, version 2 (in version 1, reports had the windows of the ranks instead of states):
+Protocol, version 3:
 
 * ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
   ``MAX_REPORT_BYTES``); the response is a :class:`DirectiveEnvelope`. A report whose

@@ -1,13 +1,14 @@
 """What goes while watches are down, and the API server then has forgotten, leaves no ghost."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_proxy import api_proxy
 from operator_support import DEADLINE, FULL_NAME, Jobs, manifest
-from testbed import Cluster, wait_for
+from testbed import ApiClient, Cluster, wait_for
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -91,9 +92,17 @@ def answers(jobs: Jobs, page: dict[str, Any]) -> list[tuple[Any, ...] | None]:
     since = int(page["resourceVersion"])
     for version in (since, since + 1_000_000):
         query = {"watch": "1", "resourceVersion": str(version), "timeoutSeconds": "2"}
-        ok, text = client.raw("GET", path, query=query)
-        assert ok == 200
+        # For a moment after its start the API server has no cache that it could watch.
+        ok, text = wait_for(
+            "the API server to watch", partial(_watched, client, path, query), DEADLINE
+        )
+        assert ok == 200, text
         events = [json.loads(line) for line in text.splitlines()]
         told = [(e["type"], e["object"]["code"], e["object"]["reason"]) for e in events]
         found.append(told[0] if told else None)
     return found
+
+
+def _watched(client: ApiClient, path: str, query: dict[str, str]) -> tuple[int, bytes] | None:
+    code, text = client.raw("GET", path, query=query)
+    return None if code == 429 else (code, text)
