@@ -257,11 +257,10 @@ def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path
         ({"given": {"microbatches": 4, "checkpoint": blocked}}, "/file cannot be written to"),
         (
             {
-                "stage": [linear(0), linear(1)],
-                "device": torch.device("cuda", 0),
+                "stage": [linear(0), linear(1).to("meta")],
                 "given": {"microbatches": 4, "stages_per_rank": 2},
             },
-            "the 2 stages of this rank are on cuda:0; several stages per rank run on the CPU only",
+            "stage 1 is on meta, and stage 0 of the same rank on cpu; put all stages of a rank on",
         ),
         (
             {"plan": Settings(mesh=MeshShape(1), microbatches=8).plan()},
