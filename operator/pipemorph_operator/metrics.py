@@ -1,8 +1,9 @@
-"""Metrics of both processes. No series per pair of ranks; a deleted job's series are removed."""
+"""Metrics of both processes. No series per pair of ranks, but of slow links, which are bounded; a
+deleted job's series are removed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -136,6 +137,17 @@ JOB_GAUGES = {
         "How far pipemorph_job_saved_seconds may be from the truth, by measured gains.",
         _BY_JOB,
     ),
+    "promised_gain_fraction": Gauge(
+        "pipemorph_job_promised_gain_fraction",
+        "Gain that the newest plan change was predicted to bring, of an iteration; no series if"
+        " it was a return.",
+        _BY_JOB,
+    ),
+    "measured_gain_fraction": Gauge(
+        "pipemorph_job_measured_gain_fraction",
+        "Gain that it brought, once measured; below 0 if iterations take longer.",
+        _BY_JOB,
+    ),
     "peak_memory_bytes": Gauge(
         "pipemorph_job_peak_memory_bytes", "Highest peak memory of any stage.", _BY_JOB
     ),
@@ -177,6 +189,38 @@ JOB_GAUGES = {
 }
 
 
+_BY_LINK = [*_BY_JOB, "link", "replica"]
+LINK_GAUGES = {
+    "delay_seconds": Gauge(
+        "pipemorph_job_link_delay_seconds",
+        "One-way delay of a slow link above normal; replica: the pipeline column, the slowest.",
+        _BY_LINK,
+    ),
+    "base_seconds": Gauge(
+        "pipemorph_job_link_base_seconds", "Normal one-way time of a slow link.", _BY_LINK
+    ),
+}
+_SLOW_LINKS: dict[tuple[str, str], set[tuple[str, str]]] = {}
+"""By job: link and replica of its series."""
+
+
+def set_slow_links(
+    namespace: str, name: str, links: Mapping[tuple[int, int], tuple[float, float]]
+) -> None:
+    """Set the series of a job's slow links, and remove those of links that are not slow any more.
+    ``links``: by link and replica, the delay and the base, seconds."""
+    job = namespace, name
+    now = {(str(link), str(replica)): values for (link, replica), values in links.items()}
+    for gone in _SLOW_LINKS.pop(job, set()) - now.keys():
+        for gauge in LINK_GAUGES.values():
+            _drop(gauge, *job, *gone)
+    for labels, (delay, base) in now.items():
+        LINK_GAUGES["delay_seconds"].labels(*job, *labels).set(delay)
+        LINK_GAUGES["base_seconds"].labels(*job, *labels).set(base)
+    if now:
+        _SLOW_LINKS[job] = set(now)
+
+
 def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
     """Set a job's gauges; a None value removes the series."""
     for key, value in values:
@@ -190,10 +234,11 @@ def forget_job(namespace: str, name: str) -> None:
     """Remove all series of a deleted job."""
     for gauge in JOB_GAUGES.values():
         _drop(gauge, namespace, name)
+    set_slow_links(namespace, name, {})
 
 
-def _drop(gauge: Gauge, namespace: str, name: str) -> None:
+def _drop(gauge: Gauge, *labels: str) -> None:
     try:
-        gauge.remove(namespace, name)
+        gauge.remove(*labels)
     except KeyError:
         return  # There was no series.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph_operator import names
-from pipemorph_operator.metrics import set_job
+from pipemorph_operator.metrics import set_job, set_slow_links
 
 
 def show(
@@ -19,6 +19,8 @@ def show(
     report."""
     rails = training.rails
     healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
+    newest = training.last_adaptation
+    change = newest if newest is not None and newest.kind == "adapt" else None
     worst = max((link.delay_ms for link in training.slow_links), default=0.0)
     set_job(
         *job,
@@ -33,6 +35,8 @@ def show(
             ("wanted_plan_version", training.wanted_plan_version),
             ("applied_plan_version", training.applied_plan_version),
             ("adaptations", training.adaptations),
+            ("promised_gain_fraction", change.promised if change is not None else None),
+            ("measured_gain_fraction", change.measured if change is not None else None),
             ("saved_seconds", training.saved_seconds),
             ("saved_error_seconds", training.saved_error_seconds),
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
@@ -46,4 +50,14 @@ def show(
             ("link_fallbacks", training.link_fallbacks),
             ("link_failbacks", training.link_failbacks),
         ),
+    )
+    set_slow_links(
+        *job,
+        {
+            (link.link, link.replica): (
+                link.delay_ms / 1e3,
+                max(0.0, link.wire_time_ms - link.delay_ms) / 1e3,
+            )
+            for link in training.slow_links
+        },
     )

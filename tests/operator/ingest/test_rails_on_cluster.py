@@ -21,7 +21,7 @@ from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.status.write_budget import KeyState
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.metrics import JOB_GAUGES
+from pipemorph_operator.metrics import JOB_GAUGES, LINK_GAUGES
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
 QUIET = {"link_downed": 0, "symbol_error": 0}
@@ -299,6 +299,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for name in re.findall(r"pipemorph_(?:job|rank)_\w+", target["expr"])
     }
     served = {f"pipemorph_job_{name}" for name in JOB_GAUGES}
+    served |= {f"pipemorph_job_link_{name}" for name in LINK_GAUGES}
     for metric in RankMetrics("gpt", 0, 0).registry.collect():
         served |= {metric.name, f"{metric.name}_total"}
     assert asked <= served

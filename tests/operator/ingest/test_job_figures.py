@@ -1,0 +1,64 @@
+"""A job's metrics: what its status says, and nothing once that is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from pipemorph.api.status import AdaptationSummary, SlowLink, TrainingStatus
+from pipemorph_operator.ingest import figures
+from pipemorph_operator.metrics import forget_job
+
+JOB = ("team", "figures")
+
+
+def value(name: str, **labels: str) -> float | None:
+    of = {"namespace": JOB[0], "name": JOB[1]}
+    return REGISTRY.get_sample_value(f"pipemorph_job_{name}", of | labels)
+
+
+def link(number: int, delay: float, replica: int = 0) -> SlowLink:
+    return SlowLink(
+        link=number, replica=replica, direction="forward", delay_ms=delay, wire_time_ms=delay + 2.5,
+        confidence=0.9,
+    )  # fmt: skip
+
+
+def show(*slow: SlowLink, **changes: Any) -> None:
+    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None)
+
+
+def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
+    show(link(0, 60.0), link(2, 20.0, replica=1))
+    assert value("link_delay_seconds", link="0", replica="0") == 0.06
+    assert value("link_base_seconds", link="0", replica="0") == 0.0025
+    assert value("link_delay_seconds", link="2", replica="1") == 0.02
+    # Another column has become the slowest of link 2, and link 0 is well again.
+    show(link(2, 25.0))
+    assert value("link_delay_seconds", link="2", replica="0") == 0.025
+    for number, replica in (("0", "0"), ("2", "1")):
+        assert value("link_delay_seconds", link=number, replica=replica) is None
+        assert value("link_base_seconds", link=number, replica=replica) is None
+    forget_job(*JOB)
+    assert value("link_delay_seconds", link="2", replica="0") is None
+    show(link(2, 30.0))
+    assert value("link_delay_seconds", link="2", replica="0") == 0.03
+    forget_job(*JOB)
+
+
+def test_the_gain_of_the_newest_change() -> None:
+    def change(**values: Any) -> AdaptationSummary:
+        base = {
+            "plan_version": 1, "kind": "adapt", "reason": "", "detected_at_iteration": 1,
+            "detected_at": "2026-01-01T00:00:00Z", "promised": 0.5,
+        }  # fmt: skip
+        return AdaptationSummary(**(base | values))
+
+    show(last_adaptation=change())
+    assert (value("promised_gain_fraction"), value("measured_gain_fraction")) == (0.5, None)
+    show(last_adaptation=change(measured=-0.1))
+    assert (value("promised_gain_fraction"), value("measured_gain_fraction")) == (0.5, -0.1)
+    show(last_adaptation=change(kind="return", measured=0.2))
+    assert (value("promised_gain_fraction"), value("measured_gain_fraction")) == (None, None)
+    forget_job(*JOB)
