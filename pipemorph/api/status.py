@@ -245,6 +245,9 @@ class AdaptationSummary(StatusModel):
         "change that did not bring its promise.",
     )
     reason: Text = Field(description="Why, with the prediction.")
+    effect: Text | None = Field(
+        default=None, description="What it did to iteration time and bubble, for people."
+    )
     detected_at: Timestamp = Field(description="When the controller decided.")
     detected_at_iteration: int = Field(ge=0, description="Iteration then in progress.")
     applied_at_iteration: int | None = Field(
@@ -294,6 +297,21 @@ class TrainingStatus(StatusModel):
     )
     message: Text | None = Field(default=None, description="Message of the ranks, if any.")
     last_report_time: Timestamp | None = Field(default=None, description="Newest report.")
+    progress: Text | None = Field(
+        default=None, description="Iterations, their time and their bubble, for people."
+    )
+    left: str | None = Field(
+        default=None,
+        max_length=32,
+        description="Time left as of lastReportTime, such as 2h10m: iterations left at"
+        " iterationSeconds.",
+    )
+    gain: str | None = Field(
+        default=None,
+        max_length=32,
+        description="Gain of the newest measured change of plan, promised/measured, in percent of"
+        " an iteration.",
+    )
     iteration: int = _number("Iteration in progress at stage 0.")
     iteration_seconds: float | None = Field(
         default=None, ge=0, description="Median time of the newest iterations."

@@ -14,7 +14,7 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.control.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
-from pipemorph.explain.story import Story, duration, link_name, plural, worth_line
+from pipemorph.explain.story import Story, brought, duration, link_name, plural, worth_line
 from pipemorph.wire import AdaptationRecord, IterationSample
 
 NEWEST = 8
@@ -201,13 +201,13 @@ def change_text(record: AdaptationRecord) -> str:
         parts = ["another order of ops"]
     if moved:
         parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
-    before, after = record.iteration_seconds_before, record.iteration_seconds_after
-    brought = ""
-    if before is not None and after is not None:
-        brought = f"; {before:.3g} s became {after:.3g} s per iteration"
-        if record.promised is not None and record.measured is not None:
-            brought += f" ({record.promised:.0%} promised, {record.measured:.0%} measured)"
-    return f"{when}: {', '.join(parts)}{brought}"
+    effect = brought(
+        record.iteration_seconds_before,
+        record.iteration_seconds_after,
+        record.promised,
+        record.measured,
+    )
+    return f"{when}: {', '.join(parts)}{'; ' if effect else ''}{effect}"
 
 
 def _few(values: Sequence[int]) -> str:

@@ -11,7 +11,14 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Condition, JobStatus, TrainingStatus, condition
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
-from pipemorph.explain.story import Story, duration, plural, worth_line
+from pipemorph.explain.story import (
+    Story,
+    brought,
+    duration,
+    plural,
+    seconds_left,
+    worth_line,
+)
 
 SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven")
 """Conditions that are False if something is wrong."""
@@ -108,9 +115,11 @@ def _outcome(job: _Job, status: JobStatus) -> str:
         text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
         if training.iteration_seconds:
             text += f", {training.iteration_seconds:.3g} s each"
-            left = spec.trainer.iterations - training.iteration
-            if status.state == "Running" and left > 0:
-                text += f", {duration(left * training.iteration_seconds)} left"
+            left = seconds_left(
+                spec.trainer.iterations, training.iteration, training.iteration_seconds
+            )
+            if status.state == "Running" and left is not None:
+                text += f", {duration(left)} left"
     return text + (" (EMULATED)" if spec.emulation is not None else "")
 
 
@@ -149,13 +158,11 @@ def _change(training: TrainingStatus) -> str:
     if newest.applied_at_iteration is None:
         return f"{count}{when}, is not in force yet: {newest.reason}"
     when += f" from iteration {newest.applied_at_iteration}"
-    before, after = newest.iteration_seconds_before, newest.iteration_seconds_after
-    brought = ""
-    if newest.kind == "adapt" and before is not None and after is not None:
-        brought = f": {before:.3g} s became {after:.3g} s per iteration"
-        if newest.promised is not None and newest.measured is not None:
-            brought += f" ({newest.promised:.0%} promised, {newest.measured:.0%} measured)"
-    return f"{count}{when}{brought}; why: {newest.reason}"
+    effect = ""
+    if newest.kind == "adapt":
+        before, after = newest.iteration_seconds_before, newest.iteration_seconds_after
+        effect = brought(before, after, newest.promised, newest.measured)
+    return f"{count}{when}{': ' if effect else ''}{effect}; why: {newest.reason}"
 
 
 def _causes(job: _Job, status: JobStatus) -> Iterator[str]:

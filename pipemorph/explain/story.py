@@ -73,6 +73,39 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
 
 
+def short_duration(seconds: float) -> str:
+    """``4s``, ``3m5s``, ``2h10m``, ``3d4h``: for columns, as kubectl writes ages."""
+    whole = round(seconds)
+    for size, unit, part, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if whole >= size:
+            first, rest = divmod(whole, size)
+            return f"{first}{unit}" + (f"{rest // part}{small}" if rest // part else "")
+    return f"{whole}s"
+
+
+def seconds_left(iterations: int, iteration: int, each: float | None) -> float | None:
+    """Until the last of so many iterations ends, if each takes so long; None if that is not known,
+    or all are done."""
+    left = iterations - iteration
+    return left * each if each and left > 0 else None
+
+
+def brought(
+    before: float | None, after: float | None, promised: float | None, measured: float | None
+) -> str:
+    """What a change of plan did to the seconds per iteration; empty if it was not measured."""
+    if before is None or after is None:
+        return ""
+    text = f"{before:.3g} s became {after:.3g} s per iteration"
+    if promised is not None and measured is not None:
+        text += f" ({promised:.0%} promised, {measured:.0%} measured)"
+    return text
+
+
 def worth_line(seconds: float, error: float, ranks: int, changes: int) -> str:
     """What ``changes`` of plan have saved; empty if there were none."""
     if not changes:

@@ -185,6 +185,14 @@ def _columns() -> list[dict[str, Any]]:
             "Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."
         ),
         column("Plan", "integer", ".status.training.appliedPlanVersion", "Plan in effect."),
+        column(
+            "Gain", "string", ".status.training.gain",
+            "Promised/measured gain of the newest measured change of plan.",
+        ),
+        column(
+            "Left", "string", ".status.training.left",
+            "Time left, as of the last write of status.",
+        ),
         column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
         column(
             "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1

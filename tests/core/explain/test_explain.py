@@ -10,7 +10,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.explain import MOST_LINES, explain_job, explain_report
-from pipemorph.explain.story import LINE, duration, worth_line
+from pipemorph.explain.story import LINE, duration, short_duration, worth_line
 
 Content = dict[str, Any]
 
@@ -349,6 +349,21 @@ def test_without_kubectl_it_says_how_to_go_on(
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0s"),
+        (59.6, "1m"),
+        (185, "3m5s"),
+        (3600, "1h"),
+        (7800, "2h10m"),
+        (86400 + 3 * 3600 + 59, "1d3h"),
+    ],
+)
+def test_durations_for_columns(seconds: float, text: str) -> None:
+    assert short_duration(seconds) == text
 
 
 def test_time_that_was_lost_is_not_called_saved() -> None:

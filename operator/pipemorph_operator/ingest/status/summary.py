@@ -35,6 +35,7 @@ from pipemorph_operator.ingest.rails import (
     rails_healthy,
     rails_status,
 )
+from pipemorph_operator.ingest.status import words
 from pipemorph_operator.policy.conditions import updated
 
 
@@ -64,7 +65,7 @@ def summarize(
         nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
         nothing |= {"slow_reduction_count": 0, "slow_reductions": []}
         nothing |= {"fallen_link_count": 0, "fallen_links": [], "rails": None}
-        nothing |= {"slow_stage_count": 0, "slow_stages": []}
+        nothing |= {"slow_stage_count": 0, "slow_stages": [], "left": None}
         return summary.model_copy(update=nothing)
     return summary
 
@@ -77,12 +78,16 @@ def _summarize(
         return last
     view = view or source.controller.view(now)
     records = source.controller.records
+    iterations = source.controller.spec.trainer.iterations
     slow = sorted(_slow(view), key=lambda link: -link.delay)
     return TrainingStatus(
         attempt=source.controller.attempt,
         state=view.state,
         message=view.message,
         last_report_time=_time(source.reported_at),
+        progress=words.progress(view, iterations),
+        left=words.left(view, iterations),
+        gain=words.gain(records),
         iteration=view.iteration,
         iteration_seconds=_round(view.iteration_seconds),
         bubble_fraction=_round(view.bubble_fraction),
@@ -306,6 +311,7 @@ def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
         plan_version=record.plan_version,
         kind=record.kind,
         reason=record.reason,
+        effect=words.effect(record),
         detected_at=format_time(datetime.fromtimestamp(record.detected_at, UTC)),
         detected_at_iteration=record.detected_at_iteration,
         applied_at_iteration=record.applied_at_iteration,

@@ -1,0 +1,97 @@
+"""What status says in words of a job's progress and of what changes of plan brought."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_objects import body
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import TrainingStatus
+from pipemorph.control import AdaptationRecord, JobController, JobView
+from pipemorph_operator.ingest.status import words
+from pipemorph_operator.ingest.status.summary import Source, summarize
+
+TRAINER = {"module": "a.b", "iterations": 1000}
+
+
+def controller(*records: AdaptationRecord) -> JobController:
+    spec = JobSpec.model_validate(body(stages=4, trainer=TRAINER)["spec"])
+    saved = JobController(spec).snapshot() | {
+        "records": [r.model_dump(mode="json") for r in records]
+    }
+    return JobController.restore(spec, saved)
+
+
+def view(**changes: Any) -> JobView:
+    values = {
+        "state": "training", "iteration": 118, "iteration_seconds": 0.5312, "bubble_fraction": 0.204
+    }  # fmt: skip
+    return replace(controller().view(0.0), **(values | changes))
+
+
+def record(version: int = 1, **changes: Any) -> AdaptationRecord:
+    values: dict[str, Any] = {
+        "plan_version": version, "kind": "adapt", "detected_at": 1.0, "detected_at_iteration": 10,
+        "detectable_at": 9, "reason": "slow", "links": [], "warmup_before": [], "warmup_after": [],
+        "routes": [], "predicted_seconds_before": 1.0, "predicted_seconds_after": 0.5,
+        "promised": 0.55, "measured": 0.61, "iteration_seconds_before": 1.37,
+        "iteration_seconds_after": 0.531, "bubble_before": 0.62, "bubble_after": 0.12,
+    }  # fmt: skip
+    return AdaptationRecord(**(values | changes))
+
+
+OPEN = {"measured": None, "iteration_seconds_after": None, "bubble_after": None}
+
+
+def summary(*records: AdaptationRecord, ended: bool = False, **changes: Any) -> TrainingStatus:
+    source = Source(controller(*records), 90.0, 1, ended)
+    return summarize(source, 100.0, view(**changes))
+
+
+def test_of_a_job_that_trains() -> None:
+    found = summary()
+    assert (
+        found.progress == "118 of 1,000 iterations (12%); 0.531 s each, 20% idle; 7 min 49 s left"
+    )
+    assert (found.left, found.gain, found.last_adaptation) == ("7m49s", None, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"state": "starting"}, {"state": "failed"}, {"iteration": 1000}, {"iteration_seconds": None}],
+)
+def test_no_time_is_left_that_is_not_known(changes: dict[str, Any]) -> None:
+    found = summary(**changes)
+    assert found.left is None
+    assert "left" not in (found.progress or "")
+
+
+def test_no_time_is_left_of_a_job_that_has_ended() -> None:
+    assert summary(ended=True).left is None
+
+
+def test_what_a_change_promised_and_brought() -> None:
+    found = summary(record())
+    assert found.gain == "55%/61%"
+    assert found.last_adaptation is not None
+    assert found.last_adaptation.effect == (
+        "1.37 s became 0.531 s per iteration (55% promised, 61% measured); 62% idle became 12%"
+    )
+
+
+def test_a_gain_stays_until_the_next_one_is_measured() -> None:
+    """Neither a change that is not measured yet nor a return has one."""
+    back = record(3, kind="return", promised=0.01, measured=-0.3)
+    found = summary(record(), record(2, **OPEN), back)
+    assert found.gain == "55%/61%"
+    assert words.effect(record(2, **OPEN)) is None
+    assert summary(record(measured=-0.001)).gain == "55%/0%", "not -0%"
+
+
+def test_words_change_only_with_the_figures() -> None:
+    """They are no reason to write status: the time that passes does not change them."""
+    source = Source(controller(record()), 90.0, 1)
+    assert summarize(source, 100.0, view()) == summarize(source, 4000.0, view())
