@@ -55,7 +55,20 @@ RUNNING = "Running"
 PREFLIGHT_PASSED = "PreflightPassed"
 COMPLETE = "Complete"
 FAILED = "Failed"
-OPERATOR_CONDITIONS = (SUSPENDED, PODS_READY, RUNNING, PREFLIGHT_PASSED, COMPLETE, FAILED)
+READY = "Ready"
+RECONCILING = "Reconciling"
+STALLED = "Stalled"
+KSTATUS_CONDITIONS = (READY, RECONCILING, STALLED)
+"""For generic readers of status (kstatus, ``kubectl wait``): made of the others."""
+OPERATOR_CONDITIONS = (
+    SUSPENDED,
+    PODS_READY,
+    RUNNING,
+    PREFLIGHT_PASSED,
+    COMPLETE,
+    FAILED,
+    *KSTATUS_CONDITIONS,
+)
 
 LINKS_HEALTHY = "LinksHealthy"
 SCHEDULE_ADAPTED = "ScheduleAdapted"

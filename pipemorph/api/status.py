@@ -3,7 +3,8 @@
 Two processes write it, each its own fields (server-side apply, one field owner each):
 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
-  ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
+  ``Running``, ``PreflightPassed``, ``Complete``, ``Failed``, ``Ready``, ``Reconciling`` and
+  ``Stalled``;
 * the ingest: ``training``, ``control``, ``recoveries``, and the conditions ``LinksHealthy``,
   ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``, ``StagesEven`` and
   ``ReductionsHealthy``.
@@ -517,7 +518,7 @@ class JobStatus(StatusModel):
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
         " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy, Complete,"
-        " Failed.",
+        " Failed; and Ready, Reconciling and Stalled, as kstatus reads them.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."

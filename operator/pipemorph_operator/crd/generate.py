@@ -225,6 +225,8 @@ def custom_resource_definition() -> dict[str, Any]:
     status = structural(status_root, status_root, "status")
     for node in _nodes(status):
         node.pop("default", None)  # Status writers set every field themselves.
+    # Generations begin at 1: a job that no operator has looked at is in progress for generic tools.
+    status["default"] = {"observedGeneration": 0}
     schema = {
         "type": "object",
         "description": "PipeMorphJob is a pipeline-parallel training job that adapts its schedule "

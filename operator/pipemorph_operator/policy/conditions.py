@@ -11,6 +11,17 @@ from pipemorph_operator.cluster.facts import format_time
 
 MESSAGE_LENGTH = 4096
 
+STALLS = frozenset(
+    {
+        names.R_INVALID_SPEC,
+        names.R_NO_IMAGE,
+        names.R_REFUSED,
+        names.R_PODS_REFUSED,
+        names.R_INTERNAL,
+    }
+)
+"""Reasons for which an unfinished job does not run until somebody changes something."""
+
 
 def updated(
     conditions: Sequence[Condition],
@@ -36,6 +47,38 @@ def updated(
     if old is None:
         return [*conditions, new]
     return [new if c.type == kind else c for c in conditions]
+
+
+def for_kstatus(
+    conditions: Sequence[Condition], *, passing: bool, generation: int | None, now: datetime
+) -> list[Condition]:
+    """A copy of ``conditions`` with those in :data:`names.KSTATUS_CONDITIONS` made of the others.
+    ``passing``: what keeps the job from running is expected to pass, whatever its reason.
+
+    A suspended job has none of them: it is as its spec asks, so kstatus takes it as current, and
+    ``kubectl wait --for=condition=Ready`` goes on waiting.
+    """
+    state = job_state(conditions)
+    kind = state if state in (names.SUSPENDED, names.COMPLETE, names.FAILED) else names.RUNNING
+    source = next((c for c in conditions if c.type == kind), None)
+    reason = source.reason if source is not None else names.R_WAITING_FOR_PODS
+    message = source.message if source is not None else "the ranks have not started"
+    verdicts: dict[str, ConditionStatus]
+    match state:
+        case "Suspended":
+            verdicts = {}
+        case "Running" | "Complete":
+            verdicts = {names.READY: "True"}
+        case "Failed":
+            verdicts = {names.READY: "False", names.STALLED: "True"}
+        case _:
+            stalled = reason in STALLS and not passing
+            held = names.STALLED if stalled else names.RECONCILING
+            verdicts = {names.READY: "False", held: "True"}
+    found = [c for c in conditions if c.type not in names.KSTATUS_CONDITIONS or c.type in verdicts]
+    for kind, status in verdicts.items():
+        found = updated(found, kind, status, reason, message, generation=generation, now=now)
+    return found
 
 
 def is_true(conditions: Sequence[Condition], kind: str) -> bool:

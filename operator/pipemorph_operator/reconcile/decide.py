@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import PodCounts
+from pipemorph.api.status import PodCounts, condition
 from pipemorph.errors import InputError, one_line
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, objects
@@ -46,10 +46,14 @@ def decide(seen: Observed, config: OperatorConfig) -> Decision:
     return _unfinished(draft, job, config)
 
 
-def objects_rejected(seen: Observed, reason: str, message: str) -> Decision:
+def objects_rejected(
+    seen: Observed, reason: str, message: str, *, passing: bool = False
+) -> Decision:
     """The decision if an attempt's objects cannot be created: report why and retry. An edit of the
-    template or placement, a larger quota or a changed policy may resolve it."""
+    template or placement, a larger quota or a changed policy may resolve it; ``passing``: a retry
+    is expected to."""
     draft = Draft(seen)
+    draft.passing = passing
     known = any(c.reason == reason and c.message == message for c in draft.status.conditions)
     draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
     draft.not_running(reason, message)
@@ -90,7 +94,11 @@ def _finished(draft: Draft) -> Decision:
         draft.emit("Normal", names.R_TTL, "ttlSecondsAfterFinished has expired; deleting the job")
     else:
         draft.out.again_in = left
-    return draft.out
+    # An edit changes nothing any more, and has been observed.
+    for kind in (names.COMPLETE, names.FAILED):
+        if (found := condition(draft.status, kind)) is not None:
+            draft.mark(kind, found.status, found.reason, found.message)
+    return draft.done()
 
 
 def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:

@@ -73,6 +73,8 @@ class Draft:
         self.generation: int | None = self.metadata.get("generation")
         self.status = operator_part(seen.body)
         self.out = Decision()
+        self.passing = False
+        """Whether what keeps the job from running is expected to pass by itself."""
 
     def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""
@@ -155,6 +157,9 @@ class Draft:
         status = self.status
         status.observed_generation = self.generation
         status.state = conditions.job_state(status.conditions)
+        status.conditions = conditions.for_kstatus(
+            status.conditions, passing=self.passing, generation=self.generation, now=self.now
+        )
         if status.pods is not None:
             done = min(status.pods.wanted, status.pods.ready + status.pods.succeeded)
             status.ready = f"{done}/{status.pods.wanted}"

@@ -209,8 +209,9 @@ class Reconciler:
         except ApiRefused as refused:
             if refused.namespace_ends or refused.status == CONFLICT:
                 raise
-            rejected = objects_rejected(seen, names.R_REFUSED, refused.message)
-            if refused.status == TOO_MANY or refused.status >= SERVER_FAULT:
+            again = refused.status == TOO_MANY or refused.status >= SERVER_FAULT
+            rejected = objects_rejected(seen, names.R_REFUSED, refused.message, passing=again)
+            if again:
                 await self._carry_out(seen, rejected)
                 raise
             # The objects before the rejected one exist, and are useless without it.

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import pytest
+from kstatus import kstatus
 from operator_objects import CONFIG, body
 from pydantic import ValidationError
 
@@ -126,6 +127,7 @@ def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixt
     found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
     assert found["PodsReady"] == ("False", "ObjectRefused", "exceeded quota: jobs")
     assert "attempt" not in status
+    assert kstatus(body() | {"status": status}) == "Failed"
     # The next turn finds the same, and has nothing to write or to tell.
     caplog.clear()
     api.status = status
@@ -144,6 +146,7 @@ def test_another_refusal_is_said_in_status_and_tried_again_soon(answer: int) -> 
         True,
     )
     assert [event["reason"] for event in api.events] == ["ObjectRefused"]
+    assert kstatus(body() | {"status": status}) == "InProgress", "nobody has to act"
     assert not api.deleted, "the Job may have been made all the same, and its pods need the rest"
 
 
@@ -177,7 +180,7 @@ def test_a_fault_of_the_operator_is_said_in_status_and_tried_again(
         api.status = api.statuses[-1]
     (status,) = api.statuses
     assert status["state"] == ("Running" if running else "Pending")
-    (condition,) = status["conditions"]
+    condition = next(c for c in status["conditions"] if c["type"] == "Running")
     assert condition["reason"] == "InternalError"
     assert "AttributeError: no such thing" in condition["message"]
     assert [event["reason"] for event in api.events] == ["InternalError"]

@@ -1,0 +1,233 @@
+"""What generic tools make of a job in each of its states: kstatus, and ``kubectl wait``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kstatus import kstatus, wait_ends
+from operator_objects import CONFIG, World, body, failed, job_facts, pod
+
+from pipemorph.api.status import JobStatus
+from pipemorph_operator import names
+from pipemorph_operator.cluster.job import dump
+from pipemorph_operator.crd.generate import custom_resource_definition
+from pipemorph_operator.reconcile.decide import internal_error, objects_rejected
+from pipemorph_operator.reconcile.waits import MISSING_SECONDS
+
+QUEUE = {"gang": {"kueue": {"queue": "q"}}}
+
+
+def starting() -> World:
+    world = World(body())
+    world.turn()
+    return world
+
+
+def queued() -> World:
+    world = World(body(placement=QUEUE))
+    world.turn()
+    world.jobs[0] = job_facts(active=0, suspended=True)
+    world.turn()
+    return world
+
+
+def running() -> World:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.turn()
+    world.running()
+    return world
+
+
+def short_of_a_pod() -> World:
+    """As while a lost pod is replaced."""
+    world = running()
+    world.jobs[0] = job_facts(ready=1)
+    world.turn()
+    return world
+
+
+def ended(**how: Any) -> World:
+    world = running()
+    world.jobs[0] = job_facts(active=0, **how)
+    world.pods = [pod(1, exit_code=3)]
+    world.turn()
+    return world
+
+
+def restarting() -> World:
+    return ended(failed=failed())
+
+
+def complete() -> World:
+    return ended(succeeded=2, complete=True)
+
+
+def out_of_restarts() -> World:
+    world = restarting()
+    world.settle()
+    world.running(1)
+    world.jobs[1] = job_facts(1, active=0, failed=failed())
+    world.turn()
+    return world
+
+
+def invalid() -> World:
+    world = World(body())
+    world.body["spec"]["schedule"]["inFlightLimit"] = [0, 4]
+    world.turn()
+    return world
+
+
+def without_image() -> World:
+    world = World(body(), replace(CONFIG, trainer_image=""))
+    world.turn()
+    return world
+
+
+def pods_refused() -> World:
+    world = starting()
+    world.jobs[0] = job_facts(active=0, wanted=2)
+    world.no_pod = "exceeded quota"
+    world.later(MISSING_SECONDS + 1)
+    world.turn()
+    return world
+
+
+def told(world: World, status: JobStatus | None) -> World:
+    assert status is not None
+    world.body["status"] = dump(status)
+    return world
+
+
+def object_refused() -> World:
+    world = World(body())
+    return told(world, objects_rejected(world.observe(), "ObjectRefused", "quota").status)
+
+
+def api_server_away() -> World:
+    world = World(body())
+    seen = world.observe()
+    return told(world, objects_rejected(seen, "ObjectRefused", "503", passing=True).status)
+
+
+def fault() -> World:
+    world = World(body())
+    return told(world, internal_error(world.observe(), ValueError("x")).status)
+
+
+def fault_while_running() -> World:
+    world = running()
+    return told(world, internal_error(world.observe(), ValueError("x")).status)
+
+
+def suspended() -> World:
+    world = suspending()
+    world.settle()
+    return world
+
+
+def suspending() -> World:
+    world = running()
+    edit(world, suspend=True)
+    world.turn()
+    return world
+
+
+def resumed() -> World:
+    world = suspended()
+    edit(world, suspend=False)
+    world.turn()
+    return world
+
+
+def edit(world: World, **spec: Any) -> None:
+    world.body["spec"] |= spec
+    world.body["metadata"]["generation"] += 1
+
+
+@pytest.mark.parametrize(
+    ("state", "read", "true", "reason"),
+    [
+        (starting, "InProgress", "Reconciling", "WaitingForPods"),
+        (queued, "InProgress", "Reconciling", "WaitingForAdmission"),
+        (running, "Current", "Ready", "AllRanksReady"),
+        (short_of_a_pod, "InProgress", "Reconciling", "WaitingForPods"),
+        (restarting, "InProgress", "Reconciling", "Restarting"),
+        (suspending, "InProgress", "Reconciling", "RanksStopping"),
+        (suspended, "Current", "", ""),
+        (resumed, "InProgress", "Reconciling", "WaitingForPods"),
+        (complete, "Current", "Ready", "AllRanksFinished"),
+        (out_of_restarts, "Failed", "Stalled", "MaxRestartsExceeded"),
+        (invalid, "Failed", "Stalled", "InvalidSpec"),
+        (without_image, "Failed", "Stalled", "NoTrainerImage"),
+        (pods_refused, "Failed", "Stalled", "PodsRefused"),
+        (object_refused, "Failed", "Stalled", "ObjectRefused"),
+        (api_server_away, "InProgress", "Reconciling", "ObjectRefused"),
+        (fault, "Failed", "Stalled", "InternalError"),
+        (fault_while_running, "Current", "Ready", "InternalError"),
+    ],
+)
+def test_each_state(state: Callable[[], World], read: str, true: str, reason: str) -> None:
+    """At most one of the three is True, and what is abnormal is told of only while it is."""
+    world = state()
+    assert kstatus(world.body) == read
+    assert wait_ends(world.body) is (true == "Ready")
+    found = {kind: world.condition(kind) for kind in names.KSTATUS_CONDITIONS}
+    expected = dict.fromkeys(names.KSTATUS_CONDITIONS, ("", ""))
+    if true:
+        expected |= {"Ready": ("False", reason), true: ("True", reason)}
+    assert found == expected
+    for each in world.status["conditions"]:
+        if each["type"] in names.KSTATUS_CONDITIONS:
+            assert each["observedGeneration"] == world.body["metadata"]["generation"]
+
+
+@pytest.mark.parametrize("state", [starting, queued, running, suspended, pods_refused, complete])
+def test_what_is_the_same_is_not_written_again(state: Callable[[], World]) -> None:
+    world = state()
+    world.settle()
+    before = world.body["status"]
+    world.later(1)
+    world.body["status"]["training"] = {"iteration": 99, "state": "starting"}
+    decision = world.turn()
+    assert decision.status is not None
+    assert dump(decision.status) == {k: v for k, v in before.items() if k != "training"}
+
+
+@pytest.mark.parametrize(("state", "read"), [(complete, "Current"), (out_of_restarts, "Failed")])
+def test_an_edit_of_a_finished_job_is_observed(state: Callable[[], World], read: str) -> None:
+    world = state()
+    kind, events = world.status["state"], list(world.events)
+    edit(world, suspend=True)
+    assert kstatus(world.body) == "InProgress"
+    world.settle()
+    assert (kstatus(world.body), world.status["state"]) == (read, kind)
+    assert wait_ends(world.body, kind)
+    assert world.events == events
+
+
+def test_a_job_that_an_operator_before_this_one_finished() -> None:
+    world = out_of_restarts()
+    kept = [c for c in world.status["conditions"] if c["type"] not in names.KSTATUS_CONDITIONS]
+    world.body["status"]["conditions"] = kept
+    assert kstatus(world.body) == "Current"
+    world.turn()
+    assert kstatus(world.body) == "Failed"
+
+
+def test_a_job_that_no_operator_has_looked_at_is_in_progress() -> None:
+    """The API server shows the definition's default of status."""
+    version = custom_resource_definition()["spec"]["versions"][0]
+    default = version["schema"]["openAPIV3Schema"]["properties"]["status"]["default"]
+    unseen = body()
+    assert kstatus(unseen) == "Current"
+    assert kstatus(unseen | {"status": default}) == "InProgress"
+    assert not wait_ends(unseen | {"status": default})
+
+
+def test_all_conditions_fit_into_status() -> None:
+    most = 16  # JobStatus.conditions
+    assert len({*names.OPERATOR_CONDITIONS, *names.INGEST_CONDITIONS}) == 15 <= most
