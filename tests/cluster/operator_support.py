@@ -582,6 +582,10 @@ class Ranks:
         return codes
 
 
+UNSEEN = {"observedGeneration": 0}
+"""Status of a job that no operator has looked at."""
+
+
 def _condition(job: Object, kind: str) -> Object:
     found = job.get("status", {}).get("conditions", [])
     return next((c for c in found if c["type"] == kind), {"status": "", "reason": ""})

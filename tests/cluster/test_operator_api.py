@@ -17,6 +17,7 @@ from operator_support import (
     RELEASE,
     ROOT,
     SYSTEM,
+    UNSEEN,
     Jobs,
     Program,
     condition,
@@ -487,7 +488,7 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
             pods = jobs.run("inside", 2)
             jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
             jobs.wait("inside", "Failed")
-            assert "status" not in outside.get("outside")
+            assert outside.get("outside")["status"] == UNSEEN
     finally:
         program.process.stop()
         cluster.helm("uninstall", release, "-n", jobs.namespace)

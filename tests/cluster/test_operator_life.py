@@ -4,7 +4,17 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from operator_support import DEADLINE, Installation, Jobs, Object, condition, manifest, said
+from kstatus import kstatus
+from operator_support import (
+    DEADLINE,
+    UNSEEN,
+    Installation,
+    Jobs,
+    Object,
+    condition,
+    manifest,
+    said,
+)
 from testbed import TestbedError, wait_for
 
 pytest_plugins = ("operator_fixtures",)
@@ -71,8 +81,12 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     assert condition(done, "Complete") == ("True", "AllRanksFinished")
     assert done["status"]["ready"] == "4/4"
     shown = jobs.cluster.kubectl("get", "pmj", "one", "-n", jobs.namespace)
-    assert shown.split()[:6] == ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "PLAN"]
+    columns = ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "PLAN", "GAIN", "LEFT", "AGE"]
+    assert shown.split()[: len(columns)] == columns
     assert "Complete" in shown
+    assert kstatus(done) == "Current"
+    wait = ("wait", "--for=condition=Ready", "--timeout=10s")
+    jobs.cluster.kubectl(*wait, "pmj/one", "-n", jobs.namespace)
     for reason in ("AttemptStarted", "Running", "Complete"):
         jobs.expect_event("one", f"Normal {reason}:")
     jobs.cluster.kubectl("delete", "pmj", "one", "-n", jobs.namespace)
@@ -138,6 +152,7 @@ def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -
     # Nor do suspend and resume.
     for suspend in (True, False):
         jobs.patch("spent", {"suspend": suspend})
+    jobs.wait("spent", lambda job: kstatus(job) == "Failed")
     jobs.apply(manifest("after", stages=1))
     jobs.pods("after", 1)
     assert jobs.get("spent")["status"]["attempt"] == failed["status"]["attempt"]
@@ -302,6 +317,7 @@ def test_a_deadline_counts_over_attempts_and_ends_the_ranks(jobs: Jobs) -> None:
     jobs.patch("late", {"activeDeadlineSeconds": 1})
     failed = jobs.wait("late", "Failed")
     assert condition(failed, "Failed") == ("True", "DeadlineExceeded")
+    assert kstatus(failed) == "Failed"
     jobs.pods("late", 0, attempt=1)
 
 
@@ -316,7 +332,7 @@ def test_jobs_managed_by_others_are_left_alone(jobs: Jobs) -> None:
     jobs.apply(manifest("theirs", stages=1, managedBy="kueue.x-k8s.io/multikueue"))
     jobs.apply(manifest("ours", stages=1, managedBy="pipemorph.io/operator"))
     jobs.pods("ours", 1)
-    assert "status" not in jobs.get("theirs")
+    assert jobs.get("theirs")["status"] == UNSEEN
     with pytest.raises(TestbedError, match="managedBy is immutable"):
         jobs.apply(manifest("theirs", stages=1, managedBy="pipemorph.io/operator"))
 
