@@ -104,7 +104,7 @@ def _spans(
     said: Callable[[State], tuple[str, str]],
 ) -> list[_Span]:
     spans: list[_Span] = []
-    for each, begin, end in zip(states, bounds, bounds[1:], strict=True):
+    for each, begin, end in zip(states, bounds[:-1], bounds[1:], strict=True):
         if key not in each or end <= begin:
             continue
         kind, text = said(each[key])
