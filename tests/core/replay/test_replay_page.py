@@ -28,7 +28,7 @@ FOUND = Replay(
 
 
 def data_of(page: str) -> dict[str, Any]:
-    text = page.split('type="application/json">')[1].split("</script>")[0]
+    text = page.split('type="application/json">')[1].split("</script>", maxsplit=1)[0]
     found: dict[str, Any] = json.loads(text)
     return found
 
