@@ -8,7 +8,8 @@ every 50-400 ms. *Congestion*: a link is slow by 60 ms in runs of 50-400 ms, wit
 is down, then another one while the delegated route is slow and jitters.
 Real detector, controller and planner; trainer and wire times are simulated. Printed is the share of
 what an oracle gains over schedule and routes that never change; the oracle knows the trace and
-changes at once, to the best plan for the mean delay of the iteration that begins.
+changes at once, to the best plan for the mean delay of the iteration that begins. Beside it is the
+share of what an oracle gets that learns of a fault from the iteration in which it begins.
 
 Exits 1 if a goal is not reached, and says which.
 """
@@ -70,7 +71,7 @@ class Case(NamedTuple):
 
 STATED: dict[Telemetry, float] = {"exact": 0.99, "python": 0.99, "device": 0.98}
 NARROW: dict[Telemetry, float] = {"exact": 0.97, "python": 0.97, "device": 0.93}
-FLAPPING, DEAD_PORT = 0.5, 1.05
+FLAPPING, DEAD_PORT = 0.95, 1.05
 WITH_LATE_ORACLE = ("nine-faults", "narrow", "redrawn", "flapping")
 CASES = (
     *(Case("nine-faults", each, goal=STATED[each], of_late=0.99) for each in get_args(Telemetry)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -124,6 +126,25 @@ def test_two_routes_that_fail_together_are_each_noticed_by_a_loss_of_their_own()
     assert gone[0] == pytest.approx(0.010 + NOTICED)
     # The first message reaches link 2 only after link 0 was given up.
     assert gone[2] == pytest.approx(gone[0] + 0.001 + 0.010 + 0.001 + 0.010 + NOTICED)
+
+
+def test_however_routes_fail_nothing_leaves_by_one_that_is_down() -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        lines, now = [], 0.0
+        while now < 3.0:
+            now += rng.choice((0.01, 0.1, 1.2)) * rng.uniform(0.5, 1.5)
+            links = rng.sample(range(3), rng.randint(0, 3))
+            state = {str(link): {"down": True, "jitter_ms": rng.choice((0, 9))} for link in links}
+            lines.append({"at_seconds": round(now, 4), "links": state})
+        trace, gone = trace_of(*lines), dict[int, float]()
+        links_of_it = Links(SECONDS, trace)
+        rows = messages(links_of_it, 1, 0.2, gone=gone)
+        assert len(rows) == 72
+        for each in rows:
+            at = 0.2 + links_of_it.left(each, 1, 0.2) + 1e-6
+            if at < gone.get(each.link, math.inf):
+                assert trace.down_until(each.link, at) is None, (seed, each)
 
 
 def test_without_another_route_training_ends() -> None:
