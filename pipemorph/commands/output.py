@@ -76,9 +76,12 @@ def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Nam
 
 def format_of(args: argparse.Namespace) -> str:
     """The format: ``--output``, else by the extension of ``--out``, else json."""
-    if args.output is not None:
-        return str(args.output)
-    return ENDINGS.get(Path(args.out).suffix.lower(), "json") if args.out else "json"
+    return str(args.output) if args.output is not None else format_by_ending(args.out, "json")
+
+
+def format_by_ending(out: str | None, otherwise: str) -> str:
+    """The format by the extension of a file; ``otherwise``: of stdout and of unknown ones."""
+    return ENDINGS.get(Path(out).suffix.lower(), otherwise) if out else otherwise
 
 
 def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:

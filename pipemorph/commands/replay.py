@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 from pipemorph.commands.emit import emit
-from pipemorph.errors import InputError
+from pipemorph.commands.output import format_by_ending
+from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.page import render_page
 from pipemorph.replay.trace import load_trace
 from pipemorph.replay.trainer import Telemetry
 
+FORMATS = ("text", "json", "html")
 MOST_DELEGATION = 1000
 MOST_REPLICAS = 1024
 
@@ -61,7 +65,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
     parser.add_argument(
-        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+        "--output",
+        choices=FORMATS,
+        help="format (default: by the extension of FILE, else text); html is one file with charts "
+        "of every iteration",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
@@ -75,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 1 <= args.replicas <= MOST_REPLICAS:
         raise InputError(f"--replicas is {args.replicas}; expected 1 to {MOST_REPLICAS}")
+    output = args.output or format_by_ending(args.out, "text")
+    if output not in FORMATS:
+        raise InputError(
+            f"--out is {one_line(args.out)}; a replay is written as {', '.join(FORMATS)}: name a"
+            " .txt, .json or .html file, or give --output"
+        )
     problem = load_problem(args.problem)
     trace = load_trace(args.trace, len(problem.links), args.replicas)
     found = replay(
@@ -87,8 +100,15 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         delegation=args.delegation / 100,
     )
-    text = json.dumps(found.fields()) if args.output == "json" else table(found)
-    emit((text + "\n").encode(), args.out)
+    match output:
+        case "json":
+            text = json.dumps(found.fields()) + "\n"
+        case "html":
+            title = f"{Path(args.trace).name}, {Path(args.problem).name}"
+            text = render_page(found, trace, title, args.replicas)
+        case _:
+            text = table(found) + "\n"
+    emit(text.encode(), args.out)
     return 0
 
 
@@ -99,10 +119,14 @@ def table(found: Replay) -> str:
         "",
         f"{'':12} {'seconds':>9} {'it/min':>8} {'of the oracle’s gain':>21}",
     ]
-    for name, seconds in found.seconds.items():
-        share = found.share(name)
+    for name, trained in found.trained.items():
+        seconds, rate, share = trained.seconds, found.per_minute(name), found.share(name)
+        if seconds is None:
+            lines.append(f"{name:12} {'–':>9} {'–':>8}  ended: {trained.ended}")
+            continue
         shown = "" if share is None else f"{100 * share:.1f}%"
-        lines.append(f"{name:12} {seconds:9.1f} {60 * found.iterations / seconds:8.1f} {shown:>21}")
+        per_minute = "" if rate is None else f"{rate:.1f}"
+        lines.append(f"{name:12} {seconds:9.1f} {per_minute:>8} {shown:>21}")
     count = len(found.changes)
     lines += ["", f"{count} change{'' if count == 1 else 's'} of plan"]
     for change in found.changes:

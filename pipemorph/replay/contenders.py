@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
@@ -10,10 +11,19 @@ from typing import Any, NamedTuple
 
 from pipemorph.control import AdaptationRecord
 from pipemorph.control.decide.forecast import MOST_EFFORT
+from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.replay.links import DispatchChoice, Links, in_seconds, job_spec, with_reductions
+from pipemorph.replay.links import (
+    DispatchChoice,
+    Links,
+    NoRouteError,
+    failed_over,
+    in_seconds,
+    job_spec,
+    with_reductions,
+)
 from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
 from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
@@ -38,29 +48,56 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Trained:
+    """``steps``: seconds of each iteration. ``ended``: why training ended before its last one; None
+    if it did not."""
+
+    steps: tuple[float, ...]
+    ended: str | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all iterations; None if not all were run."""
+        return None if self.ended is not None else sum(self.steps)
+
+
+@dataclass(frozen=True)
 class Replay:
-    """``seconds``: of training, per contender in the order of :data:`CONTENDERS`."""
+    """``trained``: per contender, from the simplest to the oracle."""
 
     iterations: int
-    seconds: dict[str, float]
+    trained: dict[str, Trained]
     changes: list[Change]
+
+    @property
+    def seconds(self) -> dict[str, float | None]:
+        """Of training; None for contenders that could not finish."""
+        return {name: trained.seconds for name, trained in self.trained.items()}
+
+    def per_minute(self, name: str) -> float | None:
+        """Iterations per minute; None if the contender could not finish, or took no time."""
+        seconds = self.trained[name].seconds
+        return 60 * self.iterations / seconds if seconds else None
 
     def share(self, name: str) -> float | None:
         """What a contender gains over ``static``, of what the oracle does. None where the oracle
-        gains nothing."""
-        most = self.seconds["static"] - self.seconds["oracle"]
-        return (self.seconds["static"] - self.seconds[name]) / most if most > 0 else None
+        gains nothing, or one of them could not finish."""
+        static, took, oracle = (self.trained[n].seconds for n in ("static", name, "oracle"))
+        if static is None or took is None or oracle is None or static <= oracle:
+            return None
+        return (static - took) / (static - oracle)
 
     def fields(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON. A contender that could not finish also has a ``reason``."""
         return {
             "contenders": {
                 name: {
-                    "seconds": seconds,
-                    "iterations_per_minute": 60 * self.iterations / seconds if seconds else None,
+                    "seconds": trained.seconds,
+                    "iterations_per_minute": self.per_minute(name),
                     "share_of_oracle_gain": self.share(name),
                 }
-                for name, seconds in self.seconds.items()
+                | ({} if trained.ended is None else {"reason": trained.ended})
+                for name, trained in self.trained.items()
             },
             "changes": [change._asdict() for change in self.changes],
         }
@@ -88,7 +125,10 @@ def replay(
     """
     spec = job_spec(problem, dispatch, replicas)
     problem = in_seconds(problem)
-    each = [Links(problem, trace.of(replica), delegation) for replica in range(replicas)]
+    each = [
+        Links(problem, trace.of(replica), delegation, f"{seed} {replica}")
+        for replica in range(replicas)
+    ]
     links = each[0]
     well = links.under((Route.DIRECT,) * len(problem.links))
     fixed = {name: _plan(well, policy) for name, policy in _fixed(problem).items()}
@@ -98,12 +138,12 @@ def replay(
     adaptive = AdaptiveTrainer(spec, each, telemetry, seed)
     took = {"adaptive": _train(iterations, lambda _, __: adaptive.step().seconds)}
     if known is not None:
-        seconds = known.seconds | took
+        trained = known.trained | took
     else:
-        seconds = {name: _train(iterations, _keep(each, made)) for name, made in fixed.items()}
+        trained = {name: _train(iterations, _keep(each, made)) for name, made in fixed.items()}
         oracles = [Oracle(problem, mine, fixed["static"]).step for mine in each]
-        seconds |= took | {"oracle": _train(iterations, _together(oracles))}
-    return Replay(iterations, seconds, [Change.of(each) for each in adaptive.controller.records])
+        trained |= took | {"oracle": _train(iterations, _together(oracles))}
+    return Replay(iterations, trained, [Change.of(each) for each in adaptive.controller.records])
 
 
 class Oracle:
@@ -132,22 +172,34 @@ class Oracle:
 
     def step(self, iteration: int, now: float) -> float:
         """Seconds of an iteration that begins ``now``, seconds since training did."""
-        ran = [(self._static, self._run(self._static, iteration, now))]
+        ran: list[tuple[Plan, Simulation]] = []
+        with suppress(NoRouteError):  # What would lose messages is none of its choices.
+            ran.append((self._static, self._run(self._static, iteration, now)))
         # States that change within the iteration: plan for their mean.
-        span = ran[0][1].makespan / 16
+        span = (ran[0] if ran else self._aside(iteration, now))[1].makespan / 16
         moments = [self._links.changed(iteration, now + k * span) for k in range(16)]
         late = self._links.late(iteration, now)
         for each in self._plans(moments, late):
-            ran.append((each, self._run(each, iteration, now)))
+            with suppress(NoRouteError):
+                ran.append((each, self._run(each, iteration, now)))
+        ran = ran or [self._aside(iteration, now)]
         best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
         slow = frozenset(moments[0])
         if self._late is not None and slow != self._slow:
-            quickest = self._run(self._late(self._last), iteration, now)
+            # That a direct route is down it does not know either: it loses messages first.
+            quickest = self._run(self._late(self._last), iteration, now, {})
         self._last, self._slow = best, slow
         return self._pace.follow(quickest)
 
-    def _run(self, plan: Plan, iteration: int, now: float) -> Simulation:
-        return self._links.run(plan, iteration, now, self._pace.before)
+    def _aside(self, iteration: int, now: float) -> tuple[Plan, Simulation]:
+        """The static plan with all links delegated."""
+        plan = failed_over(self._static, dict.fromkeys(range(len(self._problem.links)), now))
+        return plan, self._run(plan, iteration, now)
+
+    def _run(
+        self, plan: Plan, iteration: int, now: float, gone: dict[int, float] | None = None
+    ) -> Simulation:
+        return self._links.run(plan, iteration, now, self._pace.before, gone)
 
     def _ends(self, ran: Simulation) -> float:
         """When the iteration ends; without a barrier, by how much it holds the next one up."""
@@ -161,24 +213,28 @@ class Oracle:
         if not any(moments) and not late:
             return []
         states = [[each.get(link) for each in moments] for link in range(len(self._problem.links))]
-        delays = tuple(fmean(s.delay if s else 0.0 for s in each) for each in states)
+        delays = tuple(fmean(s.mean if s else 0.0 for s in each) for each in states)
         transfers = tuple(
             fmean(self._links.transfer(link, s) for s in each) for link, each in enumerate(states)
         )
         lates = tuple(sorted(late.items()))
-        return [self._made(delays, transfers, lates, route) for route in Route]
+        down = tuple(any(s.down for s in each if s) for each in states)
+        return [self._made(delays, transfers, lates, down, route) for route in Route]
 
     def _make(
         self,
         delays: tuple[float, ...],
         transfers: tuple[float, ...],
         late: tuple[tuple[int, float], ...],
+        down: tuple[bool, ...],
         slow: Route,
     ) -> Plan:
         own = self._problem.links
         routes = tuple(
-            slow if delay or transfer != link.transfer else Route.DIRECT
-            for delay, transfer, link in zip(delays, transfers, own, strict=True)
+            Route.DELEGATED
+            if failed
+            else (slow if delay or transfer != link.transfer else Route.DIRECT)
+            for delay, transfer, failed, link in zip(delays, transfers, down, own, strict=True)
         )
         well = self._links.under(routes)
         links = tuple(
@@ -218,12 +274,16 @@ Step = Callable[[int, float], float]
 """Seconds of an iteration, and of training before it → seconds that the iteration takes."""
 
 
-def _keep(each: Sequence[Links], made: Plan) -> Step:
-    """A trainer that never changes its plan. ``each``: the links of a replica."""
+def _keep(each: Sequence[Links], made: Plan, *, fails_over: bool = False) -> Step:
+    """A trainer that never changes its plan. ``each``: the links of a replica. ``fails_over``:
+    whether it has another route for links whose direct one fails."""
 
     def step_of(links: Links) -> Step:
         pace = links.pace()
-        return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
+        gone: dict[int, float] | None = {} if fails_over else None
+        return lambda iteration, now: pace.follow(
+            links.run(made, iteration, now, pace.before, gone)
+        )
 
     return _together([step_of(links) for links in each])
 
@@ -234,12 +294,17 @@ def _together(steps: Sequence[Step]) -> Step:
     return lambda iteration, now: max(step(iteration, now) for step in steps)
 
 
-def _train(iterations: int, step: Step) -> float:
-    """Seconds of training; ``step`` gets the iteration and the seconds before it."""
-    now = 0.0
+def _train(iterations: int, step: Step) -> Trained:
+    """``step`` gets the iteration and the seconds before it."""
+    now, steps = 0.0, []
     for iteration in range(iterations):
-        now += step(iteration, now)
-    return now
+        try:
+            took = step(iteration, now)
+        except NoRouteError as error:
+            return Trained(tuple(steps), str(error))
+        steps.append(took)
+        now += took
+    return Trained(tuple(steps))
 
 
 def unchanged(plan: Plan) -> Plan:
@@ -251,6 +316,12 @@ def ready_first(plan: Plan) -> Plan:
     return replace(plan, dispatch=Dispatch.ONLINE)
 
 
+def delegated_ready_first(plan: Plan) -> Plan:
+    """The same with all links delegated."""
+    everything = dict.fromkeys(range(len(plan.routes)), 0.0)
+    return ready_first(failed_over(plan, everything))
+
+
 def late_share(
     problem: Problem,
     trace: LinkTrace,
@@ -259,21 +330,45 @@ def late_share(
 ) -> float:
     """The share of an oracle that is an iteration late: most that can be had by seeing a fault,
     except by plans that suit the delays within an iteration better than one for their mean does.
-    ``problem`` is in milliseconds; ``late``: see :class:`Oracle`."""
+    ``problem`` is in milliseconds; ``late``: see :class:`Oracle`. Raises :class:`InputError` for a
+    trace that the static plan does not get through."""
     problem = in_seconds(problem)
     links = Links(problem, trace, delegation)
-    static = _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)
+    static = _static(problem, links)
+    return _share(problem, trace, links, Oracle(problem, links, static, late=late).step)
+
+
+def fixed_share(
+    problem: Problem, trace: LinkTrace, delegation: float, made: Callable[[Plan], Plan]
+) -> float:
+    """The share of a trainer that runs what ``made`` makes of the static plan, and never changes
+    it. Arguments and errors as of :func:`late_share`."""
+    problem = in_seconds(problem)
+    links = Links(problem, trace, delegation)
+    return _share(problem, trace, links, _keep([links], made(_static(problem, links))))
+
+
+def _static(problem: Problem, links: Links) -> Plan:
+    return _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)
+
+
+def _share(problem: Problem, trace: LinkTrace, links: Links, step: Step) -> float:
+    static = _static(problem, links)
     iterations = _iterations(trace, [links], static)
-    most = _train(iterations, Oracle(problem, links, static).step)
-    took = _train(iterations, Oracle(problem, links, static, late=late).step)
-    fixed = _train(iterations, _keep([links], static))
-    return (fixed - took) / (fixed - most)
+    steps = {"static": _keep([links], static), "it": step}
+    steps["oracle"] = Oracle(problem, links, static).step
+    trained = {name: _train(iterations, each) for name, each in steps.items()}
+    share = Replay(iterations, trained, []).share("it")
+    if share is None:
+        ended = [each.ended for each in trained.values() if each.ended]
+        raise InputError(f"no share of the oracle's gain: {' '.join(ended) or 'it gains nothing'}")
+    return share
 
 
 def _iterations(trace: LinkTrace, each: Sequence[Links], static: Plan) -> int:
     if trace.unit == "iterations":
         return int(trace.last) + TAIL
-    now, count, step = 0.0, 0, _keep(each, static)
+    now, count, step = 0.0, 0, _keep(each, static, fails_over=True)
     while now < trace.last:
         now += step(count, now)
         count += 1

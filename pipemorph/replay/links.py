@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
@@ -18,27 +21,55 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.ir import place_stages
 from pipemorph.planning.problem import transfer_ms
+from pipemorph.planning.simulation.costs import DelayAt
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     simulate_interleaved,
 )
+from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.replay.trace import LinkState, LinkTrace
 
 DispatchChoice = Dispatch | Literal["auto"]
 """As of ``spec.schedule.dispatch``."""
+NOTICED = 1.0
+"""Seconds from the first message that a direct route loses until its ends give it up: about what
+the retries of a network card take. What waits for less goes on when the link is back."""
+ROUNDING = 1e-9
+"""Seconds that sums of times may be off."""
+
+
+class NoRouteError(Exception):
+    """A direct route has failed, and the trainer has no other one: its training ends."""
+
+    def __init__(self, link: int, iteration: int) -> None:
+        super().__init__(f"link {link} is down in iteration {iteration}: no other route")
+
+
+Held = Mapping[tuple[int, float], float]
+"""(link, when a message is sent) → seconds for which it waits for a route."""
+
+
+class Lost(NamedTuple):
+    """What a direct route that is down does to an iteration. ``held``: what waits until the route
+    is back, or given up. ``given_up``: links whose route is, and when, in seconds of training."""
+
+    held: dict[tuple[int, float], float]
+    given_up: dict[int, float]
 
 
 class Links:
     """The links of a job in seconds: their own delay and transfer, and what a trace changes.
 
     ``delegation``: part of an op by which it is longer for each message that it sends or receives
-    over a delegated link. Raises :class:`InputError` if a trace has rates of links whose messages
-    have no stated size.
+    over a delegated link. ``seed``: of jitter. Raises :class:`InputError` if a trace has rates of
+    links whose messages have no stated size.
     """
 
-    def __init__(self, problem: Problem, trace: LinkTrace, delegation: float = 0.0) -> None:
-        self._delegation = delegation
+    def __init__(
+        self, problem: Problem, trace: LinkTrace, delegation: float = 0.0, seed: str = "0"
+    ) -> None:
+        self._delegation, self._seed = delegation, seed
         self._base = [link.delay for link in problem.links]
         self._transfers = [link.transfer for link in problem.links]
         self._bytes = [link.message_bytes for link in problem.links]
@@ -47,6 +78,7 @@ class Links:
                 raise InputError(f"the trace has gbps of link {i}; set links[{i}].message_bytes")
         narrow = any(state.gbps for states in trace.states for state in states.values())
         self._rates = narrow or any(self._transfers)
+        self._may_fail = any(state.down for states in trace.states for state in states.values())
         self._half = [link.half_duplex for link in problem.links]
         self._problem, self._trace = problem, trace
         self.rank_of = ranks_of(problem)
@@ -110,14 +142,26 @@ class Links:
         """The links that are not well."""
         return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
 
-    def delay_at(self, iteration: int, began: float) -> Callable[[int, float], float]:
+    def delay_at(self, iteration: int, began: float) -> DelayAt:
         """(link, seconds since the iteration began) → delay of a message sent then."""
 
-        def delay(link: int, sent: float) -> float:
-            state = self.changed(iteration, began + sent).get(link)
-            return self._base[link] + (state.delay if state is not None else 0.0)
+        return lambda link, sent: self._delay(link, sent, iteration, began, sent)
 
-        return delay
+    def latency(self, message: Message, iteration: int, began: float, leaves: float) -> float:
+        """The delay of a message that leaves its queue at ``leaves``, counted as it is sent."""
+        return self._delay(message.link, message.sent, iteration, began, leaves)
+
+    def _delay(self, link: int, sent: float, iteration: int, began: float, at: float) -> float:
+        state = self.changed(iteration, began + at).get(link)
+        if state is None:
+            return self._base[link]
+        drawn = state.jitter * self._draw(iteration, link, sent) if state.jitter else 0.0
+        return self._base[link] + state.delay + drawn
+
+    def _draw(self, iteration: int, link: int, sent: float) -> float:
+        """A number from 0 to 1, the same whenever it is asked for, and for whatever plan runs."""
+        key = f"{self._seed} {iteration} {link} {round(sent * 1e9)}"
+        return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
     def transfer(self, link: int, state: LinkState | None) -> float:
         """How long a message occupies a link in a state."""
@@ -126,7 +170,7 @@ class Links:
             return self._transfers[link]
         return transfer_ms(nbytes, state.gbps) / 1e3
 
-    def transfer_at(self, iteration: int, began: float) -> Callable[[int, float], float] | None:
+    def transfer_at(self, iteration: int, began: float) -> DelayAt | None:
         """The same for how long a message occupies the link; None if none has a rate."""
         if not self._rates:
             return None
@@ -135,27 +179,129 @@ class Links:
         )
 
     def run(
-        self, plan: Plan, iteration: int, began: float, before: Sequence[float] | None = None
+        self,
+        plan: Plan,
+        iteration: int,
+        began: float,
+        before: Sequence[float] | None = None,
+        gone: dict[int, float] | None = None,
     ) -> Simulation:
         """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
-        when each stage may begin, counted from then; see :class:`Pace`."""
+        when each stage may begin, counted from then; see :class:`Pace`.
+
+        ``gone``: links whose direct route the trainer has given up, and so delegates, and since
+        when, in seconds of training; those that it gives up in this iteration are added. Without
+        it, :class:`NoRouteError` is raised where one would be.
+        """
+        plan = failed_over(plan, gone or {})
         late = self.late(iteration, began)
         problem = with_reductions(self.under(plan.routes), late).under(plan)
         delay_at = self.delay_at(iteration, began)
         transfer_at = self.transfer_at(iteration, began)
-        if plan.turns:
-            order = InterleavedSchedule.of_plan(plan)
-            return simulate_interleaved(
-                order, problem, delay_at=delay_at, transfer_at=transfer_at
-            ).simulation
-        return simulate_changing(
-            plan.schedule,
-            problem,
-            delay_at,
-            plan.dispatch,
-            transfer_at=transfer_at,
-            before=before,
+        lost, given_up = Lost({}, {}), dict[int, float]()
+        while True:
+            held = lost.held
+
+            def held_at(link: int, sent: float, held: Held = held) -> float:
+                return delay_at(link, sent) + held.get((link, sent), 0.0)
+
+            ran = _simulate(plan, problem, held_at, transfer_at, before)
+            if not self._may_fail:
+                return ran
+            found = self._lost(ran, plan, iteration, began, held, can_fail_over=gone is not None)
+            known = given_up.keys() >= found.given_up.keys()
+            given_up |= found.given_up
+            if known and found.held == held:
+                if gone is not None:
+                    gone |= given_up
+                return ran
+            # Nothing that is held arrives before its route is back or given up, so that what leaves
+            # before is known now, and each round knows more.
+            lost = found
+            problem = self._through_the_engine(problem, given_up)
+
+    def _through_the_engine(self, problem: Problem, given_up: Mapping[int, float]) -> Problem:
+        """The problem with the queues of delegated routes: what was kept is sent at once. Ops take
+        longer from the next iteration on."""
+        links = [
+            link_on(Route.DELEGATED, link.delay).model_copy(update={"transfer": link.transfer})
+            if i in given_up
+            else link
+            for i, link in enumerate(problem.links)
+        ]
+        return problem.model_copy(update={"links": tuple(links)})
+
+    def _lost(
+        self,
+        ran: Simulation,
+        plan: Plan,
+        iteration: int,
+        began: float,
+        held: Held,
+        *,
+        can_fail_over: bool,
+    ) -> Lost:
+        """What becomes of the messages that would leave by a direct route while it is down."""
+        leaving = sorted(
+            (self.left(m, iteration, began) - held.get((m.link, m.sent), 0.0), m)
+            for m in deliver(ran).messages
+            if plan.routes[m.link] is Route.DIRECT and not self.within(m.link)
         )
+        found = Lost({}, {})
+        for leaves, message in leaving:
+            link, at = message.link, began + leaves
+            back = self._down_until(link, iteration, at + ROUNDING)
+            noticed = found.given_up.get(link, at + NOTICED)
+            if back is None or at + ROUNDING >= noticed:
+                continue
+            if back > noticed:
+                if not can_fail_over:
+                    raise NoRouteError(link, iteration)
+                found.given_up[link] = noticed
+            key, waits = (link, message.sent), min(back, noticed) - at
+            # A difference of rounding would move all that follows, and so go on for ever.
+            same = key in held and abs(held[key] - waits) <= ROUNDING
+            found.held[key] = held[key] if same else waits
+        return found
+
+    def left(self, message: Message, iteration: int, began: float) -> float:
+        """When a message of an iteration has left its queue and its sender, in seconds since the
+        iteration began."""
+        transfer_at = self.transfer_at(iteration, began)
+        transfer = transfer_at(message.link, message.sent) if transfer_at else 0.0
+        delay = self.delay_at(iteration, began)(message.link, message.sent)
+        return message.arrived - delay - transfer
+
+    def _down_until(self, link: int, iteration: int, moment: float) -> float | None:
+        """Until which second of training a direct route carries nothing."""
+        if self._trace.unit == "seconds":
+            return self._trace.down_until(link, moment)
+        # Not in this iteration.
+        return None if self._trace.down_until(link, float(iteration)) is None else math.inf
+
+
+def _simulate(
+    plan: Plan,
+    problem: Problem,
+    delay_at: DelayAt,
+    transfer_at: DelayAt | None,
+    before: Sequence[float] | None,
+) -> Simulation:
+    if plan.turns:
+        order = InterleavedSchedule.of_plan(plan)
+        ran = simulate_interleaved(order, problem, delay_at=delay_at, transfer_at=transfer_at)
+        return ran.simulation
+    return simulate_changing(
+        plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before
+    )
+
+
+def failed_over(plan: Plan, gone: Mapping[int, float]) -> Plan:
+    """What a trainer makes of a plan that has given up the direct routes of some links."""
+    if not gone:
+        return plan
+    routes = [Route.DELEGATED if i in gone else route for i, route in enumerate(plan.routes)]
+    return replace(plan, routes=tuple(routes))
 
 
 def with_reductions(problem: Problem, late: Mapping[int, float]) -> Problem:

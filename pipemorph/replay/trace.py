@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ class _LinkState(BaseModel):
 
     delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)] = 0.0
     gbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, strict=False)] | None = None
+    jitter_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)] = 0.0
+    down: bool = False
 
 
 class _ReductionState(BaseModel):
@@ -42,10 +45,19 @@ class _Line(BaseModel):
 
 
 class LinkState(NamedTuple):
-    """``delay``: seconds added to the link's own delay; ``gbps``: its rate, None for its own."""
+    """``delay``: seconds added to the link's own delay; ``gbps``: its rate, None for its own.
+    ``jitter``: seconds, most of what is drawn for each message and added as well. ``down``: the
+    direct route carries nothing."""
 
     delay: float = 0.0
     gbps: float | None = None
+    jitter: float = 0.0
+    down: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Mean delay of messages, without the link's own."""
+        return self.delay + self.jitter / 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,19 @@ class LinkTrace:
         """The links that are not well at an iteration or a second of training."""
         index = bisect_right(self.since, moment) - 1
         return self.states[index] if index >= 0 else {}
+
+    def down_until(self, link: int, moment: float) -> float | None:
+        """Until when the direct route of a link carries nothing that does not at ``moment``:
+        infinity if no line says that it does again. None if it does at ``moment``."""
+        index = bisect_right(self.since, moment) - 1
+        if index < 0 or not self._is_down(link, index):
+            return None
+        later = range(index + 1, len(self.since))
+        return next((self.since[k] for k in later if not self._is_down(link, k)), math.inf)
+
+    def _is_down(self, link: int, index: int) -> bool:
+        state = self.states[index].get(link)
+        return state is not None and state.down
 
     def late_at(self, moment: float) -> Mapping[int, float]:
         """The reductions that are not well."""
@@ -120,7 +145,9 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
                     f" {replicas}, see --replicas"
                 )
             mine = by_replica.setdefault(int(replica or 0), {})
-            mine[int(link)] = LinkState(state.delay_ms / 1e3, state.gbps)
+            mine[int(link)] = LinkState(
+                state.delay_ms / 1e3, state.gbps, state.jitter_ms / 1e3, state.down
+            )
         for stage in line.reductions:
             if int(stage) > links or replicas == 1:
                 raise InputError(

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
@@ -22,7 +22,7 @@ from pipemorph.planning import Op, OpKind, Plan, Route, Simulation
 from pipemorph.planning.offload import copying
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.replay.links import Links
+from pipemorph.replay.links import ROUNDING, Links, failed_over
 from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
@@ -51,6 +51,14 @@ class Iteration:
     version: int
 
 
+class _Series(NamedTuple):
+    """Messages that are measured together."""
+
+    link: int
+    forward: bool
+    route: Route
+
+
 class AdaptiveTrainer:
     """The product as it ships. ``controller`` has the records of what it changed and why.
     ``links``: of each replica."""
@@ -60,6 +68,8 @@ class AdaptiveTrainer:
     ) -> None:
         self.controller = JobController(spec)
         self._links, self._telemetry = links, telemetry
+        self._gone: list[dict[int, float]] = [{} for _ in links]
+        """Of each replica: links whose direct route was given up, and when. It stays so."""
         self._pace = links[0].pace()
         self._rng = random.Random(seed)
         self._plan = initial_plan(spec)
@@ -77,15 +87,20 @@ class AdaptiveTrainer:
         index, began = self._iteration, self._now
         while self._prepared and began >= self._prepared[0][0]:
             self._plan = self._prepared.pop(0)[1]
-        plans = [self._plan.of_replica(replica) for replica in range(len(self._links))]
+        # As a link whose direct route broke stays delegated, whatever plans say.
+        plans = [
+            failed_over(self._plan.of_replica(replica), gone)
+            for replica, gone in enumerate(self._gone)
+        ]
         ran = [
-            links.run(plan, index, began, self._pace.before)
-            for plan, links in zip(plans, self._links, strict=True)
+            links.run(plan, index, began, self._pace.before, gone)
+            for plan, links, gone in zip(plans, self._links, self._gone, strict=True)
         ]
         seconds = self._pace.follow(max(ran, key=lambda each: each.makespan))
         windows: dict[float, list[LinkSample]] = {}
         for replica, each in enumerate(ran):
-            for end, samples in self._windows(replica, each, index, began, seconds):
+            at = (index, began, seconds)
+            for end, samples in self._windows(replica, plans[replica], each, at):
                 windows.setdefault(end, []).extend(samples)
         for end, samples in sorted(windows.items()):
             self._send(began + end, links=samples)
@@ -125,43 +140,46 @@ class AdaptiveTrainer:
     def _windows(
         self,
         replica: int,
+        plan: Plan,
         ran: Simulation,
-        iteration: int,
-        began: float,
-        seconds: float,
+        at: tuple[int, float, float],
     ) -> list[tuple[float, list[LinkSample]]]:
         """Per window, its end since the iteration began and the samples of all links of a replica.
-        ``seconds``: until the next iteration begins, in which the last windows of this one may
-        end."""
-        links, plan = self._links[replica], self._plan.of_replica(replica)
-        delay_at = links.delay_at(iteration, began)
+        ``at``: the iteration, when it began, and seconds until the next one begins, in which the
+        last windows of this one may end."""
+        iteration, began, seconds = at
+        links, gone = self._links[replica], self._gone[replica]
         transfer_at = links.transfer_at(iteration, began) or (lambda _, __: 0.0)
-        seen: dict[int, dict[tuple[int, bool], list[tuple[float, bool]]]] = {}
-        held: dict[tuple[int, bool], list[float]] = {}
-        spaced: dict[tuple[int, int, bool], float] = {}
-        before: dict[tuple[int, bool], float] = {}
-        latencies: dict[tuple[int, int, bool], float] = {}
+        seen: dict[int, dict[_Series, list[tuple[float, bool]]]] = {}
+        held: dict[_Series, list[float]] = {}
+        spaced: dict[tuple[int, _Series], float] = {}
+        before: dict[_Series, float] = {}
+        latencies: dict[tuple[int, _Series], float] = {}
         for message in deliver(ran).messages:
             if links.within(message.link):
                 continue
-            stamp, exact = self._observe(plan, ran, message)
-            transfer = transfer_at(message.link, message.sent)
-            leaves = message.arrived - delay_at(message.link, message.sent) - transfer
-            latency = delay_at(message.link, max(0.0, leaves))
-            wire = transfer + latency
+            leaves, sent = links.left(message, iteration, began), message.sent
+            route = plan.routes[message.link]
+            given_up = gone.get(message.link, INF) - began
+            if route is Route.DIRECT and leaves > given_up - ROUNDING:
+                # Given to the engine once its direct route was known to be gone.
+                route, sent = Route.DELEGATED, max(sent, given_up)
+            stamp, exact = self._observe(route, ran, message)
+            latency = links.latency(message, iteration, began, max(0.0, leaves))
+            wire = transfer_at(message.link, message.sent) + latency
             wire *= self._rng.gauss(1.0, NOISE)
             if self._rng.random() < OUTLIERS:
                 wire *= OUTLIER
-            where = (message.link, message.forward)
+            where = _Series(message.link, message.forward, route)
             rows = seen.setdefault(int(stamp / WINDOW), {}).setdefault(where, [])
             rows.append((max(0.0, wire) + stamp - message.arrived, exact))
-            if self._knows_latency(plan, message.link):
-                key = (int(stamp / WINDOW), *where)
+            if self._knows_latency(route):
+                key = (int(stamp / WINDOW), where)
                 latency *= max(0.0, self._rng.gauss(1.0, NOISE))
                 latencies[key] = min(latencies.get(key, INF), latency)
-            held.setdefault(where, []).append(max(0.0, leaves - message.sent))
-            if leaves - message.sent > WAITED and where in before:
-                key = (int(stamp / WINDOW), *where)
+            held.setdefault(where, []).append(max(0.0, leaves - sent))
+            if leaves - sent > WAITED and where in before:
+                key = (int(stamp / WINDOW), where)
                 spaced[key] = min(spaced.get(key, INF), max(0.0, stamp - before[where]))
             before[where] = stamp
         return [
@@ -169,24 +187,22 @@ class AdaptiveTrainer:
                 min((window + 1) * WINDOW, seconds),
                 [
                     self._sample(
-                        link,
-                        forward,
+                        where,
                         rows,
-                        plan,
                         replica,
-                        queued=median(held[link, forward]),
-                        spacing=spaced.get((window, link, forward)),
-                        latency=latencies.get((window, link, forward)),
+                        queued=median(held[where]),
+                        spacing=spaced.get((window, where)),
+                        latency=latencies.get((window, where)),
                     )
-                    for (link, forward), rows in sorted(found.items())
+                    for where, rows in sorted(found.items())
                 ],
             )
             for window, found in sorted(seen.items())
         ]
 
-    def _observe(self, plan: Plan, ran: Simulation, message: Message) -> tuple[float, bool]:
+    def _observe(self, route: Route, ran: Simulation, message: Message) -> tuple[float, bool]:
         """When the receiver sees a message, and whether it knows that this was when it came."""
-        if self._telemetry == "exact" or plan.routes[message.link] is Route.DELEGATED:
+        if self._telemetry == "exact" or route is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
         rank_of = self._links[0].rank_of
@@ -204,17 +220,15 @@ class AdaptiveTrainer:
             return running.end, False
         return message.arrived, self._telemetry == "python"
 
-    def _knows_latency(self, plan: Plan, link: int) -> bool:
+    def _knows_latency(self, route: Route) -> bool:
         """Whether ranks measure the latency: of the notes beside direct messages, but not where
         NCCL may take another way than they do."""
-        return plan.routes[link] is Route.DIRECT and self._telemetry != "device"
+        return route is Route.DIRECT and self._telemetry != "device"
 
     def _sample(
         self,
-        link: int,
-        forward: bool,
+        where: _Series,
         rows: Sequence[tuple[float, bool]],
-        plan: Plan,
         replica: int,
         *,
         queued: float,
@@ -224,11 +238,11 @@ class AdaptiveTrainer:
         exact = [wire for wire, known in rows if known]
         values = sorted(exact or [wire for wire, _ in rows])
         return LinkSample(
-            link=link,
+            link=where.link,
             replica=replica,
-            direction="forward" if forward else "backward",
-            route=plan.routes[link],
-            transport="gloo" if plan.routes[link] is Route.DIRECT else "tcp",
+            direction="forward" if where.forward else "backward",
+            route=where.route,
+            transport="gloo" if where.route is Route.DIRECT else "tcp",
             iteration=self._iteration,
             bytes=len(rows) << 20,
             wire=WireTime(

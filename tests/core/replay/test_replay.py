@@ -13,7 +13,7 @@ from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, Route, StageTimes, lower_bound
 from pipemorph.planning.problem import load_problem
-from pipemorph.replay.contenders import Replay, late_share, replay
+from pipemorph.replay.contenders import Replay, Trained, late_share, replay
 from pipemorph.replay.links import Links
 from pipemorph.replay.trace import load_trace, parse_trace
 from pipemorph.replay.trainer import Telemetry
@@ -212,7 +212,7 @@ def test_iterations_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_fields_without_time() -> None:
-    nothing = Replay(1, dict.fromkeys(("static", "adaptive", "oracle"), 0.0), [])
+    nothing = Replay(1, dict.fromkeys(("static", "adaptive", "oracle"), Trained((0.0,))), [])
     assert nothing.fields()["contenders"]["adaptive"]["iterations_per_minute"] is None
 
 

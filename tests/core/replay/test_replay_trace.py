@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,24 @@ def test_a_trace_with_rates() -> None:
     assert parse_trace(line, 2).at(1) == {0: LinkState(gbps=2.5), 1: LinkState(0.003, 10.0)}
 
 
+def test_a_trace_with_jitter_and_routes_that_are_down() -> None:
+    trace = parse_trace(
+        '{"at_iteration": 1, "links": {"0": {"jitter_ms": 4, "delay_ms": 3},'
+        ' "1": {"down": true}}}\n'
+        '{"at_iteration": 5, "links": {"1": {"down": true, "delay_ms": 1}}}\n'
+        '{"at_iteration": 9, "links": {"1": {"down": false}}}\n'
+        '{"at_iteration": 12, "links": {"1": {"down": true}}}\n',
+        2,
+    )
+    state, route = trace.at(1)[0], trace.at(1)[1]
+    assert state == LinkState(0.003, jitter=0.004)
+    assert state.mean == pytest.approx(0.005)
+    assert route == LinkState(down=True)
+    # Lines that follow each other are one outage.
+    assert [trace.down_until(1, k) for k in (0, 1, 6, 9, 12)] == [None, 9, 9, None, math.inf]
+    assert trace.down_until(0, 1) is None
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -52,6 +71,8 @@ def test_a_trace_with_rates() -> None:
         ('{"at_iteration": 1, "links": {"x": {"delay_ms": 1}}}', "line 1: links.x"),
         ('{"at_iteration": 1, "links": {"0": {"delay_ms": NaN}}}', "line 1: links.0.delay_ms: "),
         ('{"at_iteration": 1, "links": {"0": {"gbps": 0}}}', "line 1: links.0.gbps: "),
+        ('{"at_iteration": 1, "links": {"0": {"jitter_ms": -1}}}', "line 1: links.0.jitter_ms: "),
+        ('{"at_iteration": 1, "links": {"0": {"down": 1}}}', "line 1: links.0.down: "),
         (
             '{"at_iteration": 1, "links": {}}\n{"at_iteration": 1, "links": {}}',
             "T, line 2: is at 1, the line before it at 1",

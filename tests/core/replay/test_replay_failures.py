@@ -1,0 +1,266 @@
+"""Links whose messages jitter, and links whose direct route is down."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes, plan
+from pipemorph.planning.simulation.messages import Message, deliver
+from pipemorph.replay.contenders import late_share, replay
+from pipemorph.replay.links import NOTICED, Links, NoRouteError, in_seconds, job_spec
+from pipemorph.replay.trace import LinkTrace, parse_trace
+from pipemorph.replay.trainer import AdaptiveTrainer
+
+TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
+PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
+SECONDS = in_seconds(PROBLEM)
+STATIC = plan(SECONDS, Policy.PIPEMORPH).to_plan(0, (Route.DIRECT,) * 3)
+
+
+def trace_of(*lines: dict[str, object]) -> LinkTrace:
+    return parse_trace("\n".join(map(json.dumps, lines)), 3)
+
+
+def down(link: int, **more: object) -> dict[str, object]:
+    return {str(link): {"down": True, **more}}
+
+
+DEAD = trace_of({"at_iteration": 10, "links": down(1)}, {"at_iteration": 30, "links": {}})
+
+
+def messages(links: Links, iteration: int = 0, began: float = 0.0, **gone: object) -> list[Message]:
+    return deliver(links.run(STATIC, iteration, began, **gone)).messages  # type: ignore[arg-type]
+
+
+# --- jitter ----------------------------------------------------------------------------------
+
+
+def test_each_message_has_a_delay_of_its_own() -> None:
+    state = {"1": {"delay_ms": 20, "jitter_ms": 12}}
+    links = Links(SECONDS, trace_of({"at_iteration": 0, "links": state}))
+    took = []
+    for iteration in range(40):
+        for each in messages(links, iteration):
+            at = links.left(each, iteration, 0.0)
+            if each.link == 1:
+                took.append(each.arrived - at)
+            else:
+                assert each.arrived - at == pytest.approx(0.001)
+    # Uniform: from none to all of the jitter, half of it on average.
+    assert min(took) == pytest.approx(0.021, abs=2e-4)
+    assert max(took) == pytest.approx(0.033, abs=2e-4)
+    assert fmean(took) == pytest.approx(0.027, abs=4e-4)
+    assert pstdev(took) == pytest.approx(0.012 / 12**0.5, rel=0.05)
+    assert len(set(took)) > 0.9 * len(took)
+
+
+def test_jitter_is_repeatable_and_another_one_with_another_seed() -> None:
+    trace = trace_of({"at_iteration": 4, "links": {"1": {"jitter_ms": 40}}})
+    first, again, other = (replay(PROBLEM, trace, iterations=20, seed=seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first.trained["static"].steps[:4] == other.trained["static"].steps[:4]
+    assert first.trained["static"].steps[4:] != other.trained["static"].steps[4:]
+
+
+def test_the_oracle_and_the_controller_plan_for_jitter() -> None:
+    """Uniform to 80 ms: 40 ms on average."""
+    jitter = trace_of({"at_iteration": 6, "links": {"1": {"jitter_ms": 80}}})
+    found = replay(PROBLEM, jitter, iterations=60)
+    static, adaptive, oracle = (found.seconds[n] for n in ("static", "adaptive", "oracle"))
+    assert static is not None and adaptive is not None and oracle is not None
+    assert oracle < 0.8 * static
+    assert adaptive < 0.85 * static
+    assert "link 1 is slow" in found.changes[0].reason
+
+
+# --- a direct route that is down ---------------------------------------------------------------
+
+
+def test_a_route_that_stays_down_is_given_up_and_its_messages_are_sent_again() -> None:
+    links, gone = Links(SECONDS, DEAD), dict[int, float]()
+    well = messages(links, 9, 5.0, gone=gone)
+    assert gone == {}
+    rows = messages(links, 10, 5.0, gone=gone)
+    over = [each for each in rows if each.link == 1]
+    noticed = min(each.sent for each in over) + NOTICED
+    assert gone == {1: pytest.approx(5.0 + noticed)}
+    assert len(over) == 24, "each message arrives once"
+    for each in over:
+        # The engine has eight queues, the ninth waits for the first.
+        assert max(each.sent, noticed) + 0.001 - 1e-9 <= each.arrived
+        assert each.arrived <= max(each.sent, noticed) + 0.003
+    assert {each.sent < noticed for each in over} == {True, False}
+    assert max(m.arrived for m in rows) > max(m.arrived for m in well) + 0.9 * NOTICED
+    # From then on it is delegated, also when the route is back.
+    for iteration in (11, 40):
+        assert max(m.arrived for m in messages(links, iteration, 9.0, gone=gone)) < 0.5
+    assert gone == {1: pytest.approx(5.0 + noticed)}
+
+
+def test_a_route_that_is_soon_back_delivers_late_what_waited() -> None:
+    trace = trace_of({"at_seconds": 2.1, "links": down(1)}, {"at_seconds": 2.7, "links": {}})
+    links, gone = Links(SECONDS, trace), dict[int, float]()
+    over = [each for each in messages(links, 3, 2.0, gone=gone) if each.link == 1]
+    assert gone == {}
+    held = [each for each in over if links.left(each, 3, 2.0) > 0.100001 and each.sent < 0.7]
+    assert held and min(each.arrived for each in held) == pytest.approx(0.701)
+    # One queue per direction: they arrive after each other.
+    forward = sorted(each.arrived for each in over if each.forward)
+    assert all(b - a >= 0.001 - 1e-9 for a, b in pairwise(forward))
+    assert messages(links, 3, 2.0) == messages(links, 3, 2.0, gone={}), "no other route is needed"
+
+
+def test_two_routes_that_fail_together_are_each_noticed_by_a_loss_of_their_own() -> None:
+    trace = trace_of({"at_iteration": 0, "links": down(0) | down(2)})
+    gone = dict[int, float]()
+    messages(Links(SECONDS, trace), gone=gone)
+    assert gone[0] == pytest.approx(0.010 + NOTICED)
+    # The first message reaches link 2 only after link 0 was given up.
+    assert gone[2] == pytest.approx(gone[0] + 0.001 + 0.010 + 0.001 + 0.010 + NOTICED)
+
+
+def test_however_routes_fail_nothing_leaves_by_one_that_is_down() -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        lines, now = [], 0.0
+        while now < 3.0:
+            now += rng.choice((0.01, 0.1, 1.2)) * rng.uniform(0.5, 1.5)
+            links = rng.sample(range(3), rng.randint(0, 3))
+            state = {str(link): {"down": True, "jitter_ms": rng.choice((0, 9))} for link in links}
+            lines.append({"at_seconds": round(now, 4), "links": state})
+        trace, gone = trace_of(*lines), dict[int, float]()
+        links_of_it = Links(SECONDS, trace)
+        rows = messages(links_of_it, 1, 0.2, gone=gone)
+        assert len(rows) == 72
+        for each in rows:
+            at = 0.2 + links_of_it.left(each, 1, 0.2) + 1e-6
+            if at < gone.get(each.link, math.inf):
+                assert trace.down_until(each.link, at) is None, (seed, each)
+
+
+def test_without_another_route_training_ends() -> None:
+    links = Links(SECONDS, DEAD)
+    with pytest.raises(NoRouteError, match="link 1 is down in iteration 10: no other route"):
+        links.run(STATIC, 10, 0.0)
+    found = replay(PROBLEM, DEAD)
+    fields = found.fields()["contenders"]
+    for name in ("1f1b", "zero-bubble", "static"):
+        assert fields[name] == {
+            "seconds": None,
+            "iterations_per_minute": None,
+            "share_of_oracle_gain": None,
+            "reason": "link 1 is down in iteration 10: no other route",
+        }
+        assert len(found.trained[name].steps) == 10
+    for name in ("adaptive", "oracle"):
+        assert set(fields[name]) == {"seconds", "iterations_per_minute", "share_of_oracle_gain"}
+        assert fields[name]["share_of_oracle_gain"] is None, "static gives nothing to compare with"
+        assert len(found.trained[name].steps) == found.iterations == 50
+    with pytest.raises(InputError, match="no share of the oracle's gain: link 1 is down"):
+        late_share(PROBLEM, DEAD)
+
+
+def test_the_oracle_goes_aside_before_the_route_fails_and_the_product_after() -> None:
+    found = replay(PROBLEM, DEAD)
+    adaptive, oracle = (found.trained[name].steps for name in ("adaptive", "oracle"))
+    assert max(oracle) == pytest.approx(oracle[0], rel=0.01)
+    assert adaptive[10] == pytest.approx(oracle[10] + NOTICED, abs=0.05)
+    assert max(adaptive[11:]) == pytest.approx(oracle[11], rel=0.01)
+
+
+def test_a_failure_within_an_iteration_by_seconds() -> None:
+    trace = trace_of({"at_seconds": 3.2, "links": down(2)}, {"at_seconds": 9.0, "links": {}})
+    found = replay(PROBLEM, trace)
+    assert found.trained["static"].ended is not None
+    adaptive, oracle = found.seconds["adaptive"], found.seconds["oracle"]
+    assert adaptive is not None and oracle is not None
+    assert oracle + 0.9 * NOTICED < adaptive < oracle + 1.3 * NOTICED
+
+
+def test_what_is_delayed_as_well_is_so_on_the_delegated_route() -> None:
+    """Known to be slow if another link has shown what is usual there."""
+    eight = Problem(microbatches=24, stages=(TIMES,) * 8, links=(Link(delay=1),) * 7)
+    states = {10: down(3), 20: down(3) | down(5, delay_ms=30)}
+    lines = [json.dumps({"at_iteration": k, "links": links}) for k, links in states.items()]
+    found = replay(eight, parse_trace("\n".join(lines), 7), iterations=26)
+    (change,) = found.changes
+    assert change.iteration == 21 and "link 5 is slow by 3" in change.reason
+    oracle = found.trained["oracle"].steps
+    assert oracle[-1] > 1.03 * oracle[0]
+    assert found.trained["adaptive"].steps[-1] == pytest.approx(oracle[-1], rel=0.01)
+    alone = replay(PROBLEM, trace_of({"at_iteration": 5, "links": down(1)}), iterations=30)
+    assert alone.changes == [], "a delegated route that is as quick needs no other plan"
+
+
+def test_a_delegated_message_costs_what_the_replay_says_after_failover() -> None:
+    trace = trace_of({"at_iteration": 5, "links": down(1)})
+    free, costly = (replay(PROBLEM, trace, delegation=d, iterations=20) for d in (0.0, 0.1))
+    assert costly.trained["adaptive"].steps[:5] == free.trained["adaptive"].steps[:5]
+    assert costly.trained["adaptive"].steps[10] > 1.05 * free.trained["adaptive"].steps[10]
+
+
+def test_samples_of_a_failed_route_are_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = AdaptiveTrainer(
+        job_spec(PROBLEM, Dispatch.STATIC), [Links(SECONDS, DEAD)], "python", 0
+    )
+    seen: list[tuple[int, str, float]] = []
+    observe = trainer._observer.observe
+
+    def spy(told, now):  # type: ignore[no-untyped-def]
+        seen.extend(
+            (told.iteration, str(s.route.value), s.wire.p50) for s in told.links if s.link == 1
+        )
+        observe(told, now)
+
+    monkeypatch.setattr(trainer._observer, "observe", spy)
+    for _ in range(14):
+        trainer.step()
+    routes = [{route for k, route, _ in seen if k == number} for number in range(14)]
+    assert routes == [{"direct"}] * 10 + [{"delegated"}] * 4
+    # What a message waited for the route is no time on the wire.
+    assert max(wire for k, _, wire in seen if k >= 10) < 0.01
+
+
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+def test_with_and_without_a_barrier(objective: str) -> None:
+    problem = PROBLEM.model_copy(update={"objective": objective})
+    found = replay(problem, DEAD, iterations=25)
+    adaptive, oracle = found.seconds["adaptive"], found.seconds["oracle"]
+    assert adaptive is not None and oracle is not None
+    assert adaptive == pytest.approx(oracle + NOTICED, abs=0.2)
+
+
+def test_ranks_with_several_stages_and_replicas_fail_over_too() -> None:
+    several = PROBLEM.model_copy(update={"ranks": 2, "placement": "interleaved"})
+    found = replay(several, DEAD, iterations=20)
+    assert found.trained["adaptive"].ended is None
+    assert found.trained["static"].ended is not None
+    text = json.dumps({"at_iteration": 5, "links": {"1@1": {"down": True}}})
+    both = replay(PROBLEM, parse_trace(text, 3, replicas=2), replicas=2, iterations=15)
+    steps = both.trained["adaptive"].steps
+    assert steps[5] > steps[4] + 0.9 * NOTICED
+    assert steps[6] == pytest.approx(steps[4], rel=0.05)
+
+
+def test_the_command_says_who_could_not_finish(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, problem = tmp_path / "trace.jsonl", tmp_path / "problem.json"
+    trace.write_text(json.dumps({"at_iteration": 4, "links": down(1)}))
+    problem.write_text(PROBLEM.model_dump_json(exclude_none=True))
+    command = ["replay", str(trace), str(problem), "--iterations", "8"]
+    assert main(command) == 0
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in said if each.startswith("1f1b")]
+    assert line.endswith("ended: link 1 is down in iteration 4: no other route")
+    assert main([*command, "--output", "json", "--seed", str(1 << 70)]) == 0
+    assert json.loads(capsys.readouterr().out)["contenders"]["1f1b"]["seconds"] is None

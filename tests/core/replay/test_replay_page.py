@@ -1,0 +1,145 @@
+"""The page of a replay: what is in it, and that it is all that it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.planning import Link, Problem, StageTimes
+from pipemorph.replay.contenders import Change, Replay, Trained
+from pipemorph.replay.page import render_page
+from pipemorph.replay.trace import LinkTrace, parse_trace
+
+ENDED = "link 1 is down in iteration 2: no other route"
+FOUND = Replay(
+    4,
+    {
+        "1f1b": Trained((0.5, 0.5), ENDED),
+        "static": Trained((0.4, 0.4, 0.8, 0.8)),
+        "adaptive": Trained((0.4, 0.4, 0.8, 0.5)),
+        "oracle": Trained((0.4, 0.4, 0.4, 0.4)),
+    },
+    [Change(3, "link 1 is slow", 0.3, None), Change(None, "<b>late</b>", 0.1, None)],
+)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    text = page.split('type="application/json">')[1].split("</script>", maxsplit=1)[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def trace_of(*lines: str, replicas: int = 1) -> LinkTrace:
+    return parse_trace("\n".join(lines), 3, replicas=replicas)
+
+
+FAULT = trace_of(
+    '{"at_iteration": 2, "links": {"1": {"down": true, "delay_ms": 20}, "0": {"jitter_ms": 5}}}',
+    '{"at_iteration": 3, "links": {"1": {"down": true, "delay_ms": 20}, "2": {"gbps": 2.5}}}',
+)
+
+
+def test_contenders_steps_and_changes() -> None:
+    data = data_of(render_page(FOUND, FAULT, "a trace"))
+    assert [each["name"] for each in data["contenders"]] == list(FOUND.trained)
+    ended, static, adaptive, oracle = data["contenders"]
+    assert ended == {
+        "name": "1f1b",
+        "seconds": None,
+        "rate": None,
+        "share": None,
+        "ended": ENDED,
+        "steps": [500, 500],
+    }
+    assert adaptive["steps"] == [400, 400, 800, 500]
+    assert adaptive["seconds"] == pytest.approx(2.1)
+    assert adaptive["share"] == pytest.approx(0.3 / 0.8)
+    assert oracle["rate"] == pytest.approx(150)
+    assert static["share"] == 0
+    assert data["changes"] == [
+        {"iteration": 3, "reason": "link 1 is slow", "promised": 0.3, "measured": None},
+        {"iteration": None, "reason": "<b>late</b>", "promised": 0.1, "measured": None},
+    ]
+
+
+def test_a_lane_per_link_that_is_not_always_well() -> None:
+    data = data_of(render_page(FOUND, FAULT, "a trace"))
+    assert data["lanes"] == [
+        {
+            "name": "link 0",
+            "spans": [{"begin": 2, "end": 3, "kind": "delayed", "text": "jitter 5 ms"}],
+        },
+        # Two lines that say the same are one span.
+        {
+            "name": "link 1",
+            "spans": [{"begin": 2, "end": 4, "kind": "down", "text": "down, +20 ms"}],
+        },
+        {
+            "name": "link 2",
+            "spans": [{"begin": 3, "end": 4, "kind": "narrow", "text": "2.5 Gb/s"}],
+        },
+    ]
+
+
+def test_seconds_are_placed_by_the_adaptive_contender() -> None:
+    trace = trace_of(
+        '{"at_seconds": 0.6, "links": {"1": {"delay_ms": 20}}}',
+        '{"at_seconds": 1.2, "links": {}}',
+        '{"at_seconds": 9, "links": {"1": {"delay_ms": 5}}}',
+    )
+    (lane,) = data_of(render_page(FOUND, trace, "a trace"))["lanes"]
+    assert [(each["begin"], each["end"]) for each in lane["spans"]] == [(1.5, 2.5)]
+
+
+def test_replicas_and_reductions_have_lanes() -> None:
+    line = (
+        '{"at_iteration": 1, "links": {"1@1": {"delay_ms": 20}},'
+        ' "reductions": {"2": {"delay_ms": 90}}}'
+    )
+    lanes = data_of(render_page(FOUND, trace_of(line, replicas=2), "a trace", 2))["lanes"]
+    assert [lane["name"] for lane in lanes] == ["link 1 of replica 1", "reduction of stage 2"]
+    assert lanes[1]["spans"][0]["text"] == "+90 ms"
+
+
+def test_it_loads_nothing_and_no_text_becomes_markup() -> None:
+    page = render_page(FOUND, FAULT, "</script><i>x<!--")
+    assert page.count("</script>") == 2
+    assert "<i>x" not in page and "<b>late" not in page and "<!--" not in page
+    assert data_of(page)["title"] == "</script><i>x<!--"
+    assert "innerHTML" not in page
+    for reference in ("src=", "href=", "@import", "url(", "fetch("):
+        assert reference not in page, reference
+    assert page.count("http") == page.count("http://www.w3.org/2000/svg") == 1
+    for needed in ("prefers-color-scheme: dark", "width=device-width", "ArrowLeft", "tabindex"):
+        assert needed in page, needed
+
+
+def test_the_ending_of_the_file_chooses_the_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
+    trace, problem = tmp_path / "<trace>.jsonl", tmp_path / "problem.json"
+    trace.write_text('{"at_iteration": 2, "links": {"1": {"delay_ms": 40}}}')
+    problem.write_text(
+        Problem(microbatches=4, stages=(times,) * 3, links=(Link(delay=1),) * 2).model_dump_json(
+            exclude_none=True
+        )
+    )
+    command = ["replay", str(trace), str(problem), "--iterations", "6"]
+    page, fields, text, other = (tmp_path / name for name in ("a.HTML", "a.json", "a.txt", "a"))
+    for path in (page, fields, text, other):
+        assert main([*command, "--out", str(path)]) == 0
+    data = data_of(page.read_text())
+    assert data["title"] == "<trace>.jsonl, problem.json"
+    assert [len(each["steps"]) for each in data["contenders"]] == [6] * 5
+    assert set(json.loads(fields.read_text())) == {"contenders", "changes"}
+    assert text.read_text() == other.read_text()
+    assert text.read_text().startswith("6 iterations, simulated")
+    assert main([*command, "--out", str(fields), "--output", "html"]) == 0
+    assert fields.read_text() == page.read_text()
+    assert main([*command, "--out", str(tmp_path / "a.png")]) == 2
+    assert "a.png; a replay is written as text, json, html" in capsys.readouterr().err
