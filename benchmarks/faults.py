@@ -1,14 +1,15 @@
 """Whether what a job promises about faults holds when they follow each other for an hour.
 
-    python benchmarks/faults.py [--seconds 3600] [--faults 120] [--seed 0] [--out FOLDER]
-                                [--json FILE] [--check]
+    python benchmarks/faults.py [--seconds 3600 | --iterations N] [--faults 120] [--seed 0]
+                                [--out FOLDER] [--json FILE] [--check]
 
 Runs a small GPT, 2 stages × 2 replicas, under ``pipemorph run``: first undisturbed, for nine
 tenths of the time, then as many iterations again with faults, of which one follows the other. A
 quarter each, in drawn order, at drawn iterations:
 
 kill    a drawn rank gets SIGKILL at a drawn moment of the iteration
-stop    the same with SIGSTOP; spec.failurePolicy.hangSeconds is 3
+stop    the same with SIGSTOP; spec.failurePolicy.hangSeconds is 3, or three times the longest
+        undisturbed iteration where that is more
 link    messages of a drawn replica's link take 10 to 60 ms more, for a fifth of the time until the
         next fault
 port    a connection of a drawn replica's link is cut: the direct route, the engine's control
@@ -31,6 +32,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import shutil
@@ -45,15 +47,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from recovery import DEADLINE, REPLICAS, STAGES, Run, losses, manifest
+from recovery import REPLICAS, STAGES, Run, losses, manifest
 
 from pipemorph.exits import progress_file
 
 KINDS = ("kill", "stop", "link", "port")
 GOODPUT = 0.85
-HANG_SECONDS = 3
+HANG_SECONDS, HANG_OVER_LONGEST = 3, 3.0
 UNDISTURBED_SHARE = 0.9
 """Time of the undisturbed run over that of the one with faults."""
+MOST_ITERATIONS = 1_000_000
+"""Of a run that is ended by its time."""
 CHECKPOINT_EVERY, CHECKPOINTS = 100, 2
 SETTLED = 16
 """Iterations before the first fault."""
@@ -65,6 +69,9 @@ RESIDENT_BYTES = 32 << 20
 would be seen in 120."""
 FILES, THREADS = 4, 2
 """So many open files and threads more at the end are no leak: some are open for a moment."""
+DEADLINE = 600.0
+"""Seconds without an iteration after which a run is given up. Beside other work even the imports
+take minutes."""
 END_SECONDS = 10.0
 """Time for processes to end after the host has."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -124,11 +131,10 @@ def drawn(count: int, iterations: int, draw: random.Random) -> list[Fault]:
     return faults
 
 
-def job(folder: Path, iterations: int, restarts: int, **spec: Any) -> dict[str, Any]:
-    made = manifest(iterations, restarts, folder, CHECKPOINT_EVERY)
+def job(folder: Path, iterations: int, policy: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    made = manifest(iterations, 0, folder, CHECKPOINT_EVERY)
     # There are more ranks than processors, and plans shall follow slow links all the same.
-    made["spec"] |= {"adaptation": {"crowdedHosts": True}, **spec}
-    made["spec"]["failurePolicy"]["hangSeconds"] = HANG_SECONDS
+    made["spec"] |= {"adaptation": {"crowdedHosts": True}, "failurePolicy": policy, **spec}
     made["spec"]["checkpoint"]["keep"] = CHECKPOINTS
     return made
 
@@ -253,10 +259,13 @@ def descendants(root: int) -> Iterator[tuple[int, str]]:
             yield pid, Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def undisturbed(folder: Path, seconds: float, restarts: int) -> tuple[Watched, dict[str, Any]]:
-    """The job without faults, ended after so many seconds."""
-    limit = {"activeDeadlineSeconds": round(seconds)}
-    watched = Watched.start(folder, job(folder, 1_000_000, restarts, **limit))
+def undisturbed(
+    folder: Path, seconds: float, iterations: int | None, restarts: int
+) -> tuple[Watched, dict[str, Any]]:
+    """The job without faults, ended after so many iterations, or else seconds."""
+    limit = {"activeDeadlineSeconds": math.ceil(seconds)} if iterations is None else {}
+    made = job(folder, iterations or MOST_ITERATIONS, {"maxRestarts": restarts}, **limit)
+    watched = Watched.start(folder, made)
     watched.await_done(SETTLED)
     host = watched.run.host
     while host.poll() is None:
@@ -266,18 +275,25 @@ def undisturbed(folder: Path, seconds: float, restarts: int) -> tuple[Watched, d
     # The last look may have found the ranks ended.
     watched.held = [each for each in watched.held if each.iteration]
     report = watched.run.report()
-    if report["end"] != "deadline" or len(report["iterations"]) < 2 * SETTLED:
-        raise SystemExit(f"the undisturbed run did not train for {seconds:g} s:\n{watched.tail()}")
+    if report["end"] not in ("deadline", "completed"):
+        raise SystemExit(f"the undisturbed run failed:\n{watched.tail()}")
     return watched, report
 
 
 def disturbed(
-    folder: Path, iterations: int, faults: list[Fault], usual: float, draw: random.Random
+    folder: Path,
+    iterations: int,
+    faults: list[Fault],
+    *,
+    usual: float,
+    hang_seconds: int,
+    draw: random.Random,
 ) -> tuple[Watched, dict[str, Any], list[tuple[str, float]]]:
     """The job with faults, and when its ranks were struck: wall clock. ``usual``: seconds of an
     iteration."""
     entries = [entry for fault in faults for entry in fault.entries()]
-    watched = Watched.start(folder, job(folder, iterations, len(faults), faults=entries))
+    policy = {"maxRestarts": len(faults), "hangSeconds": hang_seconds}
+    watched = Watched.start(folder, job(folder, iterations, policy, faults=entries))
     struck = []
     for fault in faults:
         watched.await_done(fault.iteration)
@@ -347,14 +363,23 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     """Both runs, and a line for each thing that has to hold, the goodput last; and figures."""
     draw = random.Random(options.seed)
     seconds = options.seconds * UNDISTURBED_SHARE
-    calm, usual = undisturbed(folder / "undisturbed", seconds, options.faults)
+    calm, usual = undisturbed(folder / "undisturbed", seconds, options.iterations, options.faults)
     loads = [os.getloadavg()[1]]
     left = calm.left()
     times = {each["index"]: each["seconds"] for each in usual["iterations"]}
     typical = median(times.values())
     iterations = max(times) + 1
     faults = drawn(options.faults, iterations, draw)
-    watched, report, struck = disturbed(folder / "faults", iterations, faults, typical, draw)
+    # The first ones test the split of the backward, and do so in every generation.
+    hang_seconds = max(HANG_SECONDS, math.ceil(HANG_OVER_LONGEST * max(times.values())))
+    watched, report, struck = disturbed(
+        folder / "faults",
+        iterations,
+        faults,
+        usual=typical,
+        hang_seconds=hang_seconds,
+        draw=draw,
+    )
     loads.append(os.getloadavg()[1])
     left += watched.left()
 
@@ -362,11 +387,16 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     wall = report["ended_at"] - report["started_at"]
     goodput = typical * iterations / wall
     print(f"{iterations} iterations of {STAGES} stages x {REPLICAS} replicas, {wall:.0f} s")
-    print(f"faults: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}")
+    print(f"faults: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", end="")
+    print(
+        f"; hangSeconds {hang_seconds}, longest undisturbed iteration {max(times.values()):.2f} s"
+    )
     print(f"load average of five minutes after each run: {loads[0]:.1f}, {loads[1]:.1f}")
     took: dict[str, list[float]] = {"kill": [], "stop": []}
-    for (kind, at), recovery in zip(struck, recoveries, strict=False):
-        if recovery["seconds"] is not None:
+    for recovery in recoveries:
+        before = [each for each in struck if each[1] <= recovery["lost_at"] + 0.05]
+        if before and recovery["seconds"] is not None:
+            kind, at = before[-1]
             took[kind].append(recovery["lost_at"] + recovery["seconds"] - at)
     for kind, seen in took.items():
         if seen:
@@ -432,6 +462,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=3600, help="of the run with faults, about")
+    parser.add_argument("--iterations", type=int, help="so many instead")
     parser.add_argument("--faults", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
