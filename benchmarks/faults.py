@@ -29,6 +29,7 @@ iteration was repeated or something is left; with --check also if the goodput is
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import json
@@ -166,7 +167,10 @@ class Watched:
     def start(folder: Path, made: dict[str, Any]) -> Watched:
         # Short, as sockets may be in it.
         temporary = Path(tempfile.mkdtemp(prefix="pipemorph-faults-"))
-        return Watched(Run(folder, made, {"TMPDIR": str(temporary)}), temporary)
+        run = Run(folder, made, {"TMPDIR": str(temporary)})
+        # Whatever ends this program. The host's own helper then ends its ranks.
+        atexit.register(run.host.kill)
+        return Watched(run, temporary)
 
     def done(self) -> int:
         """Iterations that any rank has finished."""
