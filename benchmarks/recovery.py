@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,16 +70,21 @@ def manifest(
 
 
 class Run:
-    """One ``pipemorph run`` in ``folder``."""
+    """One ``pipemorph run`` in ``folder``. ``env``: of the host, beside this process's own."""
 
-    def __init__(self, folder: Path, job: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, job: dict[str, Any], env: Mapping[str, str] | None = None
+    ) -> None:
         folder.mkdir(parents=True)
         (folder / "job.json").write_text(json.dumps(job))
         self.out = folder / "out"
         command = [sys.executable, "-m", "pipemorph.cli", "run", str(folder / "job.json")]
         self._log = (folder / "log").open("w+b")
         self.host = subprocess.Popen(
-            [*command, "--out", str(self.out)], stdout=self._log, stderr=subprocess.STDOUT
+            [*command, "--out", str(self.out)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | (env or {}),
         )
 
     def said(self) -> str:
@@ -87,6 +93,9 @@ class Run:
     def finish(self) -> dict[str, Any]:
         if self.host.wait(3600) != 0:
             raise SystemExit(f"the run failed:\n{self.said()[-4000:]}")
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((self.out / "report.json").read_text())
         return report
 

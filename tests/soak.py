@@ -5,7 +5,7 @@ Here the same tests get far more of each, drawn anew, and tests marked ``soak`` 
 test`` leaves out. Run it before a change to anything it covers is called done. The table goes to
 build/soak/table.md as well.
 
-    python tests/soak.py                   everything, about an hour on two cores
+    python tests/soak.py                   everything, about three hours on two cores
     python tests/soak.py fuzz mutants      some of it
     PIPEMORPH_SOAK_FACTOR=8 make soak      eight times as much of what can be drawn
 """
@@ -24,6 +24,7 @@ from gate import parts
 OUT = parts.ROOT / "build" / "soak"
 PATIENT = ("-o", "timeout=3600")
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
+FAULTS = "tests/trainer/runs/test_fault_hour.py"
 
 
 def times(n: int) -> str:
@@ -51,7 +52,11 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["tests/core", "tests/operator", "tests/trainer", "-m", "hypothesis"],
         {"PIPEMORPH_TEST_EXAMPLES": times(10)},
     ),
-    "long tests": (["-m", "soak"], {}),
+    "faults": (
+        [FAULTS, "-m", "soak"],
+        {"PIPEMORPH_FAULT_SECONDS": times(3600)},
+    ),
+    "long tests": (["-m", "soak", f"--ignore={FAULTS}"], {}),
 }
 """What each part runs, as pytest's arguments, and how much of it."""
 

@@ -25,6 +25,7 @@ from pipemorph.api.spec import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
@@ -246,20 +247,35 @@ def survive(
     each with the folder. Returns what the ranks of the last one return, and what every generation
     after the first has gone on with."""
     folder.mkdir()
+    words: list[dict[str, Any]] = []
+
+    def read(generation: int) -> None:
+        """The word of a generation, which is in place of those before."""
+        (path,) = folder.glob("resumed.*")
+        assert path.name == f"resumed.generation-{generation}"
+        words.append(json.loads(path.read_text()))
+
     for generation, (rank, moment, iteration) in enumerate(kills):
         context = {"kept_dir": folder, "generation": generation}
         ended = Ranks(
             case.ranks, train, case, {rank: (moment, iteration)}, checkpoints, context=context
         ).wait()
         assert ended[rank].exitcode == -signal.SIGKILL, (kills[generation], ended[rank])
+        read(generation)
         lose(generation, folder)
     context = {"kept_dir": folder, "generation": len(kills)}
     found = run_ranks(case.ranks, train, case, {}, checkpoints, context=context)
-    words = [
-        json.loads((folder / f"resumed.generation-{generation + 1}").read_text())
-        for generation in range(len(kills))
-    ]
-    return found, words
+    read(len(kills))
+    return found, words[1:]
+
+
+def test_a_word_is_in_place_of_the_last_one(tmp_path: Path) -> None:
+    """The folder is memory, and generations may be many."""
+    (tmp_path / "rank-0.generation-0").mkdir()
+    for generation in range(3):
+        leave_word(tmp_path, generation, Resumed(generation, "kept"))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank-0.generation-0", "resumed.generation-2"]
 
 
 def lose(*ranks: int) -> Callable[[int, Path], None]:

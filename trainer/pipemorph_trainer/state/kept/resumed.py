@@ -44,11 +44,14 @@ class Resumed(NamedTuple):
 
 def leave_word(folder: Path, generation: int, resumed: Resumed) -> None:
     """Write where the state of this generation comes from, for the host:
-    ``resumed.generation-<G>``, JSON."""
+    ``resumed.generation-<G>``, JSON. In place of those of earlier generations: it takes memory."""
     path = folder / f"resumed.generation-{generation}"
     unfinished = path.with_suffix(".unfinished")
     try:
         unfinished.write_text(json.dumps(resumed._replace(unreported=())._asdict()))
         unfinished.rename(path)
+        for earlier in folder.glob("resumed.generation-*"):
+            if earlier != path:
+                earlier.unlink()
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror)

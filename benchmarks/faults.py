@@ -1,0 +1,492 @@
+"""Whether what a job promises about faults holds when they follow each other for an hour.
+
+    python benchmarks/faults.py [--seconds 3600 | --iterations N] [--faults 120] [--seed 0]
+                                [--out FOLDER] [--json FILE] [--check]
+
+Runs a small GPT, 2 stages × 2 replicas, under ``pipemorph run``: first undisturbed, for nine
+tenths of the time, then as many iterations again with faults, of which one follows the other. A
+quarter each, in drawn order, at drawn iterations:
+
+kill    a drawn rank gets SIGKILL at a drawn moment of the iteration
+stop    the same with SIGSTOP; spec.failurePolicy.hangSeconds is 3, or three times the longest
+        undisturbed iteration where that is more
+link    messages of a drawn replica's link take 10 to 60 ms more, for a fifth of the time until the
+        next fault
+port    a connection of a drawn replica's link is cut: the direct route, the engine's control
+        connection or its data path. On this machine it is a lost connection, not an RDMA port
+
+Faults come at iterations, so each has been recovered from before the next one, and none comes
+before the ranks have finished an iteration. A data path is cut only where it carries the link,
+after the direct route was cut; a cut direct route is back when the ranks have started again.
+
+Prints how often each fault came and what it cost, the goodput, whether all losses are the same to
+the bit, and what of the run grew or was left: processes, memory, files, shared memory. The goodput
+held to the goal is the undisturbed median times the iterations, over the time of the run; that of
+``report.json`` counts slow iterations as useful. Exits 1 if losses differ, a fault did not come, an
+iteration was repeated or something is left; with --check also if the goodput is too low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from recovery import REPLICAS, STAGES, Run, losses, manifest
+
+from pipemorph.exits import progress_file
+
+KINDS = ("kill", "stop", "link", "port")
+GOODPUT = 0.85
+HANG_SECONDS, HANG_OVER_LONGEST = 3, 3.0
+UNDISTURBED_SHARE = 0.9
+"""Time of the undisturbed run over that of the one with faults."""
+MOST_ITERATIONS = 1_000_000
+"""Of a run that is ended by its time."""
+CHECKPOINT_EVERY, CHECKPOINTS = 100, 2
+SETTLED = 16
+"""Iterations before the first fault."""
+LEAST_APART = 10
+"""Iterations from one fault to the next."""
+DELAY_MS = (10.0, 60.0)
+RESIDENT_BYTES = 32 << 20
+"""By how much more the memory of the host may grow with faults than without them. 300 kB a fault
+would be seen in 120."""
+FILES, THREADS = 4, 2
+"""So many open files and threads more at the end are no leak: some are open for a moment."""
+DEADLINE = 600.0
+"""Seconds without an iteration after which a run is given up. Beside other work even the imports
+take minutes."""
+END_SECONDS = 10.0
+"""Time for processes to end after the host has."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Fault(NamedTuple):
+    """``link``: of this replica; else ``rank``. ``length``: iterations."""
+
+    kind: str
+    iteration: int
+    who: int
+    length: int = 1
+    delay_ms: float = 0.0
+    severs: tuple[str, ...] = ()
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Of ``spec.faults``."""
+        effects = [{"delayMs": self.delay_ms}] if self.kind == "link" else []
+        for at, effect in enumerate([*effects, *({"sever": what} for what in self.severs)]):
+            # The second cut needs messages on the route that follows the first.
+            first = self.iteration + 3 * at
+            bounds = {"fromIteration": first, "toIteration": first + self.length}
+            yield {"link": 0, "replica": self.who, **bounds, **effect}
+
+
+def drawn(count: int, iterations: int, draw: random.Random) -> list[Fault]:
+    """``count`` faults, in the order of their iterations."""
+    kinds = list((KINDS * count)[:count])
+    draw.shuffle(kinds)
+    apart = (iterations - SETTLED) // count
+    if apart < LEAST_APART:
+        raise SystemExit(
+            f"{iterations} iterations are too few for {count} faults, which are at least "
+            f"{LEAST_APART} apart: give more --seconds or fewer --faults"
+        )
+    faults = []
+    cut: set[int] = set()
+    """Replicas whose direct route is gone until the ranks start again."""
+    for number, kind in enumerate(kinds):
+        at = SETTLED + number * apart + draw.randrange(apart // 2)
+        if kind in ("kill", "stop"):
+            faults.append(Fault(kind, at, draw.randrange(STAGES * REPLICAS)))
+            cut.clear()
+            continue
+        replica = draw.randrange(REPLICAS)
+        if kind == "link":
+            delay = round(draw.uniform(*DELAY_MS), 1)
+            faults.append(Fault(kind, at, replica, max(2, apart // 5), delay_ms=delay))
+            continue
+        choices = [("control",), ("data",)]
+        if replica not in cut:
+            choices = [("control",), ("direct",), ("direct", "data")]
+        severs = draw.choice(choices)
+        if "direct" in severs:
+            cut.add(replica)
+        faults.append(Fault(kind, at, replica, severs=severs))
+    return faults
+
+
+def job(folder: Path, iterations: int, policy: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    made = manifest(iterations, 0, folder, CHECKPOINT_EVERY)
+    # There are more ranks than processors, and plans shall follow slow links all the same.
+    made["spec"] |= {"adaptation": {"crowdedHosts": True}, "failurePolicy": policy, **spec}
+    made["spec"]["checkpoint"]["keep"] = CHECKPOINTS
+    return made
+
+
+class Held(NamedTuple):
+    """What a run holds while it trains. Without the ranks, but with their copies."""
+
+    iteration: int
+    resident: int
+    files: int
+    threads: int
+    processes: int
+    """With the ranks."""
+    shared_files: int
+    shared_bytes: int
+
+
+@dataclass
+class Watched:
+    """A run, and what it holds. Its temporary files are in a folder of its own."""
+
+    run: Run
+    temporary: Path
+    held: list[Held] = field(default_factory=list)
+    shared: set[Path] = field(default_factory=set)
+    """Its folders in shared memory."""
+
+    @staticmethod
+    def start(folder: Path, made: dict[str, Any]) -> Watched:
+        # Short, as sockets may be in it.
+        temporary = Path(tempfile.mkdtemp(prefix="pipemorph-faults-"))
+        run = Run(folder, made, {"TMPDIR": str(temporary)})
+        # Whatever ends this program. The host's own helper then ends its ranks.
+        atexit.register(run.host.kill)
+        return Watched(run, temporary)
+
+    def done(self) -> int:
+        """Iterations that any rank has finished."""
+        counts = [0]
+        for file in self.temporary.glob(f"pipemorph-run-*/{progress_file(0)[:-1]}*"):
+            with contextlib.suppress(FileNotFoundError):
+                counts.append(int.from_bytes(file.read_bytes(), "little"))
+        return max(counts)
+
+    def await_done(self, count: int) -> None:
+        """Wait until a rank has finished that many."""
+        end, before = time.monotonic() + DEADLINE, self.done()
+        while (done := self.done()) < count:
+            if self.run.host.poll() is not None:
+                raise SystemExit(f"the run ended before iteration {count}:\n{self.tail()}")
+            if done > before:
+                end, before = time.monotonic() + DEADLINE, done
+            if time.monotonic() > end:
+                self.run.host.kill()
+                raise SystemExit(f"no iteration after {done} for {DEADLINE:g} s:\n{self.tail()}")
+            time.sleep(0.005)
+
+    def tail(self) -> str:
+        return self.run.said()[-4000:]
+
+    def look(self) -> None:
+        """Take down what it holds."""
+        host = self.run.host.pid
+        family = {host: "host"} | dict(descendants(host))
+        resident = files = threads = 0
+        for pid, name in family.items():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    _, found, rest = line.partition("/dev/shm/pipemorph")
+                    if found:
+                        self.shared.add(Path(found + rest.split("/")[0]))
+                if name == "host" or (parent(pid) == host and not name.startswith("rank-")):
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    values = dict(line.split(":", 1) for line in status.splitlines())
+                    resident += int(values.get("VmRSS", "0 kB").split()[0]) << 10
+                    threads += int(values["Threads"])
+                    files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        kept = [path for root in self.shared for path in root.rglob("*") if path.is_file()]
+        sizes = [size for path in kept if (size := _size(path)) is not None]
+        held = (resident, files, threads, len(family), len(sizes), sum(sizes))
+        self.held.append(Held(self.done(), *held))
+
+    def left(self) -> list[str]:
+        """What is left after its end. Removes its folder for temporary files."""
+        end = time.monotonic() + END_SECONDS
+        while (running := list(descendants(os.getpid()))) and time.monotonic() < end:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.05)
+        left = [f"process {pid} ({name})" for pid, name in running]
+        left += [str(path) for path in self.shared if path.exists()]
+        # torch's cache is one for all programs of a user.
+        left += [str(p) for p in self.temporary.iterdir() if "torchinductor" not in p.name]
+        saved = sorted((self.run.out.parent / "checkpoints").iterdir())
+        if len(saved) > CHECKPOINTS:
+            left += [str(path) for path in saved]
+        if not left:
+            shutil.rmtree(self.temporary)
+        return left
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def parent(pid: int) -> int:
+    """Raises OSError if it is gone."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descendants(root: int) -> Iterator[tuple[int, str]]:
+    """Processes below ``root``, with their names."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            below.setdefault(parent(int(entry.name)), []).append(int(entry.name))
+    todo = below.get(root, [])
+    while todo:
+        pid = todo.pop()
+        todo += below.get(pid, [])
+        with contextlib.suppress(OSError):
+            yield pid, Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def undisturbed(
+    folder: Path, seconds: float, iterations: int | None, restarts: int
+) -> tuple[Watched, dict[str, Any]]:
+    """The job without faults, ended after so many iterations, or else seconds."""
+    limit = {"activeDeadlineSeconds": math.ceil(seconds)} if iterations is None else {}
+    made = job(folder, iterations or MOST_ITERATIONS, {"maxRestarts": restarts}, **limit)
+    watched = Watched.start(folder, made)
+    watched.await_done(SETTLED)
+    host = watched.run.host
+    while host.poll() is None:
+        watched.look()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            host.wait(max(1.0, seconds / 60))
+    # The last look may have found the ranks ended.
+    watched.held = [each for each in watched.held if each.iteration]
+    report = watched.run.report()
+    if report["end"] not in ("deadline", "completed"):
+        raise SystemExit(f"the undisturbed run failed:\n{watched.tail()}")
+    return watched, report
+
+
+def disturbed(
+    folder: Path,
+    iterations: int,
+    faults: list[Fault],
+    *,
+    usual: float,
+    hang_seconds: int,
+    draw: random.Random,
+) -> tuple[Watched, dict[str, Any], list[tuple[str, float]]]:
+    """The job with faults, and when its ranks were struck: wall clock. ``usual``: seconds of an
+    iteration."""
+    entries = [entry for fault in faults for entry in fault.entries()]
+    policy = {"maxRestarts": len(faults), "hangSeconds": hang_seconds}
+    watched = Watched.start(folder, job(folder, iterations, policy, faults=entries))
+    struck = []
+    for fault in faults:
+        watched.await_done(fault.iteration)
+        watched.look()
+        if fault.kind not in ("kill", "stop"):
+            continue
+        time.sleep(draw.random() * usual)
+        pid = watched.run.rank(fault.who)
+        if pid is None:
+            raise SystemExit(f"rank {fault.who} does not run:\n{watched.tail()}")
+        struck.append((fault.kind, time.time()))
+        os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    watched.await_done(iterations - LEAST_APART // 2)
+    watched.look()
+    return watched, watched.run.finish(), struck
+
+
+def cuts(out: Path) -> Counter[str]:
+    """Connections that ranks say they have cut."""
+    found: Counter[str] = Counter()
+    for log in (out / "logs").glob("rank-*.log"):
+        for line in log.read_text(errors="replace").splitlines():
+            _, said, rest = line.partition("fault trace cuts the ")
+            if said:
+                found[rest.split()[0]] += 1
+    return found
+
+
+def growth(with_faults: Watched, without: Watched) -> list[tuple[str, bool]]:
+    """What the run with faults held more at its end than at its beginning, and whether it may."""
+    # The first faults load what only recoveries need.
+    first, last = with_faults.held[min(4, len(with_faults.held) // 2)], with_faults.held[-1]
+    begin, end = without.held[len(without.held) // 8], without.held[-1]
+    per_iteration = (end.resident - begin.resident) / max(1, end.iteration - begin.iteration)
+    by_design = max(0.0, per_iteration) * (last.iteration - first.iteration)
+    grown = last.resident - first.resident - by_design
+    least, most = (each(h.shared_bytes for h in with_faults.held) for each in (min, max))
+    return [
+        (
+            f"memory of the host and its helpers: {first.resident >> 20} MiB after "
+            f"{first.iteration} iterations, {last.resident >> 20} after {last.iteration}; of that "
+            f"{by_design / 2**20:.1f} as without faults ({per_iteration:.0f} B an iteration), "
+            f"{grown / 2**20:.1f} more",
+            grown <= RESIDENT_BYTES,
+        ),
+        (
+            f"their open files: {first.files}, {last.files}",
+            last.files <= first.files + FILES,
+        ),
+        (
+            f"their threads: {first.threads}, {last.threads}",
+            last.threads <= first.threads + THREADS,
+        ),
+        (
+            f"processes of the run: {first.processes}, {last.processes}",
+            last.processes <= first.processes,
+        ),
+        (
+            f"files in shared memory: {first.shared_files}, {last.shared_files}; least and most "
+            f"bytes {least}, {most}",
+            0 < last.shared_files <= first.shared_files + FILES,
+        ),
+    ]
+
+
+def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, bool]], Any]:
+    """Both runs, and a line for each thing that has to hold, the goodput last; and figures."""
+    draw = random.Random(options.seed)
+    seconds = options.seconds * UNDISTURBED_SHARE
+    calm, usual = undisturbed(folder / "undisturbed", seconds, options.iterations, options.faults)
+    loads = [os.getloadavg()[1]]
+    left = calm.left()
+    times = {each["index"]: each["seconds"] for each in usual["iterations"]}
+    typical = median(times.values())
+    iterations = max(times) + 1
+    faults = drawn(options.faults, iterations, draw)
+    # The first ones test the split of the backward, and do so in every generation.
+    hang_seconds = max(HANG_SECONDS, math.ceil(HANG_OVER_LONGEST * max(times.values())))
+    watched, report, struck = disturbed(
+        folder / "faults",
+        iterations,
+        faults,
+        usual=typical,
+        hang_seconds=hang_seconds,
+        draw=draw,
+    )
+    loads.append(os.getloadavg()[1])
+    left += watched.left()
+
+    counts, recoveries = Counter(fault.kind for fault in faults), report["recoveries"]
+    wall = report["ended_at"] - report["started_at"]
+    goodput = typical * iterations / wall
+    print(f"{iterations} iterations of {STAGES} stages x {REPLICAS} replicas, {wall:.0f} s")
+    print(f"faults: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", end="")
+    print(
+        f"; hangSeconds {hang_seconds}, longest undisturbed iteration {max(times.values()):.2f} s"
+    )
+    print(f"load average of five minutes after each run: {loads[0]:.1f}, {loads[1]:.1f}")
+    took: dict[str, list[float]] = {"kill": [], "stop": []}
+    for recovery in recoveries:
+        before = [each for each in struck if each[1] <= recovery["lost_at"] + 0.05]
+        if before and recovery["seconds"] is not None:
+            kind, at = before[-1]
+            took[kind].append(recovery["lost_at"] + recovery["seconds"] - at)
+    for kind, seen in took.items():
+        if seen:
+            print(
+                f"{kind}: to the end of the next iteration, median {median(seen):.2f} s, "
+                f"worst {max(seen):.2f} s"
+            )
+    found = {each["index"]: each["seconds"] for each in report["iterations"]}
+    slow = {
+        index
+        for fault in faults
+        if fault.kind == "link"
+        for index in range(fault.iteration, fault.iteration + fault.length)
+    }
+    struck_at = {each["went_on_with"] for each in recoveries}
+    quiet = median(t for index, t in found.items() if index not in slow | struck_at)
+    print(f"iterations, median: undisturbed {typical:.3f} s, between faults {quiet:.3f} s", end="")
+    if delayed := [t for index, t in found.items() if index in slow]:
+        print(f", with a slow link {median(delayed):.3f} s", end="")
+    print(f"\n{len(report['adaptations'])} changes of plan; cut: {dict(cuts(watched.run.out))}")
+    print(f"goodput of the report {report['goodput']:.3f}; undisturbed {usual['goodput']:.3f}")
+    print(f"with the median between faults {quiet * iterations / wall:.3f}")
+
+    expected, same = losses(usual), losses(report)
+    differ = [index for index, loss in same.items() if loss != expected.get(index)]
+    wanted = Counter(what for fault in faults for what in fault.severs)
+    # The host hears of some of the last iterations before a failure from nobody.
+    unheard = iterations - len(same)
+    repeated = [each["repeated"] for each in recoveries]
+    rungs = Counter(each["rung"] for each in recoveries)
+    hard = [
+        (f"losses of {len(same)} iterations ({unheard} unheard), differing: {differ}", not differ),
+        (f"iterations unheard, at most 2 a failure: {unheard}", unheard <= 2 * len(struck)),
+        (
+            f"{len(recoveries)} recoveries of {len(struck)} struck ranks, {dict(rungs)}, in "
+            f"{len(report['attempts'])} attempt",
+            set(rungs) <= {"generation"}
+            and len(recoveries) == len(struck)
+            and len(report["attempts"]) == 1,
+        ),
+        (f"finished iterations repeated: {sum(r or 0 for r in repeated)}", not any(repeated)),
+        (f"connections cut: {dict(wanted)}", cuts(watched.run.out) == wanted),
+        *growth(watched, calm),
+        (f"left after the end: {', '.join(left) or 'nothing'}", not left),
+    ]
+    figures = {
+        "wall": wall,
+        "iterations": iterations,
+        "goodput": goodput,
+        "reported_goodput": report["goodput"],
+        "seconds": took,
+        "load": loads,
+        "held": [each._asdict() for each in watched.held],
+        "held_undisturbed": [each._asdict() for each in calm.held],
+        "faults": [each._asdict() for each in faults],
+    }
+    soft = (f"goodput, undisturbed median x iterations / time ≥ {GOODPUT:g}: {goodput:.3f}",)
+    return [*hard, (*soft, goodput >= GOODPUT)], figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=3600, help="of the run with faults, about")
+    parser.add_argument("--iterations", type=int, help="so many instead")
+    parser.add_argument("--faults", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 if the goodput is too low")
+    options = parser.parse_args()
+    if options.faults < 1 or options.seconds < 1:
+        parser.error(f"--faults {options.faults} --seconds {options.seconds:g}: expected 1 or more")
+    folder = options.out or Path(tempfile.mkdtemp(prefix="pipemorph-faults-"))
+    print(f"reports: {folder}", flush=True)
+    # Orphans of a run become children of this process, so that none is missed.
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise SystemExit(f"prctl: {os.strerror(ctypes.get_errno())}")
+    goals, figures = measure(options, folder)
+    for text, holds in goals:
+        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    raise SystemExit(0 if all(h for _, h in (goals if options.check else goals[:-1])) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Faults that follow each other, for a minute and for an hour: ``benchmarks/faults.py`` holds all
+that is promised of each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
+
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks/faults.py"
+SECONDS = float(os.environ.get("PIPEMORPH_FAULT_SECONDS", "300"))
+"""`make soak` gives an hour."""
+SECONDS_APART = 30
+
+
+def disturbed(folder: Path, *options: str, deadline: float) -> dict[str, Any]:
+    """Run the benchmark, and return its figures. It fails if anything but the goodput does not
+    hold, and then says what."""
+    figures = folder / "figures.json"
+    command = [sys.executable, str(BENCHMARK), "--out", str(folder / "runs")]
+    benchmark = subprocess.Popen(
+        [*command, "--json", str(figures), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = benchmark.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        # It ends its run then.
+        benchmark.send_signal(signal.SIGINT)
+        said, _ = benchmark.communicate()
+    print(said)
+    assert benchmark.returncode == 0, said
+    found: dict[str, Any] = json.loads(figures.read_text())
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_one_fault_follows_the_other(tmp_path: Path) -> None:
+    found = disturbed(tmp_path, "--iterations", "56", "--faults", "4", deadline=280)
+    kinds = {fault["kind"] for fault in found["faults"]}
+    assert kinds == {"kill", "stop", "link", "port"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * SECONDS + 600)
+def test_an_hour_of_faults(tmp_path: Path) -> None:
+    faults = max(4, round(SECONDS / SECONDS_APART))
+    options = ("--seconds", str(SECONDS), "--faults", str(faults), "--check")
+    disturbed(tmp_path, *options, deadline=4 * SECONDS + 500)
