@@ -120,6 +120,7 @@ R_NODE_EXCLUDED = "NodeExcluded"
 R_NODE_ACCUSED = "LinksSlow"
 R_NODE_WELL = "LinksRecovered"
 R_IDLE_GPUS = "IdleGPUs"
+R_SMALL_SHM = "SmallSharedMemory"
 R_TTL = "TTLExpired"
 
 R_POD_REPLACED = "PodReplaced"

@@ -100,9 +100,12 @@ def make_app(
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
             elsewhere = refusal.status == HTTPStatus.MISDIRECTED_REQUEST
+            # Anybody may say it; it helps to find which machine has the wrong token.
+            rank = request.query.get("rank")
+            says = "" if rank is None else f" (says that it is rank {rank[:20]!a})"
             log.log(
-                logging.INFO if elsewhere else logging.WARNING, "refused %s for %s from %s: %s",
-                request.method, wanted, request.remote, refusal.reason,
+                logging.INFO if elsewhere else logging.WARNING, "refused %s for %s from %s%s: %s",
+                request.method, wanted, request.remote, says, refusal.reason,
             )  # fmt: skip
             # Disconnect unauthorized callers, and those whose next connection may lead elsewhere.
             reply = Reply.error(refusal.status, refusal.reason, owner=refusal.owner)

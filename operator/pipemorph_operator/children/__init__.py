@@ -2,6 +2,7 @@
 
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.children.objects import objects
+from pipemorph_operator.children.placement import shares_small_memory
 from pipemorph_operator.children.pod import idle_gpus
 
-__all__ = ["Attempt", "Unbuildable", "idle_gpus", "objects"]
+__all__ = ["Attempt", "Unbuildable", "idle_gpus", "objects", "shares_small_memory"]

@@ -11,6 +11,7 @@ from pipemorph.api.spec import FieldError
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import Attempt
+from pipemorph_operator.children.pod_template import given_pod
 
 SHM_VOLUME = "pipemorph-shm"
 SHM_PATH = "/dev/shm"
@@ -87,13 +88,29 @@ def _network(short: str) -> Object:
 
 def _shared_memory(spec: Object, trainer: Object, size: str) -> None:
     """Mount /dev/shm, unless the template mounts it; the preflight then checks its size."""
-    mounts = trainer.setdefault("volumeMounts", [])
-    if any(mount.get("mountPath", "").rstrip("/") == SHM_PATH for mount in mounts):
+    if _has_shared_memory(trainer):
         return
     spec.setdefault("volumes", []).append(
         {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
     )
-    mounts.append({"name": SHM_VOLUME, "mountPath": SHM_PATH})
+    mount = {"name": SHM_VOLUME, "mountPath": SHM_PATH}
+    trainer.setdefault("volumeMounts", []).append(mount)
+
+
+def _has_shared_memory(trainer: Object) -> bool:
+    mounts = trainer.get("volumeMounts", [])
+    return any(mount.get("mountPath", "").rstrip("/") == SHM_PATH for mount in mounts)
+
+
+def shares_small_memory(attempt: Attempt) -> bool:
+    """Whether the ranks of a pod share the /dev/shm that the container runtime makes, of 64 MiB
+    unless it is configured otherwise."""
+    job = attempt.job.spec
+    spec, trainer = given_pod(job.template)
+    given = (job.placement or Placement()).shared_memory is not None
+    # With hostIPC it is the host's.
+    given = given or bool(spec.get("hostIPC")) or _has_shared_memory(trainer)
+    return job.parallelism.ranks_per_pod > 1 and not given
 
 
 def _topology(spec: Object, topology: Topology, own: Object) -> None:

@@ -265,9 +265,8 @@ def metrics_port_name(local_rank: int) -> str:
 
 def idle_gpus(attempt: Attempt) -> int:
     """GPUs that the user's template requests for a pod, beyond one for each of its ranks."""
-    containers = ((attempt.job.spec.template or {}).get("spec") or {}).get("containers") or []
-    trainer: Object = next((c for c in containers if c.get("name") == CONTAINER), {})
-    limits = (trainer.get("resources") or {}).get("limits") or {}
+    _, trainer = pod_template.given_pod(attempt.job.spec.template)
+    limits = trainer.get("resources", {}).get("limits", {})
     found = [str(limits[name]) for name in GPU_RESOURCES if name in limits]
     gpus = sum(int(count) for count in found if count.isdecimal())
     return max(0, gpus - attempt.job.spec.parallelism.ranks_per_pod)

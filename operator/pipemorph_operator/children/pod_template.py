@@ -66,6 +66,13 @@ def pod_template(given: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def given_pod(template: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The spec of a valid template, and its container of the trainer; empty where it has none."""
+    spec: dict[str, Any] = without_nulls(template or {}).get("spec", {})
+    containers = spec.get("containers", [])
+    return spec, next((c for c in containers if c.get("name") == TRAINER_CONTAINER), {})
+
+
 def _check(value: Any, shape: Shape, where: str) -> None:
     if isinstance(shape, dict):
         if not isinstance(value, dict):

@@ -14,7 +14,13 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodCounts, condition
 from pipemorph.errors import InputError, one_line
 from pipemorph_operator import names
-from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, objects
+from pipemorph_operator.children import (
+    Attempt,
+    Unbuildable,
+    idle_gpus,
+    objects,
+    shares_small_memory,
+)
 from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
@@ -209,7 +215,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.status.pods = PodCounts(wanted=attempt.pods)
     if first:
         draft.out.counts.append("created")
-        _tell_idle_gpus(draft, attempt)
+        _tell_misfits(draft, attempt)
     draft.waiting(f"Job {attempt.name} was created")
     draft.mark(names.PREFLIGHT_PASSED, "Unknown", names.R_PREFLIGHT_UNKNOWN, "no rank has run")
     draft.created(number, attempt.name)
@@ -217,7 +223,8 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     return draft.done()
 
 
-def _tell_idle_gpus(draft: Draft, attempt: Attempt) -> None:
+def _tell_misfits(draft: Draft, attempt: Attempt) -> None:
+    """Tell once per job where its pods do not fit the ranks in them."""
     idle, ranks = idle_gpus(attempt), attempt.job.spec.parallelism.ranks_per_pod
     if idle:
         draft.emit(
@@ -226,6 +233,14 @@ def _tell_idle_gpus(draft: Draft, attempt: Attempt) -> None:
             f"spec.template requests {idle + ranks} GPUs for a pod, and a pod runs {ranks}"
             f" {'rank' if ranks == 1 else 'ranks'}, each on one GPU: {idle} stay idle; set"
             f" spec.parallelism.ranksPerPod to {idle + ranks}",
+        )
+    if shares_small_memory(attempt):
+        draft.emit(
+            "Warning",
+            names.R_SMALL_SHM,
+            f"the {ranks} ranks of a pod share the container runtime's /dev/shm, of 64 MiB unless"
+            " it is configured otherwise; NCCL and data loaders need more: set"
+            " spec.placement.sharedMemory, such as 16Gi, which counts as memory of the container",
         )
 
 

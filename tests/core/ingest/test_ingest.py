@@ -125,13 +125,18 @@ def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -
         async with client.session.post(f"{client.url}/v1/jobs/default/gpt/reports") as answer:
             assert answer.status == 401
         assert (await client.post(body(), token=TOKEN, job="nope"))[0] == 404
+        assert (await client.poll("rank=3", token="wrong"))[0] == 401
+        forged = "rank=7%27)%0Arefused%1B" + 99 * "x"
+        assert (await client.poll(forged, token="wrong"))[0] == 401
         assert job.sequences == []
 
     with caplog.at_level(logging.WARNING, logger="pipemorph.ingest"):
         serve(test, job)
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
-    assert len(refusals) == 9
-    assert "default/gpt" in refusals[0]
+    assert len(refusals) == 11
+    assert "default/gpt" in refusals[0] and "rank" not in refusals[0]
+    assert "from 127.0.0.1 (says that it is rank '3'): " in refusals[9]
+    assert '(says that it is rank "7\')\\nrefused\\x1bxxxxxxxx"): ' in refusals[10]
     assert "wrong" not in refusals[0], "a token is never logged"
 
 

@@ -27,7 +27,14 @@ from operator_objects import (
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, naming, objects
+from pipemorph_operator.children import (
+    Attempt,
+    Unbuildable,
+    idle_gpus,
+    naming,
+    objects,
+    shares_small_memory,
+)
 from pipemorph_operator.children.kept import memory_bytes
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
 from pipemorph_operator.cluster.job import read_job
@@ -247,6 +254,28 @@ def test_gpus_without_a_rank_are_counted(gpus: str, ranks: int, idle: int) -> No
     parallelism = EIGHT | {"ranksPerPod": ranks}
     made = attempt(parallelism=parallelism, template={"spec": {"containers": [container]}})
     assert idle_gpus(made) == idle
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "pod", "mounts", "small"),
+    [
+        (8, None, {}, [], True),
+        (8, None, {}, None, True),
+        (8, {"onePodPerNode": True}, {}, [{"name": "v", "mountPath": "/data"}], True),
+        (1, None, {}, [], False),
+        (8, {"sharedMemory": "8Gi"}, {}, [], False),
+        (8, None, {"hostIPC": True}, [], False),
+        (8, None, {}, [{"name": "v", "mountPath": "/dev/shm/"}], False),
+    ],
+)
+def test_a_small_shared_memory_of_several_ranks_is_seen(
+    ranks: int, placement: Any, pod: dict[str, Any], mounts: Any, small: bool
+) -> None:
+    container = {"name": "trainer", "image": "i", "volumeMounts": mounts}
+    spec = pod | {"containers": [container], "volumes": [{"name": "v", "emptyDir": {}}]}
+    more = {"placement": placement} if placement else {}
+    made = attempt(parallelism=EIGHT | {"ranksPerPod": ranks}, template={"spec": spec}, **more)
+    assert shares_small_memory(made) is small
 
 
 def test_the_service_gives_names_before_pods_are_ready() -> None:

@@ -327,7 +327,15 @@ def test_pods_of_several_ranks() -> None:
     world.jobs[0] = job_facts(0, stages=2, active=2, ready=2)
     world.settle()
     assert world.condition("Running") == ("True", "AllRanksReady")
-    assert world.events.count("IdleGPUs") == 1
+    assert world.events.count("IdleGPUs") == world.events.count("SmallSharedMemory") == 1
+
+
+def test_pods_of_one_rank_and_those_with_shared_memory_are_not_told_of_it() -> None:
+    for spec in ({}, {"parallelism": EIGHT, "placement": {"sharedMemory": "16Gi"}}):
+        world = World(body(**spec))
+        world.turn()
+        assert world.status["attempt"] == 0
+        assert "SmallSharedMemory" not in world.events
 
 
 SLOW = {

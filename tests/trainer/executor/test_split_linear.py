@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from float32_gradients import in_float32
 from gate import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -105,6 +106,34 @@ def test_a_weight_in_another_layout_keeps_it() -> None:
     run_weight_work(sink.work)
     same_bits(want, linear.weight.grad)
     assert want.stride() == linear.weight.grad.stride()
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_gradients_in_float32_add_up_as_autograds(layout: str) -> None:
+    """Of a weight that is used twice in each of two microbatches."""
+    torch.manual_seed(4)
+    linear = nn.Linear(IN, IN)
+    if layout == "columns":
+        linear.weight = nn.Parameter(torch.randn(IN, IN).t())
+    in_float32(linear)
+    batches = [torch.randn(60, IN).bfloat16().requires_grad_() for _ in range(2)]
+    grads = [torch.randn(60, IN).bfloat16() for _ in range(2)]
+    for x, grad in zip(batches, grads, strict=True):
+        linear(torch.tanh(linear(x))).backward(grad)
+    want = [p.grad for p in linear.parameters()]
+    linear.zero_grad()
+    sink = Sink()
+    for x, grad in zip(batches, grads, strict=True):
+        with Patch([Layer("linear", linear)], sink)():
+            y = linear(torch.tanh(linear(x)))
+        sink.work = []
+        y.backward(grad)
+        run_weight_work(sink.work)
+    for parameter, wanted in zip(linear.parameters(), want, strict=True):
+        assert wanted is not None and parameter.grad is not None
+        assert wanted.dtype is torch.float32
+        assert wanted.stride() == parameter.grad.stride()
+        same_bits(wanted, parameter.grad)
 
 
 def test_a_checkpoint_does_not_recompute_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from float32_gradients import in_float32, rounding
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
@@ -46,8 +47,14 @@ def entry(
     return train(context, folder, until, emulated=emulated, anonymous=anonymous)
 
 
-def accumulating(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
-    return train(context, folder, until, accumulated=4)
+def accumulating(
+    context: TrainerContext, folder: str, until: int, optimizer: str = "AdamW", low: bool = False
+) -> tuple[int, list[float]]:
+    return train(context, folder, until, accumulated=4, optimizer=optimizer, low=low)
+
+
+def stateless(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
+    return train(context, folder, until, accumulated=2, optimizer="SGD", low=True)
 
 
 def train(
@@ -58,29 +65,40 @@ def train(
     emulated: bool = False,
     anonymous: bool = False,
     accumulated: int = 1,
+    optimizer: str = "AdamW",
+    low: bool = False,
 ) -> tuple[int, list[float]]:
-    """Train with a checkpoint every two steps, and one of the optimizer every ``accumulated``."""
+    """Train with a checkpoint every two steps, and one of the optimizer every ``accumulated``.
+    ``low``: in bfloat16, with gradients in float32."""
     stages = context.world_size
     module: nn.Module = Layers(context.rank, stages)
     if anonymous:
         module = nn.Sequential(*module.layers.values())  # type: ignore[union-attr, arg-type]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    if low:
+        in_float32(module)
+    # SGD takes such gradients as they are.
+    if optimizer == "SGD":
+        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    else:
+        made = torch.optim.AdamW(module.parameters(), lr=0.05)
+        made = rounding(made) if low else made
     losses = []
     with Pipeline(
         EmulatedStage(0.001, 0.001, 0.001, 1024) if emulated else module,
         context=context,
         loss_fn=lambda output, target: (output - target).square().mean(),
         microbatches=MICROBATCHES,
-        optimizer=optimizer,
+        optimizer=made,
         checkpoint=Checkpoint(directory=folder, every=2),
     ) as pipe:
         for iteration in range(pipe.start_iteration, until):
             generator = torch.Generator().manual_seed(iteration)
             x = torch.randn(MICROBATCHES, WIDTH, generator=generator)
+            x = x.bfloat16() if low else x
             losses.append(float(pipe.step(x, target=x.flip(1))))
             if iteration % accumulated == accumulated - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+                made.step()
+                made.zero_grad()
     return pipe.start_iteration, losses
 
 
@@ -118,11 +136,21 @@ def test_resume_goes_on_to_the_bit(
 
 # Before the optimizer's first step, when it has no moments yet, and after it.
 @pytest.mark.parametrize("cut", [2, 6])
-def test_an_accumulation_goes_on_where_it_was_saved(cut: int, tmp_path: Path) -> None:
-    whole = run_ranks(1, accumulating, str(tmp_path / "whole"), 9)
-    run_ranks(2, accumulating, str(tmp_path / "cut"), cut)
-    resumed = run_ranks(1, accumulating, str(tmp_path / "cut"), 9)
+@pytest.mark.parametrize(("optimizer", "low"), [("AdamW", False), ("AdamW", True), ("SGD", True)])
+def test_an_accumulation_goes_on_where_it_was_saved(
+    cut: int, optimizer: str, low: bool, tmp_path: Path
+) -> None:
+    whole = run_ranks(1, accumulating, str(tmp_path / "whole"), 9, optimizer, low)
+    run_ranks(2, accumulating, str(tmp_path / "cut"), cut, optimizer, low)
+    resumed = run_ranks(1, accumulating, str(tmp_path / "cut"), 9, optimizer, low)
     assert resumed == [(cut, whole[0][1][cut:])]
+
+
+def test_gradients_in_float32_between_steps_of_an_optimizer_without_state(tmp_path: Path) -> None:
+    """Saved when there is no gradient, and no state of the optimizer either."""
+    whole = run_ranks(1, stateless, str(tmp_path / "whole"), 6)
+    run_ranks(1, stateless, str(tmp_path / "cut"), 5)
+    assert run_ranks(1, stateless, str(tmp_path / "cut"), 6) == [(4, whole[0][1][4:])]
 
 
 def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from float32_gradients import in_float32, rounding
 from gate import same_bits
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
@@ -114,7 +115,8 @@ class Reports(NoControl):
 class Case:
     """``mesh``: its sizes by dimension. ``early``: steps do not wait for their gradient norm.
     ``accumulate``: steps of an accumulation. ``drawn``: random numbers are drawn. ``every``,
-    ``neighbour``: the pipeline's ``snapshot_iterations`` and ``neighbour``."""
+    ``neighbour``: the pipeline's ``snapshot_iterations`` and ``neighbour``. ``low``: in bfloat16,
+    with gradients in float32."""
 
     mesh: dict[str, int] = field(default_factory=lambda: {"pp": 2, "dp_replicate": 2})
     per_rank: int = 1
@@ -124,6 +126,7 @@ class Case:
     drawn: bool = True
     every: int = 1
     neighbour: bool | None = None
+    low: bool = False
 
     @property
     def ranks(self) -> int:
@@ -146,6 +149,8 @@ def train(
 
     def build(part: Any) -> nn.Module:
         module = Stage(part.stage, 0.2 if case.drawn else 0.0)
+        if case.low:
+            in_float32(module)
         if "dp_shard" in case.mesh:
             names = tuple(n for n in ("dp_replicate", "dp_shard") if n in case.mesh)
             fully_shard(module, mesh=mesh[names])
@@ -164,6 +169,8 @@ def train(
         parameters = list(module.parameters())
         groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
         made["optimizer"] = Halves(groups, lr=0.05)
+        if case.low:
+            rounding(made["optimizer"])
         made["scheduler"] = torch.optim.lr_scheduler.StepLR(made["optimizer"], 1, gamma=0.8)
         return made["optimizer"]
 
@@ -194,6 +201,7 @@ def train(
         batches = iter(loader)
         for iteration in range(pipe.start_iteration, UNTIL):
             x = next(batches) + case.drawn * torch.rand(2 * N, WIDTH)
+            x = x.bfloat16() if case.low else x
             killed[1] = iteration
             at("drawn")
             last = (iteration + 1) % case.accumulate == 0
@@ -336,6 +344,10 @@ NEVER, ALWAYS = 1e9, 1e-2
         pytest.param(
             Case(accumulate=3), [(3, "stepped", 4), (0, "backward", 5), (2, "drawn", 6)],
             id="accumulation",
+        ),
+        pytest.param(
+            Case(accumulate=3, low=True), [(3, "stepped", 4), (0, "backward", 5)],
+            id="accumulation in float32",
         ),
         pytest.param(
             Case({"pp": 2}, per_rank=2), [(1, "backward", 2), (0, "optimized", 4)],

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from float32_gradients import in_float32
 from gate import same_bits
 from launch import run_ranks
 from torch import Tensor, nn
@@ -64,14 +65,16 @@ def batch_of(iteration: int, replica: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(2 * N, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def mean_gradients(modules: list[Stage], iteration: int) -> list[dict[str, Tensor]]:
+def mean_gradients(
+    modules: list[Stage], iteration: int, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
     """Of every stage, over the replicas, one after another in this process."""
     found: list[dict[str, list[Tensor]]] = [{} for _ in modules]
     for replica in range(REPLICAS):
         for module in modules:
             module.at(iteration, replica)
             module.zero_grad()
-        x, y = batch_of(iteration, replica)
+        x, y = (each.to(dtype) for each in batch_of(iteration, replica))
         for a, b in zip(x.chunk(N), y.chunk(N), strict=True):
             value = a.requires_grad_()
             for module in modules:
@@ -87,12 +90,15 @@ def mean_gradients(modules: list[Stage], iteration: int) -> list[dict[str, Tenso
     ]
 
 
-def train(context: TrainerContext, policy: str) -> list[tuple[int, int, int]]:
-    """Compares every gradient. Returns, for each iteration, the number of buckets, of those sent
-    before the last op ended, and of those that were sent again."""
+def train(context: TrainerContext, policy: str, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Compares every gradient, in float32 whatever the ``dtype``. Returns, for each iteration, the
+    number of buckets, of those sent before the last op ended, and of those that were sent again."""
     reduction.BUCKET_BYTES = 1
     place = context.coordinate(STAGES)
     module, whole = Stage(place.stage), [Stage(i) for i in range(STAGES)]
+    if dtype is torch.bfloat16:
+        for each in (module, *whole):
+            in_float32(each)
     job = Job(STAGES, N)
     seen = []
     with Pipeline(
@@ -113,13 +119,14 @@ def train(context: TrainerContext, policy: str) -> list[tuple[int, int, int]]:
         for iteration in range(ITERATIONS):
             module.at(iteration, place.replica)
             sent.clear(), ended.clear(), again.clear()
-            x, y = batch_of(iteration, place.replica)
+            x, y = (each.to(dtype) for each in batch_of(iteration, place.replica))
             x.requires_grad_()
             pipe.step(x, target=y)
-            wanted = mean_gradients(whole, iteration)[place.stage]
+            wanted = mean_gradients(whole, iteration, dtype)[place.stage]
             mine = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             assert mine.keys() == wanted.keys()
             for name, grad in mine.items():
+                assert grad.dtype is torch.float32
                 same_bits(grad, wanted[name], f"{policy}, iteration {iteration}: {name}")
             seen.append((len(sent), sum(sent), len(again)))
             module.zero_grad()
@@ -127,9 +134,12 @@ def train(context: TrainerContext, policy: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("policy", ["zero-bubble", "1f1b"])
-def test_buckets_leave_within_the_last_op(policy: str) -> None:
-    found = run_ranks(STAGES * REPLICAS, train, policy)
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [("zero-bubble", torch.float32), ("1f1b", torch.float32), ("zero-bubble", torch.bfloat16)],
+)
+def test_buckets_leave_within_the_last_op(policy: str, dtype: torch.dtype) -> None:
+    found = run_ranks(STAGES * REPLICAS, train, policy, dtype)
     for seen in found:
         # All there are, after the ops; then those that are used, of which nothing is known yet. Two
         # more that one replica uses are sent on their own; then with the others.

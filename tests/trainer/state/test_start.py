@@ -69,6 +69,8 @@ def test_a_fingerprint_tells_any_bit() -> None:
 def test_replicas_that_differ_are_told_in_one_line() -> None:
     same = [start_of(linear(stage)) for stage in (0, 1)]
     other = nn.Sequential(linear(0), linear(1), nn.BatchNorm1d(4))
+    wider = linear(0)
+    wider.weight.grad_dtype = torch.float64
     starts = [*same, same[0], start_of(linear(7))]
     check_starts(starts)
     (line,) = warnings(starts)
@@ -86,6 +88,7 @@ def test_replicas_that_differ_are_told_in_one_line() -> None:
          " float32[4, 4]"),
         (linear(0).double(), "parameter 'weight' as float64[4, 4]"),
         (linear(0).requires_grad_(False), "as float32[4, 4], frozen, and"),
+        (wider, "as float32[4, 4], gradients in float64, and"),
         (nn.Linear(4, 4, bias=False), "no parameter 'bias', which rank 0 (stage 0, replica 0) has"
          " (float32[4])"),
         (other, "parameter '0.weight' (float32[4, 4]), which rank 0"),

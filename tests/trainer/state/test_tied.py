@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from float32_gradients import in_float32
 from gate import same_bits
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
@@ -159,6 +160,59 @@ def test_what_cannot_be_tied_is_refused() -> None:
     one = ties.parse([a, b], 2)
     with pytest.raises(InputError, match=r"'a' of stage 0 is float32\[2\], 'b' of stage 1 is"):
         ties.check(one, [{(0, 0): "float32[2]"}, {(0, 1): "float32[3]"}])
+
+
+class Half(nn.Module):
+    """One of two stages of bfloat16. The second has ``used`` and ``unused`` of the first, which
+    itself uses one of them."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.stage = stage
+        in_float32(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.unused(self.used(x)) if self.stage else self.used(x))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(2 * N, WIDTH, generator=generator).bfloat16() for _ in range(2))  # type: ignore[return-value]
+
+
+def float32_sums(context: TrainerContext) -> dict[str, Tensor | None]:
+    module, (x, target) = Half(context.rank), batch()
+    names = ("used.weight", "used.bias", "unused.weight")
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
+        tied=[[(name, 0), (name, 1)] for name in names], deadline_seconds=30.0,
+    ) as pipe:  # fmt: skip
+        pipe.step(x, target=target)
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def test_gradients_in_float32_of_a_tied_weight_are_summed() -> None:
+    """Also where one holder does not use it."""
+    stages, (x, target) = [Half(0), Half(1)], batch()
+    for a, b in zip(x.chunk(N), target.chunk(N), strict=True):
+        (nn.functional.mse_loss(stages[1](stages[0](a)), b) / N).backward()
+    first, second = (dict(stage.named_parameters()) for stage in stages)
+    for found in run_ranks(2, float32_sums):
+        for name, grad in found.items():
+            sole, other = first[name].grad, second[name].grad
+            assert other is not None and grad is not None and grad.dtype is torch.float32
+            same_bits(grad, other if sole is None else sole + other, name)
+
+
+def test_holders_differ_in_the_dtype_of_their_gradients() -> None:
+    tie = ties.parse([("weight", 0), ("weight", 1)], 2)
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight.grad_dtype = torch.float64
+    told = r"'weight' of stage 1 is float32\[2, 2\], gradients in float64"
+    with pytest.raises(InputError, match=told):
+        ties.check(tie, [ties.forms(tie, one, 0), ties.forms(tie, other, 1)])
 
 
 def untied(context: TrainerContext) -> None:

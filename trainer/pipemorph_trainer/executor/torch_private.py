@@ -46,13 +46,6 @@ def saving_is_hooked() -> bool:
     return found is not None and found(False) is not None
 
 
-def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which autograd accumulates a parameter's gradient. Before torch 2.10 always its
-    own."""
-    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return parameter.dtype if found is None else found
-
-
 def holders(storage: torch.UntypedStorage) -> int:
     """Number of tensors that share a storage. torch also counts the Python object ``storage``,
     which is subtracted."""

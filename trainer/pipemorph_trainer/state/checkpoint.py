@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 from pipemorph.api.spec import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError, first_sentence
+from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.tied import Holder
@@ -199,7 +200,7 @@ class Checkpoints:
             )
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         gradients = {name: p for name, p in self._gradients().items() if name in saved}
-        state = self._state() | {name: torch.zeros_like(p) for name, p in gradients.items()}
+        state = self._state() | {name: zero_grad(p) for name, p in gradients.items()}
         moments = [k for name, k in self._keys.items() if name.startswith("optimizer.state.")]
         stepped = not moments or any(name in saved for name in moments)
         if not stepped:
@@ -233,7 +234,10 @@ class Checkpoints:
             for name, value in get_model_state_dict(self._module, options=_OPTIONS).items()
         }
         if self._optimizer is not None:
-            found: Any = get_optimizer_state_dict(self._module, self._optimizer, options=_OPTIONS)
+            with _beginning(self._optimizer):
+                found: Any = get_optimizer_state_dict(
+                    self._module, self._optimizer, options=_OPTIONS
+                )
             state |= {f"optimizer.{name}": v for name, v in found.items()}
         self._keys = {name: self._key(name) for name in state}
         return {self._keys[name]: value for name, value in state.items()}
@@ -287,9 +291,10 @@ class Checkpoints:
         if not stepped:
             self._optimizer.state.clear()
         else:
-            set_optimizer_state_dict(
-                self._module, self._optimizer, part("optimizer"), options=_OPTIONS
-            )
+            with _beginning(self._optimizer):
+                set_optimizer_state_dict(
+                    self._module, self._optimizer, part("optimizer"), options=_OPTIONS
+                )
 
 
 def check_directory(directory: Path) -> None:
@@ -302,6 +307,46 @@ def check_directory(directory: Path) -> None:
         raise InputError(
             f"spec.checkpoint.directory: {directory} cannot be written to: {error.strerror}"
         ) from None
+
+
+@contextmanager
+def _beginning(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context in which torch need not make the state of an optimizer that has not stepped.
+
+    torch does so by a step with a learning rate of 0 on gradients of zeros. It makes them in the
+    dtype of their parameters, which those with gradients of another one refuse.
+    """
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if (
+        optimizer.state
+        or any(p.grad is not None for p in parameters)
+        or all(grad_dtype(p) == p.dtype for p in parameters)
+    ):
+        yield
+        return
+    rates = [(group, group["lr"]) for group in groups if "lr" in group]
+    try:
+        _assign_zeros(parameters)
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+        # Again, since hooks of the step may remove them: torch leaves an optimizer without state,
+        # as SGD, alone if there are gradients.
+        _assign_zeros(parameters)
+        for group, rate in rates:
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _assign_zeros(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = zero_grad(parameter)
 
 
 @contextmanager

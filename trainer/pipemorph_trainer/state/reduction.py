@@ -23,8 +23,9 @@ from torch import Tensor
 
 from pipemorph.api.mesh import DATA, Dimension
 from pipemorph.planning.ir import OpKind
+from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.written import Watch
-from pipemorph_trainer.executor.torch_private import grad_dtype, version
+from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
 from pipemorph_trainer.topology.placement import is_dtensor, local
 
@@ -125,7 +126,7 @@ class Bucket:
             count = local(parameter).numel()
             if id(parameter) in used:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = zero_grad(parameter)
                 grad = local(parameter.grad)
                 grad.copy_(flat[offset : offset + count].view_as(grad))
             offset += count
@@ -155,7 +156,7 @@ def make_buckets(
     made: list[Bucket] = []
     filling: dict[tuple[Over, torch.dtype], Bucket] = {}
     for parameter, over in reversed(parameters):
-        key = (over, grad_dtype(parameter))  # type: ignore[arg-type]
+        key = (over, grad_dtype(parameter))
         bucket = filling.get(key)
         if bucket is None or bucket.nbytes >= most:
             bucket = filling[key] = Bucket(*key)
@@ -214,7 +215,7 @@ class Reducer:
     @property
     def nbytes(self) -> int:
         """Bytes of all gradients of this rank."""
-        sizes = (local(p).numel() * grad_dtype(p).itemsize for p, _ in self._all)  # type: ignore[arg-type]
+        sizes = (local(p).numel() * grad_dtype(p).itemsize for p, _ in self._all)
         return sum(sizes)
 
     def begin(self, iteration: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemorph.errors import InputError
+from pipemorph_trainer.executor.grad_form import told, zero_grad
 from pipemorph_trainer.state.gradients import broadcast
 from pipemorph_trainer.state.reduction import Wait, finish
 from pipemorph_trainer.topology.placement import local
@@ -36,7 +37,7 @@ class Holder(NamedTuple):
 Tie = tuple[Holder, ...]
 """The holders of one weight. Its name in checkpoints is that of the first one."""
 Forms = Mapping[tuple[int, int], str]
-"""Shape and dtype of the tied parameters that a rank holds, by tie and holder."""
+"""Shape and dtypes of the tied parameters that a rank holds, by tie and holder."""
 
 
 def parse(tied: Sequence[Any] | None, stages: int) -> tuple[Tie, ...]:
@@ -95,12 +96,12 @@ def forms(ties: Sequence[Tie], module: nn.Module | None, stage: int) -> Forms:
                 )
             dtype = str(parameter.dtype).removeprefix("torch.")
             frozen = "" if parameter.requires_grad else ", frozen"
-            found[number, place] = f"{dtype}{list(parameter.shape)}{frozen}"
+            found[number, place] = f"{dtype}{list(parameter.shape)}{frozen}{told(parameter)}"
     return found
 
 
 def check(ties: Sequence[Tie], everyone: Iterable[Forms]) -> None:
-    """Raise :class:`InputError` if the holders of a weight differ in shape or dtype."""
+    """Raise :class:`InputError` if the holders of a weight differ in shape or in a dtype."""
     first: dict[int, tuple[int, str]] = {}
     for mine in everyone:
         for (number, place), form in mine.items():
@@ -219,7 +220,7 @@ def _ranks(tie: Tie, column: Sequence[int]) -> tuple[int, ...]:
 def _dense_grad(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter's gradient, which is made dense; zero if there is none."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_grad(parameter)
     elif parameter.grad.layout is not torch.strided:
         parameter.grad = parameter.grad.to_dense()
     return local(parameter.grad)

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
+from pipemorph_trainer.executor.grad_form import told
 from pipemorph_trainer.topology.placement import Placement, loaded, local, placement
 
 _WORDS = {"cpu": 1 << 16}
@@ -26,7 +27,7 @@ class Held(NamedTuple):
     ``fingerprint``: of this rank's part; None if the bytes cannot be read: sparse, quantized or on
     the meta device, or another subclass of Tensor. ``matrix``: a trainable parameter with at least
     two dimensions whose elements are not all equal, so that two stages do not have the same one by
-    chance.
+    chance. ``gradients``: their dtype, for messages, if it is another one.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Held(NamedTuple):
     matrix: bool
     placement: Placement = Placement()
     stage: int = 0
+    gradients: str = ""
 
     @property
     def form(self) -> str:
@@ -45,7 +47,8 @@ class Held(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         frozen = ", frozen" if self.kind == "parameter" and not self.trainable else ""
         sharded = ", ".join(self.placement.sharded)
-        return f"{dtype}{list(self.shape)}{frozen}{' sharded over ' if sharded else ''}{sharded}"
+        over = f" sharded over {sharded}" if sharded else ""
+        return f"{dtype}{list(self.shape)}{frozen}{over}{self.gradients}"
 
 
 def check_stage(stage: object) -> None:
@@ -105,6 +108,7 @@ def _held(kind: str, name: str, value: Tensor, coordinate: Coordinate) -> Held:
         matrix=trainable and value.dim() >= 2 and known and not _constant(part),
         placement=placement(name, value, coordinate),
         stage=coordinate.stage,
+        gradients=told(value) if trainable else "",
     )
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.grad_form import as_grad, grad_dtype
 from pipemorph_trainer.executor.stages.written import written
-from pipemorph_trainer.executor.torch_private import grad_dtype, saving_is_hooked, version
+from pipemorph_trainer.executor.torch_private import saving_is_hooked, version
 from pipemorph_trainer.topology.placement import is_dtensor
 
 
@@ -326,7 +327,8 @@ def run_weight_work(work: list[Work]) -> None:
     """Run W: compute the deferred gradients and add them to ``.grad``. Empties ``work``.
 
     The contributions of a weight that is used several times in a microbatch are summed in B's
-    order, and then added to ``.grad`` once, like in autograd.
+    order, and then added to ``.grad`` once, like in autograd: in the dtype of the gradient, but for
+    those of a weight that autocast has cast, which autograd sums before it casts them back.
 
     Raises :class:`SplitError` if an operand was overwritten since B.
     """
@@ -337,9 +339,11 @@ def run_weight_work(work: list[Work]) -> None:
         while work:
             item = work.pop()
             item.check_unchanged()
-            for parameter, grad in item.gradients():
+            for parameter, found in item.gradients():
                 key = id(parameter)
                 left[key] -= 1
+                cast = found.dtype != parameter.dtype
+                grad = found if cast else found.to(grad_dtype(parameter))
                 partial = sums.pop(key, None)
                 total = grad if partial is None else partial + grad
                 if left[key]:
@@ -349,16 +353,9 @@ def run_weight_work(work: list[Work]) -> None:
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Add a gradient to ``parameter.grad``, in the parameter's layout and in the dtype of its
-    gradient: its own, or the one that FSDP2 reduces in."""
-    dtype = grad_dtype(parameter)
-    if grad.dtype != dtype:
-        grad = grad.to(dtype)
-    into = parameter.grad
-    if into is not None:
-        into.add_(grad)
-    elif grad.stride() == parameter.stride():
-        parameter.grad = grad
+    """Add a gradient to ``parameter.grad``, which gets the form that autograd gives it."""
+    if parameter.grad is None:
+        parameter.grad = as_grad(parameter, grad)
     else:
-        parameter.grad = torch.empty_like(parameter).copy_(grad)
+        parameter.grad.add_(grad.to(grad_dtype(parameter)))
     written(parameter)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemorph.wire import IterationSample
+from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.split.snapshot import random_state, set_random_state
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.kept.copies import Copy, Entry, Form
@@ -131,12 +132,14 @@ class Values:
         }
 
     def _add(self, name: str, value: Tensor, form: list[Entry], values: dict[str, Tensor]) -> None:
-        part = local(value)
+        form.append(self._entry_of(name, value, value.dtype))
+        values[name] = local(value)
+
+    def _entry_of(self, name: str, like: Tensor, dtype: torch.dtype) -> Entry:
         entry = self._entries.get(name)
-        if entry is None or (entry.shape, entry.torch_dtype) != (part.shape, part.dtype):
-            entry = self._entries[name] = _entry(name, value)
-        form.append(entry)
-        values[name] = part
+        if entry is None or (entry.shape, entry.torch_dtype) != (local(like).shape, dtype):
+            entry = self._entries[name] = _entry(name, like, dtype)
+        return entry
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         known = set()
@@ -189,10 +192,9 @@ class Values:
             return found
         # With room for all from now on, so that the form stays.
         for name, parameter in parameters:
-            grad = parameter.grad
-            self._add(name, parameter if grad is None else grad, form, values)
-            if grad is None or found[name] == "zero":
-                del values[name]
+            form.append(self._entry_of(name, parameter, grad_dtype(parameter)))
+            if found.get(name) == "value":
+                values[name] = local(parameter.grad)  # type: ignore[arg-type]
         return found
 
     def _extra_states(self) -> dict[tuple[int, str], Any]:
@@ -244,7 +246,7 @@ class Values:
             for name, parameter in module.named_parameters():
                 key = f"gradient.{stage}.{name}"
                 kind = rest["gradients"].get(key)
-                parameter.grad = None if kind is None else torch.zeros_like(parameter)
+                parameter.grad = None if kind is None else zero_grad(parameter)
                 if kind == "value":
                     local(parameter.grad).copy_(copy.tensors[key])  # type: ignore[arg-type]
         self._extra.unpack_objects(rest["objects"])
@@ -269,11 +271,11 @@ class Values:
         assign_hyperparameters(optimizer, rest["groups"])
 
 
-def _entry(name: str, value: Tensor) -> Entry:
+def _entry(name: str, value: Tensor, dtype: torch.dtype | None = None) -> Entry:
     part = local(value)
-    dtype = str(part.dtype).removeprefix("torch.")
+    told = str(part.dtype if dtype is None else dtype).removeprefix("torch.")
     on_device = part.device.type != "cpu"
-    return Entry(name, dtype, tuple(part.shape), is_dtensor(value), on_device)
+    return Entry(name, told, tuple(part.shape), is_dtensor(value), on_device)
 
 
 def _made(entry: Entry, value: Tensor, parameter: Tensor) -> Tensor:
