@@ -274,6 +274,7 @@ def every_case(context: TrainerContext, folder: str) -> tuple[dict[str, str], li
 
 @pytest.mark.multiprocess
 @pytest.mark.needs_engine
+@pytest.mark.timeout(320)
 def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
     """Losses, gradients and norms, with one and with two stages per rank, and with tied weights;
     across a plan change, a delegated link and a resume on another mesh."""
