@@ -295,8 +295,9 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
 
 
 def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
-    """One of a pod with several: the job is the same, its pods are, and so is the last loss."""
-    well, lost = _gpt_of_two_pods("well", restarts=0), _gpt_of_two_pods("gpt-lost", restarts=1)
+    """One of a pod with four: the job is the same, its pods are, and so is the last loss."""
+    well = _gpt_of_two_pods("well", restarts=0, ranks=4)
+    lost = _gpt_of_two_pods("gpt-lost", restarts=1, ranks=4)
     node_jobs.apply(well)
     undisturbed = node_jobs.wait("well", _all_told, 180.0)
     node_jobs.delete("well")
@@ -305,11 +306,11 @@ def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
     before = node_jobs.wait("gpt-lost", _at_iteration(5), START)
     pods = node_jobs.pods("gpt-lost")
     assert len(pods) == 2
-    _kill_rank(node_jobs, pods[1], 3)
+    _kill_rank(node_jobs, pods[1], 7)
     told_of = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
     (record,) = told_of["status"]["recoveries"]["last"]
-    assert record["cause"] == "rank 3 (stage 1, replica 1) was killed by SIGKILL"
-    assert (record["pod"], record["rank"], record["generation"]) == (1, 3, 1)
+    assert record["cause"] == "rank 7 (stage 1, replica 3) was killed by SIGKILL"
+    assert (record["pod"], record["rank"], record["generation"]) == (1, 7, 1)
     assert (record["repeated"], record["state"]) == (0, "kept"), told(told_of)
     done = node_jobs.wait("gpt-lost", _all_told, 180.0)
     print(f"from the loss to the next finished iteration: {record['seconds']} s")
@@ -386,13 +387,18 @@ def _since_running(pod: Object, record: Object) -> float:
     return float(lost + record["seconds"] - began)
 
 
-def _gpt_of_two_pods(name: str, *, restarts: int) -> Object:
+def _gpt_of_two_pods(name: str, *, restarts: int, ranks: int = 2) -> Object:
+    """As many replicas of two stages as a pod has ``ranks``."""
     job: Object = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
     job["metadata"]["name"] = name
-    job["spec"]["parallelism"] = {"stages": 2, "replicas": 2, "layers": 4, "ranksPerPod": 2}
+    job["spec"]["parallelism"] = {
+        "stages": 2, "replicas": ranks, "layers": 4, "ranksPerPod": ranks,
+    }  # fmt: skip
     job["spec"]["schedule"]["microbatches"] = 4
     job["spec"]["trainer"]["iterations"] = 40
     job["spec"]["failurePolicy"] = {"maxRestarts": restarts}
+    (trainer,) = job["spec"]["template"]["spec"]["containers"]
+    trainer["resources"]["limits"]["memory"] = f"{ranks}Gi"
     return job
 
 

@@ -52,15 +52,19 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """Some layers of the model, numbered as in the whole model."""
+    """Some layers of the model, numbered as in the whole model. ``tied``: the output layer's weight
+    is that of the embedding."""
 
-    def __init__(self, layers: range) -> None:
+    def __init__(self, layers: range, *, tied: bool = False) -> None:
         super().__init__()
+        self.tied = tied
         if 0 in layers:
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleDict({str(i): Block() for i in layers})
         if LAYERS - 1 in layers:
             self.head = nn.Linear(WIDTH, VOCABULARY)
+            if tied and 0 in layers:
+                self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "embedding"):
@@ -70,15 +74,15 @@ class Part(nn.Module):
         return self.head(x) if hasattr(self, "head") else x
 
 
-def whole_model() -> Part:
+def whole_model(*, tied: bool = False) -> Part:
     torch.manual_seed(7)
-    return Part(range(LAYERS)).double()
+    return Part(range(LAYERS), tied=tied).double()
 
 
 def part_of(model: Part, stage: int, stages: int) -> Part:
     """A copy of the layers of one stage."""
     each = LAYERS // stages
-    part = Part(range(stage * each, (stage + 1) * each)).double()
+    part = Part(range(stage * each, (stage + 1) * each), tied=model.tied).double()
     part.load_state_dict({k: v for k, v in model.state_dict().items() if k in part.state_dict()})
     return part
 
@@ -87,6 +91,15 @@ def distribute(part: Part, mesh: DeviceMesh, *, hybrid: bool = True) -> Part:
     """Distribute a stage over the dimensions of the mesh, as torch's trainers do. ``hybrid``: FSDP
     averages over replicas, too."""
     names = mesh.mesh_dim_names or ()
+    if "tp" in names and part.tied:
+        # Each rank has a part of the vocabulary, of which 11 are no even parts.
+        plan: Any = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(
+            part, mesh["tp"], {name: how for name, how in plan.items() if hasattr(part, name)}
+        )
     for layer in part.layers.values():
         if "tp" in names:
             # Each rank norms a part of the sequence. The weights' gradients are partial sums.
@@ -123,9 +136,9 @@ def batch_of(iteration: int, data: int, rows: int) -> tuple[Tensor, Tensor]:
 class Reference:
     """The whole model on one process: losses, norms and gradients of every iteration."""
 
-    def __init__(self, microbatches: int, rows: int, lr: float) -> None:
+    def __init__(self, microbatches: int, rows: int, lr: float, *, tied: bool = False) -> None:
         self._microbatches, self._rows = microbatches, rows
-        self.model = whole_model()
+        self.model = whole_model(tied=tied)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
 
     def step(

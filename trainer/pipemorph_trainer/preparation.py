@@ -169,7 +169,7 @@ def prepare(
         forms = {
             place: form
             for number in coordinate.held
-            for place, form in tied_forms(ties, modules.get(number), number).items()
+            for place, form in tied_forms(ties, modules.get(number), coordinate.of(number)).items()
         }
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()

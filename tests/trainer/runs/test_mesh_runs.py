@@ -1,10 +1,11 @@
-"""A job on a mesh under ``pipemorph run``: one link of one column is slow."""
+"""Jobs on meshes under ``pipemorph run``: one link of one column is slow."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,34 +14,67 @@ import pytest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-STAGES, COLUMN, SLOW_FROM, ITERATIONS = 2, 3, 6, 20
+SLOW_FROM, ITERATIONS, DELAY_MS = 6, 20, 30
 
 
-def manifest() -> dict[str, Any]:
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "mesh"},
-        "spec": {
-            "parallelism": {"stages": STAGES, "replicas": 2, "tensor": 2},
-            "schedule": {"microbatches": 10, "policy": "pipemorph"},
-            "emulation": {
-                "stageTimes": [{"forward": 12, "backwardInput": 12, "backwardWeight": 12}],
-                "messageBytes": 4096,
+@dataclass(frozen=True)
+class Case:
+    """``parallelism``: of the job. ``link``, ``column``: which link becomes slow; ``named``: as
+    users are told of it."""
+
+    parallelism: dict[str, Any]
+    link: int
+    column: int
+    named: str
+    op_ms: float = 12
+    microbatches: int = 10
+
+    def manifest(self) -> dict[str, Any]:
+        op = dict.fromkeys(("forward", "backwardInput", "backwardWeight"), self.op_ms)
+        fault = {
+            "link": self.link, "replica": self.column, "fromIteration": SLOW_FROM,
+            "delayMs": DELAY_MS,
+        }  # fmt: skip
+        return {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "mesh"},
+            "spec": {
+                "parallelism": self.parallelism,
+                "schedule": {"microbatches": self.microbatches, "policy": "pipemorph"},
+                "emulation": {"stageTimes": [op], "messageBytes": 4096},
+                "faults": [fault],
+                "trainer": {
+                    "module": "pipemorph_trainer.examples.emulated",
+                    "iterations": ITERATIONS,
+                },
             },
-            "faults": [
-                {"link": 0, "replica": COLUMN, "fromIteration": SLOW_FROM, "delayMs": 30},
-            ],
-            "trainer": {
-                "module": "pipemorph_trainer.examples.emulated",
-                "iterations": ITERATIONS,
-            },
-        },
-    }
+        }
 
 
-def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text(json.dumps(manifest()))
+SEVERAL = {"stages": 4, "stagesPerRank": 2, "stagePlacement": "interleaved"}
+CASES = {
+    "replicas, tensor": Case(
+        {"stages": 2, "replicas": 2, "tensor": 2}, 0, 3, "link 0 of replica 1, tensor 1"
+    ),
+    # From the second rank to the first one.
+    "interleaved, replicas": Case(
+        SEVERAL | {"replicas": 2}, 1, 1, "link 1 of replica 1", op_ms=8, microbatches=8
+    ),
+    "fsdp": Case({"stages": 2, "shard": 2}, 0, 1, "link 0 of shard 1"),
+    "context": Case({"stages": 2, "context": 2}, 0, 1, "link 0 of context 1"),
+}
+LONGER = {"context"}
+"""Seconds that `make test` does not spend: the host treats these ranks as those of ``fsdp``."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.soak] * (each in LONGER)) for each in CASES],
+)
+def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    (tmp_path / "job.json").write_text(json.dumps(case.manifest()))
     done = subprocess.run(
         [
             sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json"),
@@ -52,7 +86,8 @@ def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(tmp_path: Path) 
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     adapted = [each for each in report["adaptations"] if each["kind"] == "adapt"]
     assert adapted, done.stdout
-    assert "link 0 of replica 1, tensor 1 is slow by" in adapted[-1]["reason"], done.stdout
-    assert {link["replica"] for link in adapted[-1]["links"]} == {COLUMN}
+    assert f"{case.named} is slow by" in adapted[-1]["reason"], done.stdout
+    links = {(link["link"], link["replica"]) for link in adapted[-1]["links"]}
+    assert links == {(case.link, case.column)}
     seconds = [each["seconds"] for each in report["iterations"]]
     assert median(seconds[-5:]) < 0.92 * seconds[SLOW_FROM], seconds

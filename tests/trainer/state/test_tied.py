@@ -12,6 +12,7 @@ from gate import same_bits
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
@@ -20,7 +21,8 @@ from pipemorph_trainer.state import tied as ties
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
-VOCABULARY, WIDTH, LAYERS, N = 9, 6, 3, 4
+VOCABULARY, WIDTH, LAYERS, N = 9, 6, 6, 4
+ALONE = MeshShape().coordinate(0)
 TIED = [("embed.weight", 0), ("head.weight", -1)]
 
 
@@ -63,19 +65,27 @@ def make_batch(iteration: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    context: TrainerContext, stages: int, until: int, folder: str | None, every: int = 2
+    context: TrainerContext,
+    stages: int,
+    until: int,
+    folder: str | None,
+    every: int = 2,
+    *,
+    per_rank: int = 1,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Losses and norms, and the tied weight by its names here. One optimizer step for two steps of
-    the pipeline; a batch that does not fit between them."""
-    place = context.coordinate(stages)
-    stage, replica = place.stage, place.replica
-    module = Part(stage, stages, seed=replica)
+    the pipeline; a batch that does not fit between them. ``per_rank``: stages, in a V."""
+    place = context.coordinate(stages, per_rank, "v")
+    replica = place.replica
+    module = nn.ModuleList([Part(stage, stages, seed=replica) for stage in place.held])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     found = []
+    several: dict[str, Any] = {"stages_per_rank": per_rank, "placement": "v"}
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
         optimizer=optimizer, tied=TIED, deadline_seconds=30.0,
         checkpoint=Checkpoint(directory=folder, every=every) if folder else None,
+        **several if per_rank > 1 else {},
     ) as pipe:  # fmt: skip
         for iteration in range(pipe.start_iteration, until):
             x, target = make_batch(iteration, replica)
@@ -91,8 +101,13 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=iteration % 4 == 1)
                 found.append((float(loss), float(norm)))
-    held = dict(module.named_parameters(remove_duplicate=False))
+    held = {n: p for each in module for n, p in each.named_parameters(remove_duplicate=False)}
     return found, {n: held[n].detach() for n, _ in TIED if n in held}
+
+
+def train_in_a_v(context: TrainerContext, until: int, folder: str) -> Any:
+    """Both holders on one rank."""
+    return train(context, 2, until, folder, 100, per_rank=2)
 
 
 def one_process(until: int, replicas: int) -> list[tuple[float, float]]:
@@ -129,6 +144,7 @@ def test_a_tied_weight_is_one_weight_in_training_and_in_checkpoints(tmp_path: Pa
     check(whole, expected)
     # Saved in the middle of an accumulation, after iteration 2, and after an optimizer's step.
     run_ranks(3, train, 3, 4, str(tmp_path), 3)
+    check(run_ranks(1, train_in_a_v, 6, str(tmp_path)), expected[1:3])
     check(run_ranks(1, train, 1, 6, str(tmp_path), 6), expected[1:3])
     resumed = run_ranks(3, train, 3, 8, str(tmp_path), 100)
     check(resumed, expected[3:])
@@ -154,11 +170,11 @@ def test_what_cannot_be_tied_is_refused() -> None:
             ties.parse(wrong, 3)
     two = ties.parse([("0.weight", 0), ("1.weight", 0)], 1)
     with pytest.raises(InputError, match="two parameters of one stage"):
-        ties.forms(two, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0)
+        ties.forms(two, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ALONE)
     with pytest.raises(InputError, match="of stage 0, which has no such parameter"):
-        ties.forms(two, nn.Sequential(nn.Linear(2, 2)), 0)
+        ties.forms(two, nn.Sequential(nn.Linear(2, 2)), ALONE)
     one = ties.parse([a, b], 2)
-    with pytest.raises(InputError, match=r"'a' of stage 0 is float32\[2\], 'b' of stage 1 is"):
+    with pytest.raises(InputError, match=r"'a' of stage 0 is float32\[2\]; 'b' of stage 1 is"):
         ties.check(one, [{(0, 0): "float32[2]"}, {(0, 1): "float32[3]"}])
 
 

@@ -18,21 +18,26 @@ from hybrid_models import (
     whole_model,
 )
 from launch import run_ranks
+from several_jobs import make_plan as make_several
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from trainer_jobs import Job, make_plan
 
 from pipemorph.api.spec import Checkpoint
 from pipemorph.errors import InputError
-from pipemorph.planning import Route
+from pipemorph.planning import Plan, Route
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
-from pipemorph_trainer.topology.mesh import join_process_group
+from pipemorph_trainer.topology.mesh import join_process_group, shape_of
 from pipemorph_trainer.topology.placement import is_dtensor
 
 N, ROWS, ITERATIONS, LR, CLIP = 4, 8, 4, 0.1, 0.5
 RANKS = 8
+TIED = [("embedding.weight", 0), ("head.weight", -1)]
+SHARED = {"head.weight": "embedding.weight"}
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
 """Of float64: the order of sums differs where they run over several ranks."""
 
@@ -52,16 +57,64 @@ class Case:
     computed whole."""
     recomputes: bool = False
     """Whether the second plan runs forwards again."""
+    each: int = 1
+    """Stages per rank."""
+    placement: StagePlacement = "interleaved"
+    tied: bool = False
+    """Whether the output layer's weight is that of the embedding."""
+
+    @property
+    def stages(self) -> int:
+        return self.mesh["pp"] * self.each
+
+    def plan(self, version: int) -> Plan:
+        """The first plan, or the second one."""
+        route = Route.DELEGATED if version and self.delegated else Route.DIRECT
+        routes = (route,) * (self.stages - 1)
+        if self.each > 1:
+            return make_several(
+                "pipemorph", self.mesh["pp"], self.stages, N,
+                placement=self.placement, version=version, delay=3.0 * version, routes=routes,
+            )  # fmt: skip
+        job = Job(self.stages, N)
+        if not version:
+            return make_plan(job, 0, "zero-bubble")
+        if not self.recomputes:
+            return make_plan(job, version, "1f1b", routes=routes)
+        made = make_plan(job, version, "zero-bubble", routes=routes, device_limit=2)
+        return replace(made, recompute=(True,) * self.stages)
 
 
 CASES = {
-    "pp2 tp2 dp2": Case({"dp_replicate": 2, "pp": 2, "tp": 2}, save="a"),
+    "pp2 tp2 dp2": Case({"dp_replicate": 2, "pp": 2, "tp": 2}, delegated=True, tied=True, save="a"),
     "pp2 fsdp4": Case({"pp": 2, "dp_shard": 4}, delegated=True),
     "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True, recomputes=True),
-    "pp2 hsdp2x2": Case({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, resume="a"),
+    "pp2 hsdp2x2": Case(
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, delegated=True, tied=True, resume="a"
+    ),
     "pp2 fsdp2 dp2": Case({"dp_replicate": 2, "pp": 2, "dp_shard": 2}, hybrid=False),
-    "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}, recomputes=True),
+    "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}, delegated=True, resume="b", recomputes=True),
     "pp2 fsdp2 tp2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, resume="b"),
+    "pp2x2 fsdp2 tp2": Case(
+        {"pp": 2, "dp_shard": 2, "tp": 2}, each=2, delegated=True, tied=True, save="c"
+    ),
+    "pp2v2 hsdp2x2": Case(
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, each=2, placement="v", delegated=True,
+        tied=True, resume="c",
+    ),
+}  # fmt: skip
+SAVES_TIED = "pp2x2 fsdp2 tp2"
+MORE_CASES = {
+    SAVES_TIED: CASES[SAVES_TIED],
+    "pp2v2 fsdp2 dp2": Case(
+        {"dp_replicate": 2, "pp": 2, "dp_shard": 2}, each=2, placement="v", hybrid=False
+    ),
+    "pp2v2 tp2 dp2": Case(
+        {"dp_replicate": 2, "pp": 2, "tp": 2}, each=2, placement="v", tied=True, resume="c"
+    ),
+    "pp2x2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}, each=2, tied=True, resume="c"),
+    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, tied=True, resume="c"),
+    "pp2 fsdp2 tp2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, tied=True, resume="c"),
 }
 
 
@@ -69,6 +122,8 @@ REFUSALS = (
     "parameter '0.weight' of the stage is distributed over ranks of other stages; use a mesh of",
     "mesh has the dimensions pp, dp; expected pp, dp_replicate, dp_shard, cp, tp",
     "Pipeline was given stages=4, and its mesh has 2 stages × 2 replicas × 2 tensor; leave",
+    "tied weights differ: 'embedding.weight' of stage 0 is float64[11, 8], Shard(dim=1) over tp; "
+    "'head.weight' of stage 1 is float64[11, 8], Shard(dim=0) over tp; give both",
     "plan 0 has dispatch online; ranks of one stage that run collectives inside ops",
     "plan 1 has dispatch online; ranks of one stage that run collectives inside ops",
     "step() of iteration 0 is refused on all ranks: rank 1 (stage 0, replica 0, tensor 1): input 0",
@@ -85,69 +140,79 @@ def cut(batch: tuple[Tensor, Tensor], index: int, parts: int) -> list[Tensor]:
     return [t[:, index * each : (index + 1) * each].contiguous() for t in batch]
 
 
-def train(context: TrainerContext, name: str, folder: str) -> str:
-    """One case, compared with the reference in every iteration. Returns how the stage is split."""
-    case = CASES[name]
+def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
+    """One case, compared with the reference in every iteration. Returns how the stages are
+    split."""
     join_process_group(context, torch.device("cpu"))
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     place = {dim: mesh.get_local_rank(dim) for dim in case.mesh}
     size = case.mesh.get
-    stages = case.mesh["pp"]
+    stages = case.stages
     shards = size("dp_shard", 1)
     data = place.get("dp_replicate", 0) * shards + place.get("dp_shard", 0)
-    whole = whole_model()
-    part = distribute(part_of(whole, place["pp"], stages), mesh, hybrid=case.hybrid)
+    whole = whole_model(tied=case.tied)
+    coordinate = shape_of(mesh, RANKS, case.each, case.placement).coordinate(context.rank)
+    parts = {
+        stage: distribute(part_of(whole, stage, stages), mesh, hybrid=case.hybrid)
+        for stage in coordinate.held
+    }
+    named = [(f"{s}.", n, p) for s, part in parts.items() for n, p in part.named_parameters()]
     if place.get("dp_replicate"):
         # The pipeline begins with the weights of the first replica, also where they are sharded.
-        for parameter in part.parameters():
+        for *_, parameter in named:
             parameter.data.add_(1.0)
-    optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9)
-    job = Job(stages, N)
-    reference = Reference(N, ROWS, LR)
+    optimizer = torch.optim.SGD([p for *_, p in named], lr=LR, momentum=0.9)
+    reference = Reference(N, ROWS, LR, tied=case.tied)
     where = f"{folder}/{case.resume or case.save}"
     checkpoint = None
     if case.save or case.resume:
-        checkpoint = Checkpoint(directory=where, every=ITERATIONS, resume=bool(case.resume))
+        # A run that resumes saves nothing that another one would resume from.
+        every = ITERATIONS if case.save else 1000
+        checkpoint = Checkpoint(directory=where, every=every, resume=bool(case.resume))
+    options: Any = {"stages_per_rank": case.each, "placement": case.placement}
     with Pipeline(
-        part, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer,
-        plan=make_plan(job, 0, "zero-bubble"), checkpoint=checkpoint, deadline_seconds=60,
-        recompute="auto" if case.recomputes else None,
+        [*parts.values()], context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer,
+        plan=case.plan(0), checkpoint=checkpoint, deadline_seconds=60,
+        recompute="auto" if case.recomputes else None, tied=TIED if case.tied else None,
+        **options if case.each > 1 else {},
     ) as pipe:  # fmt: skip
-        assert (pipe.is_first, pipe.is_last) == (place["pp"] == 0, place["pp"] == stages - 1)
+        assert (pipe.is_first, pipe.is_last) == (0 in parts, stages - 1 in parts)
         assert pipe.start_iteration == (ITERATIONS if case.resume else 0)
         for iteration in range(pipe.start_iteration):
             # Of the run that saved, which had as many ranks with data of their own.
             reference.step(iteration, 2, CLIP)
         for iteration in range(pipe.start_iteration, pipe.start_iteration + ITERATIONS):
-            if iteration == 0:
-                route = Route.DELEGATED if case.delegated else Route.DIRECT
-                routes = (route,) * (stages - 1)
-                second = make_plan(job, 1, "1f1b", routes=routes)
-                if case.recomputes:
-                    second = replace(
-                        make_plan(job, 1, "zero-bubble", routes=routes, device_limit=2),
-                        recompute=(True,) * stages,
-                    )
-                pipe.install(second)
+            if iteration == pipe.start_iteration:
+                pipe.install(case.plan(1))
             batch = batch_of(iteration, data, ROWS)
             tokens, target = cut(batch, place.get("cp", 0), size("cp", 1))
             loss = pipe.step(tokens, target=target)
             wanted, norm, grads = reference.step(iteration, size("dp_replicate", 1) * shards, CLIP)
-            torch.testing.assert_close(float(loss), wanted, rtol=1e-6, atol=0)
-            for key, parameter in part.named_parameters():
+            torch.testing.assert_close(
+                float(loss), wanted, rtol=1e-6, atol=0,
+                msg=lambda m, i=iteration: f"{name}, loss of iteration {i}: {m}",
+            )  # fmt: skip
+            for stage, key, parameter in named:
                 assert parameter.grad is not None, key
-                what = f"{name}, iteration {iteration}: {key}"
+                what = f"{name}, iteration {iteration}: {stage}{key}"
                 close = {"rtol": 0, "atol": 0} if case.exact else CLOSE
                 torch.testing.assert_close(
-                    full(parameter.grad), grads[key], msg=lambda m, w=what: f"{w}: {m}", **close
-                )
+                    full(parameter.grad), grads[SHARED.get(key, key) if case.tied else key],
+                    msg=lambda m, w=what: f"{w}: {m}", **close,
+                )  # fmt: skip
             torch.testing.assert_close(float(pipe.clip_grad_norm_(CLIP)), norm, rtol=1e-6, atol=0)
             optimizer.step()
             optimizer.zero_grad()
-        assert pipe.plan.version == (0 if case.resume else 1)
-        split = pipe.split
-    for key, parameter in part.named_parameters():
-        torch.testing.assert_close(full(parameter), dict(reference.model.named_parameters())[key])
+        assert pipe.plan.version == 1
+        (split,) = {*pipe.splits.values()}
+    trained = dict(reference.model.named_parameters(remove_duplicate=False))
+    for _, key, parameter in named:
+        torch.testing.assert_close(full(parameter), trained[key])
+    if case.tied and case.save:
+        saved = FileSystemReader(f"{where}/iteration-{ITERATIONS:08d}").read_metadata()
+        names = [name for name in saved.state_dict_metadata if name.startswith("model.")]
+        assert names.count("model.embedding.weight") == 1
+        assert "model.head.weight" not in names, names
     return split
 
 
@@ -171,6 +236,11 @@ def refusals(context: TrainerContext) -> list[str]:
     refused(spread, mesh=mesh)
     refused(part, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp")))
     refused(part, mesh=mesh, stages=4)
+    apart = part_of(whole_model(tied=True), mesh.get_local_rank("pp"), 2)
+    # By columns of the embedding, and by words of the head.
+    kind = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
+    parallelize_module(apart, mesh["tp"], {k: v for k, v in kind.items() if hasattr(apart, k)})
+    refused(apart, mesh=mesh, tied=TIED)
     refused(part, mesh=mesh, dispatch="online")
     with Pipeline(
         distribute(part, mesh), context=context, mesh=mesh, loss_fn=loss_fn, microbatches=N,
@@ -194,19 +264,34 @@ def refusals(context: TrainerContext) -> list[str]:
     return told
 
 
-def every_case(context: TrainerContext, names: list[str], folder: str) -> Any:
-    return {name: train(context, name, folder) for name in names}, refusals(context)
+def more_cases(context: TrainerContext, cases: dict[str, Case], folder: str) -> dict[str, str]:
+    return {name: train(context, name, case, folder) for name, case in cases.items()}
+
+
+def every_case(context: TrainerContext, folder: str) -> tuple[dict[str, str], list[str]]:
+    return more_cases(context, CASES, folder), refusals(context)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.needs_engine
+@pytest.mark.timeout(320)
 def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
-    """Losses, gradients and norms, across a plan change, a delegated link and a resume on another
-    mesh."""
-    results = run_ranks(RANKS, every_case, list(CASES), str(tmp_path), timeout=300.0)
+    """Losses, gradients and norms, with one and with two stages per rank, and with tied weights;
+    across a plan change, a delegated link and a resume on another mesh."""
+    results = run_ranks(RANKS, every_case, str(tmp_path), timeout=300.0)
     for name in CASES:
         assert {result[0][name] for result in results} == {"module"}, name
     for _, told in results:
         for line, words in zip(told, REFUSALS, strict=True):
             assert words in line, told
             assert "\n" not in line
+
+
+@pytest.mark.soak
+@pytest.mark.multiprocess
+@pytest.mark.needs_engine
+@pytest.mark.timeout(400)
+def test_more_meshes_train_as_one_process(tmp_path: Path) -> None:
+    """Other meshes with two stages per rank or tied weights, which resume on each other."""
+    results = run_ranks(RANKS, more_cases, MORE_CASES, str(tmp_path), timeout=380.0)
+    assert all({*result.values()} == {"module"} for result in results), results

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
 
+T = TypeVar("T")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
@@ -136,7 +137,7 @@ class Checkpoints:
             _remove(folder)
         state = self._state() | {
             name: parameter.grad
-            for name, parameter in self._gradients().items()
+            for name, parameter in self._gradients()
             if parameter.grad is not None and parameter.grad.count_nonzero()
         }
         state[_ITERATION] = torch.tensor(iteration)
@@ -199,8 +200,8 @@ class Checkpoints:
                 f"{stages} stages, not {self._world.coordinate.stages}"
             )
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        gradients = {name: p for name, p in self._gradients().items() if name in saved}
-        state = self._state() | {name: zero_grad(p) for name, p in gradients.items()}
+        gradients = [(name, p) for name, p in self._gradients() if name in saved]
+        state = self._state() | {name: zero_grad(p) for name, p in gradients}
         moments = [k for name, k in self._keys.items() if name.startswith("optimizer.state.")]
         stepped = not moments or any(name in saved for name in moments)
         if not stepped:
@@ -213,8 +214,8 @@ class Checkpoints:
             first = next(iter(error.failures.values()))[0]
             raise InputError(f"{folder} does not fit this job: {first}") from error
         self._restore(state, stepped=stepped)
-        for name, parameter in gradients.items():
-            parameter.grad = state[name]
+        for parameter, grad in _of_each([(p, name) for name, p in gradients], state):
+            parameter.grad = grad
         packed = self._extra.chosen(saved)
         state_dict_loader.load(packed, checkpoint_id=folder, process_group=self._world.control)
         self._extra.unpack(packed)
@@ -262,13 +263,14 @@ class Checkpoints:
                 break
         return f"{f'stage{stage}.' if self._prefixed else ''}{kind}{rest}"
 
-    def _gradients(self) -> dict[str, nn.Parameter]:
-        """Parameters, by the names of their gradients in a checkpoint."""
-        return {
-            self._key(f"gradient.{name.replace('_orig_mod.', '')}"): parameter
+    def _gradients(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters, with the names of their gradients in a checkpoint. Two holders of a tied
+        weight have one name."""
+        return [
+            (self._key(f"gradient.{name.replace('_orig_mod.', '')}"), parameter)
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad
-        }
+        ]
 
     def _restore(self, state: dict[str, Any], *, stepped: bool) -> None:
         for stage, runner in self._emulated.items():
@@ -279,11 +281,12 @@ class Checkpoints:
 
         def part(kind: str) -> dict[str, Any]:
             start = f"{kind}."
-            return {
-                name.removeprefix(start): state[key]
+            mine = [
+                (name.removeprefix(start), key)
                 for name, key in self._keys.items()
                 if name.startswith(start) and key in state
-            }
+            ]
+            return dict(_of_each(mine, state))
 
         set_model_state_dict(self._module, part("model"), options=_OPTIONS)
         if self._optimizer is None:
@@ -295,6 +298,16 @@ class Checkpoints:
                 set_optimizer_state_dict(
                     self._module, self._optimizer, part("optimizer"), options=_OPTIONS
                 )
+
+
+def _of_each(holders: Iterable[tuple[T, str]], state: Mapping[str, Any]) -> Iterator[tuple[T, Any]]:
+    """The loaded values, given the key of each holder. If two stages of this rank hold a tied
+    weight, the second one gets a copy: each writes to its own gradient and optimizer state."""
+    given: set[str] = set()
+    for holder, key in holders:
+        value = state[key]
+        yield holder, value.clone() if key in given and isinstance(value, Tensor) else value
+        given.add(key)
 
 
 def check_directory(directory: Path) -> None:

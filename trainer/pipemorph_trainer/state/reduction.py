@@ -27,7 +27,7 @@ from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.written import Watch
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
-from pipemorph_trainer.topology.placement import is_dtensor, local
+from pipemorph_trainer.topology.placement import local, misplaced
 
 if TYPE_CHECKING:
     from pipemorph_trainer.links.faults import ReductionFaults
@@ -84,14 +84,9 @@ class Bucket:
         self.parameters.append(parameter)
         self.nbytes += local(parameter).numel() * self.dtype.itemsize
 
-    def partial(self) -> bool:
-        """Whether a gradient is a partial sum, so not yet placed as its parameter."""
-        return any(
-            kind.is_partial()
-            for p in self.parameters
-            if is_dtensor(p.grad)
-            for kind in p.grad.placements  # type: ignore[union-attr]
-        )
+    def misplaced(self) -> bool:
+        """Whether a gradient is not yet distributed as its parameter."""
+        return any(map(misplaced, self.parameters))
 
     @torch.no_grad()
     def send(self, group: dist.ProcessGroup) -> None:
@@ -299,7 +294,7 @@ class Reducer:
         """Send the buckets whose gradients are final, in order."""
         while self._sent < len(self._buckets):
             bucket = self._buckets[self._sent]
-            if bucket.missing > 0 or bucket.partial():
+            if bucket.missing > 0 or bucket.misplaced():
                 break
             self._send(bucket)
             self._sent += 1

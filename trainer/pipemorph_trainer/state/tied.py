@@ -18,9 +18,10 @@ from pipemorph.errors import InputError
 from pipemorph_trainer.executor.grad_form import told, zero_grad
 from pipemorph_trainer.state.gradients import broadcast
 from pipemorph_trainer.state.reduction import Wait, finish
-from pipemorph_trainer.topology.placement import local
+from pipemorph_trainer.topology.placement import described, local
 
 if TYPE_CHECKING:
+    from pipemorph.api.mesh import Coordinate
     from pipemorph_trainer.topology.world import World
 
 
@@ -37,7 +38,7 @@ class Holder(NamedTuple):
 Tie = tuple[Holder, ...]
 """The holders of one weight. Its name in checkpoints is that of the first one."""
 Forms = Mapping[tuple[int, int], str]
-"""Shape and dtypes of the tied parameters that a rank holds, by tie and holder."""
+"""Shape, dtypes and distribution of the tied parameters that a rank holds, by tie and holder."""
 
 
 def parse(tied: Sequence[Any] | None, stages: int) -> tuple[Tie, ...]:
@@ -76,15 +77,17 @@ def _is_holder(item: Any) -> bool:
     )
 
 
-def forms(ties: Sequence[Tie], module: nn.Module | None, stage: int) -> Forms:
-    """The tied parameters of a stage. Raises :class:`InputError` if its module has not all of them,
-    or has two parameters for one weight."""
+def forms(ties: Sequence[Tie], module: nn.Module | None, coordinate: Coordinate) -> Forms:
+    """The tied parameters of the stage at ``coordinate``. Raises :class:`InputError` if its module
+    has not all of them, or has two parameters for one weight."""
     parameters: dict[str, nn.Parameter] = {}
     if module is not None:
         parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[tuple[int, int], str] = {}
     for number, tie in enumerate(ties):
-        mine = [(place, holder) for place, holder in enumerate(tie) if holder.stage == stage]
+        mine = [
+            (place, holder) for place, holder in enumerate(tie) if holder.stage == coordinate.stage
+        ]
         for place, holder in mine:
             parameter = parameters.get(holder.name)
             if parameter is None:
@@ -96,12 +99,15 @@ def forms(ties: Sequence[Tie], module: nn.Module | None, stage: int) -> Forms:
                 )
             dtype = str(parameter.dtype).removeprefix("torch.")
             frozen = "" if parameter.requires_grad else ", frozen"
-            found[number, place] = f"{dtype}{list(parameter.shape)}{frozen}{told(parameter)}"
+            part = described(parameter, coordinate)
+            shape = list(parameter.shape)
+            found[number, place] = f"{dtype}{shape}{frozen}{told(parameter)}{part}"
     return found
 
 
 def check(ties: Sequence[Tie], everyone: Iterable[Forms]) -> None:
-    """Raise :class:`InputError` if the holders of a weight differ in shape or in a dtype."""
+    """Raise :class:`InputError` if the holders of a weight differ in shape or in a dtype, or in
+    which part of it a rank has, since ranks of a column exchange their parts."""
     first: dict[int, tuple[int, str]] = {}
     for mine in everyone:
         for (number, place), form in mine.items():
@@ -109,7 +115,8 @@ def check(ties: Sequence[Tie], everyone: Iterable[Forms]) -> None:
             if form != wanted:
                 tie = ties[number]
                 raise InputError(
-                    f"tied weights differ: {tie[other]} is {wanted}, {tie[place]} is {form}"
+                    f"tied weights differ: {tie[other]} is {wanted}; {tie[place]} is {form}; give "
+                    "both the same shape and dtype, and distribute them alike"
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,6 +43,16 @@ def local(value: Tensor) -> Tensor:
     return part
 
 
+def misplaced(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not distributed as it is: autograd leaves it as
+    the ops of the backward made it."""
+    grad: Any = parameter.grad
+    if grad is None or not is_dtensor(grad):
+        return False
+    wanted: Any = parameter
+    return bool(grad.placements != wanted.placements)
+
+
 def placement(name: str, value: Tensor, coordinate: Coordinate) -> Placement:
     """Where a parameter is distributed. Raises :class:`InputError` if ranks of other stages have a
     part of it, or if it is a partial sum."""
@@ -54,6 +65,29 @@ def placement(name: str, value: Tensor, coordinate: Coordinate) -> Placement:
         raise InputError(f"parameter {name!r} of the stage {error}") from None
 
 
+def described(value: Tensor, coordinate: Coordinate) -> str:
+    """Which part of a tensor this rank holds, for messages: ``, Shard(dim=0) over tp``. The same
+    for two tensors of one shape if ranks with the same place in the mesh hold the same part of
+    both. Empty for a whole tensor."""
+    if not is_dtensor(value):
+        return ""
+    distributed: Any = value
+    mesh, mine = distributed.device_mesh, distributed.device_mesh.get_coordinate()
+    text = ""
+    for dim, kind in enumerate(distributed.placements):
+        along = _ordered(_along(_line(mesh, mine, dim), coordinate))
+        if along and not kind.is_replicate():
+            text += f", {kind!r} over {' × '.join(along)}"
+    return text
+
+
+def _line(mesh: Any, mine: Sequence[int], dim: int) -> list[int]:
+    """The ranks along a dimension of torch's mesh that share the others with ``mine``."""
+    index = tuple(slice(None) if i == dim else place for i, place in enumerate(mine))
+    ranks: list[int] = mesh.mesh[index].tolist()
+    return ranks
+
+
 @lru_cache
 def _placement(mesh: Any, kinds: tuple[Any, ...], coordinate: Coordinate) -> Placement:
     mine = mesh.get_coordinate()
@@ -62,8 +96,7 @@ def _placement(mesh: Any, kinds: tuple[Any, ...], coordinate: Coordinate) -> Pla
     for dim, kind in enumerate(kinds):
         if kind.is_partial():
             raise InputError(f"is a partial sum ({kind}); redistribute it")
-        index = tuple(slice(None) if i == dim else place for i, place in enumerate(mine))
-        along = _along(mesh.mesh[index].tolist(), coordinate)
+        along = _along(_line(mesh, mine, dim), coordinate)
         if "pp" in along:
             raise InputError(
                 "is distributed over ranks of other stages; use a mesh of one stage, such as "

@@ -23,7 +23,7 @@ from pipemorph_trainer.executor.split.self_test import Agree, SelfTest, alone
 from pipemorph_trainer.executor.split.snapshot import Rerun, copy_tensors
 from pipemorph_trainer.executor.split.splitters import Kept, Splitter
 from pipemorph_trainer.executor.split.trial import Sample
-from pipemorph_trainer.executor.stages.sharded import Sharded, reduce_partial
+from pipemorph_trainer.executor.stages.sharded import Sharded, place_gradients
 from pipemorph_trainer.executor.stages.structure import Structure
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class StageRunner:
     def end_iteration(self) -> None:
         """End an iteration: reduce the gradients of a distributed stage, if there are any."""
         self._sharded.reduce()
-        reduce_partial(self.module)
+        place_gradients(self.module)
 
     def _splits(self, microbatch: int) -> Splitter:
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.topology.placement import is_dtensor, loaded
+from pipemorph_trainer.topology.placement import loaded, misplaced
 
 
 class Sharded:
@@ -77,14 +77,12 @@ def is_sharded(stage: nn.Module) -> bool:
     return any(isinstance(module, kind) for module in stage.modules())
 
 
-def reduce_partial(stage: nn.Module) -> None:
-    """Add up the gradients that are partial sums, such as those of a norm whose ranks each have a
-    part of the sequence, so that a gradient is placed as its parameter. Collective over the ranks
-    of the parameter's mesh."""
+def place_gradients(stage: nn.Module) -> None:
+    """Place every gradient as its parameter: add up partial sums, such as those of a norm whose
+    ranks each have a part of the sequence, and cut whole ones, such as that of an embedding whose
+    ranks each have a part of the vocabulary. Collective over the ranks of the parameter's mesh."""
     for parameter in stage.parameters():
-        if parameter.grad is None or not is_dtensor(parameter.grad):
-            continue
-        grad: Any = parameter.grad
-        if any(kind.is_partial() for kind in grad.placements):
+        if misplaced(parameter):
+            grad: Any = parameter.grad
             placements = cast(Any, parameter).placements
             parameter.grad = grad.redistribute(placements=placements)
