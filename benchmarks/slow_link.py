@@ -8,7 +8,8 @@ from the trainer's telemetry. A phase's time is the median of its iterations onc
 settled; beside it stands what the simulator says of it, and for pipemorph the least time of any
 schedule with the op times, hops and boundaries that its undisturbed iterations had. How long that
 took is printed for each change: iterations from the first slow one to the first under the new plan.
-Each goal is said to
+Last, pipemorph runs while that link is not
+delayed but narrow for a while: 5 Gb/s for messages of 16 MB. Each goal is said to
 hold or not. If one does not, pipemorph is measured once more and both figures are shown; with
 --check the exit status is 1 if a goal fails again.
 
@@ -34,11 +35,16 @@ import yaml
 from calibrate import calibrate
 
 from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
+from pipemorph.planning.problem import transfer_ms
 
 STAGES, MICROBATCHES = 8, 24
 TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
 MESSAGE_BYTES, STANDS_FOR = 1 << 16, 1 << 24
 DELAYS_MS = (0.0, 30.0, 60.0)
+GBPS, NARROW_BYTES = 5.0, 16_000_000
+"""Of the narrow link, and what a message stands for there: it occupies the link for about as long
+as a stage takes for a microbatch. At half the rate the link is all that counts, whatever the plan.
+The messages that are sent are smaller, and their rate in proportion."""
 PHASE, SETTLE = 8, 4
 """Iterations per delay, and how many of them at its start are not counted as settled:
 the one that shows the fault, and those until iteration times are steady."""
@@ -84,13 +90,31 @@ class Row:
     iterations: list[float]
 
 
-def manifest(variant: Variant) -> dict[str, Any]:
-    link = STAGES - 2
-    faults = [
-        {"link": link, "fromIteration": k * PHASE, "toIteration": (k + 1) * PHASE, "delayMs": d}
-        for k, d in enumerate(DELAYS_MS)
-        if d
-    ]
+@dataclass(frozen=True)
+class Narrow:
+    """pipemorph on a link that is narrow in the second of three phases. Seconds per iteration,
+    settled, but for ``bound``: of the second phase, at the costs of the first."""
+
+    before: float
+    narrow: float
+    after: float
+    bound: float
+    adaptations: list[dict[str, Any]]
+    iterations: list[float]
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """The adaptations that were decided on while it was narrow."""
+        return [a for a in self.adaptations if PHASE <= a["detected_at_iteration"] < 2 * PHASE]
+
+
+def phase(k: int, **fault: float) -> dict[str, Any]:
+    """A fault of the last link in one phase."""
+    during = {"fromIteration": k * PHASE, "toIteration": (k + 1) * PHASE}
+    return {"link": STAGES - 2, **during, **fault}
+
+
+def manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "apiVersion": "pipemorph.io/v1alpha1",
         "kind": "PipeMorphJob",
@@ -118,10 +142,36 @@ def manifest(variant: Variant) -> dict[str, Any]:
 
 
 def run(variant: Variant, out: Path) -> Row:
-    """One ``pipemorph run``. Raises RuntimeError with its last lines if it does not complete."""
+    """One ``pipemorph run`` under each delay."""
+    report = train(variant, [phase(k, delayMs=d) for k, d in enumerate(DELAYS_MS) if d], out)
+    times = [iteration["seconds"] for iteration in report["iterations"]]
+    settled = {f"{delay:g}": of_phase(times, k) for k, delay in enumerate(DELAYS_MS)}
+    found = bounds(out / "run" / "trace", times[:PHASE], [(delay, 0.0) for delay in DELAYS_MS])
+    bound = {f"{delay:g}": each for delay, each in zip(DELAYS_MS, found, strict=True)}
+    return Row(variant.name, settled, simulated(variant), bound, report["adaptations"], times)
+
+
+def run_narrow(out: Path) -> Narrow:
+    """One ``pipemorph run`` with the last link narrow in its second of three phases."""
+    transfer = transfer_ms(NARROW_BYTES, GBPS)
+    report = train(VARIANTS[-1], [phase(1, bandwidthMbps=MESSAGE_BYTES * 8 / transfer / 1e3)], out)
+    times = [iteration["seconds"] for iteration in report["iterations"]]
+    before, narrow, after = (of_phase(times, k) for k in range(3))
+    (bound,) = bounds(out / "run" / "trace", times[:PHASE], [(0.0, transfer)])
+    return Narrow(before, narrow, after, bound, report["adaptations"], times)
+
+
+def of_phase(times: list[float], k: int) -> float:
+    """Settled iteration time of a phase."""
+    return statistics.median(times[k * PHASE + SETTLE : (k + 1) * PHASE])
+
+
+def train(variant: Variant, faults: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    """The report of one ``pipemorph run``. Raises RuntimeError with its last lines if it does not
+    complete."""
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.yaml"
-    job.write_text(yaml.safe_dump(manifest(variant), sort_keys=False))
+    job.write_text(yaml.safe_dump(manifest(variant, faults), sort_keys=False))
     command = [sys.executable, "-m", "pipemorph.cli", "run", str(job), "--out", str(out / "run")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
@@ -129,26 +179,24 @@ def run(variant: Variant, out: Path) -> Row:
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RuntimeError(f"{variant.name}: pipemorph run exited {done.returncode}:\n{tail}")
-    report = json.loads((out / "run" / "report.json").read_text())
-    times = [iteration["seconds"] for iteration in report["iterations"]]
-    settled = {
-        f"{delay:g}": statistics.median(times[k * PHASE + SETTLE : (k + 1) * PHASE])
-        for k, delay in enumerate(DELAYS_MS)
-    }
-    bound = bounds(out / "run" / "trace", times[:PHASE])
-    return Row(variant.name, settled, simulated(variant), bound, report["adaptations"], times)
+    report: dict[str, Any] = json.loads((out / "run" / "report.json").read_text())
+    return report
 
 
-def bounds(traces: Path, undisturbed: list[float]) -> dict[str, float]:
-    """Lower bound of the iteration time per delay, seconds, at measured costs."""
+def bounds(traces: Path, undisturbed: list[float], links: list[tuple[float, float]]) -> list[float]:
+    """Lower bounds of the iteration time at measured costs, seconds. ``links``: delays of the last
+    link, each with the time for which a message occupies it, milliseconds."""
     costs = calibrate(traces, undisturbed)
     forward, backward, weight = (costs.ops[kind] for kind in ("F", "B", "W"))
     times = StageTimes(forward=forward, backward_input=backward, backward_weight=weight)
-    found = {}
-    for delay_ms in DELAYS_MS:
-        delays = [costs.hop] * (STAGES - 2) + [costs.hop + delay_ms / 1e3]
-        problem = problem_for(MICROBATCHES, [times] * STAGES, delays)
-        found[f"{delay_ms:g}"] = plan(problem).lower_bound + costs.boundary
+    found = []
+    for delay_ms, occupied_ms in links:
+        others = [0.0] * (STAGES - 2)
+        delays = [costs.hop + each for each in (*others, delay_ms / 1e3)]
+        problem = problem_for(
+            MICROBATCHES, [times] * STAGES, delays, transfers=[*others, occupied_ms / 1e3]
+        )
+        found.append(plan(problem).lower_bound + costs.boundary)
     return found
 
 
@@ -273,10 +321,32 @@ def goals(rows: list[Row]) -> list[tuple[str, bool]]:
     return found
 
 
-def report(rows: list[Row]) -> list[tuple[str, bool]]:
-    """Print the table and the goals of ``rows``; the last row is pipemorph's."""
+def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
+    """The same of the narrow link."""
+    what = f"{OURS} at {GBPS:g} Gb/s"
+    answers = found.answers
+    applied = [a["applied_at_iteration"] for a in answers if a["applied_at_iteration"] is not None]
+    late = min(applied) - PHASE if applied else None
+    called = bool(answers) and "narrow: " in answers[0]["reason"]
+    of_bound, back = found.narrow / found.bound, found.after / found.before
+    return [
+        (f"{what} ≤ {MOST_OF_BOUND} × the least time of any schedule at the costs of its"
+         f" undisturbed iterations, {found.bound * 1e3:.0f} ms: {of_bound:.3f}",
+         of_bound <= MOST_OF_BOUND),
+        (f"{what} from iteration {PHASE}: new plan in effect after ≤ {MOST_ITERATIONS} iteration: "
+         f"{late} ({found.iterations[PHASE] * 1e3:.0f} ms, then {found.narrow * 1e3:.0f} ms)",
+         late is not None and late <= MOST_ITERATIONS),
+        (f"{what}: the first reason says that the link is narrow", called),
+        (f"{what}, when it is over, ≤ {MOST_OF_BOUND} × the time before: {back:.3f}",
+         back <= MOST_OF_BOUND),
+    ]  # fmt: skip
+
+
+def report(rows: list[Row], narrow: Narrow) -> list[tuple[str, bool]]:
+    """Print the table and the goals of ``rows``, of which the last is pipemorph's, and those of
+    the narrow link."""
     print(f"{table(rows)} {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n")
-    kept = goals(rows)
+    kept = goals(rows) + narrow_goals(narrow)
     for text, holds in kept:
         print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}", flush=True)
     return kept
@@ -296,14 +366,17 @@ def main() -> int:
         for variant in variants:
             print(f"running {variant.name} …", file=sys.stderr, flush=True)
             rows.append(run(variant, base / variant.slug))
-        kept = report(rows)
+        print("running the narrow link …", file=sys.stderr, flush=True)
+        narrow = run_narrow(base / "narrow")
+        kept = report(rows, narrow)
         if not all(holds for _, holds in kept):
             print("\nnot every goal holds: pipemorph is measured once more", flush=True)
             again = run(variants[-1], base / f"{variants[-1].slug}-again")
-            kept = report([*rows[:-1], again])
+            narrow = run_narrow(base / "narrow-again")
+            kept = report([*rows[:-1], again], narrow)
             rows.append(again)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        args.json.write_text(json.dumps([asdict(row) for row in (*rows, narrow)], indent=1))
     return 1 if args.check and not all(holds for _, holds in kept) else 0
 
 

@@ -24,9 +24,17 @@ BEFORE = 8
 KEPT_ITERATIONS = 32
 """Enough for the medians before and after a change and for the newest time. Bounded, since a host
 has thousands of jobs."""
-LOOKED_AT, FEW_BARRIERS = 8, 0.25
-"""Newest iterations, and the share of them that may have a barrier for none to be expected: some
-jobs clip gradients only after several steps."""
+WITHOUT, ONE_BARRIER, WITH = 24, 4, 10
+"""Evidence for another kind of barrier. WITHOUT: iterations without a barrier until none is
+expected, of which each with one takes ONE_BARRIER away: some jobs clip gradients only after several
+steps. WITH: by how many iterations those with a barrier must be ahead until one is expected.
+
+So none is expected of a job with barriers in less than a fifth of its iterations, and one of a job
+with them in more than half; in between, what was expected stays. Barriers may come at random: a job
+that waits for the gradient norm only where it is near its bound has them in any share. If that is a
+third, either expectation lasts some 6,000 iterations or more: a change costs an iteration, and the
+wrong plan a few per cent of each. A change for op times takes 12 iterations, but they do not come
+and go like that."""
 OPEN_RECORDS = 4
 """Newest records that may still get figures."""
 KEPT_RECORDS = 256
@@ -56,7 +64,6 @@ class Finished:
     loss: float | None
     plan_version: int
     bubble_fraction: float
-    barrier: bool = True
 
 
 class Ledger:
@@ -69,6 +76,9 @@ class Ledger:
         self._last = -1
         self.before = Worth()
         """Of records that are not kept any more."""
+        self._barrier: bool | None = None
+        self._without = self._with = 0
+        """Evidence for none, and for one, since :attr:`barrier` was last found out."""
 
     @property
     def change_seconds(self) -> float | None:
@@ -118,12 +128,17 @@ class Ledger:
 
     @property
     def barrier(self) -> bool | None:
-        """Whether stages wait for each other after more than a few of the newest iterations; None
-        if there are too few to tell."""
-        newest = [self._iterations[i] for i in sorted(self._iterations)[-LOOKED_AT:]]
-        if len(newest) < LOOKED_AT / 2:
-            return None
-        return sum(each.barrier for each in newest) > FEW_BARRIERS * len(newest)
+        """Whether stages wait for each other between iterations; None before there is evidence of
+        either."""
+        return self._barrier
+
+    def _weigh_barrier(self, there: bool) -> None:
+        """Process whether the newest iteration had a barrier."""
+        self._without = max(0, self._without + (-ONE_BARRIER if there else 1))
+        self._with = max(0, self._with + (1 if there else -1))
+        if self._with >= WITH or self._without >= WITHOUT:
+            self._barrier = self._with >= WITH
+            self._with = self._without = 0
 
     @property
     def finished(self) -> int:
@@ -142,9 +157,9 @@ class Ledger:
                 sample.loss,
                 sample.plan_version,
                 sample.bubble_fraction,
-                # Unknown: assume one, since a plan that expects it also suits a job without it.
-                sample.barrier is not False,
             )
+            # Unknown: assume one, since a plan that expects it also suits a job without it.
+            self._weigh_barrier(sample.barrier is not False)
             self._last = max(self._last, sample.index)
             changed = True
             if (record := self.record(sample.plan_version)) is not None:
@@ -173,6 +188,7 @@ class Ledger:
         """Drop the iterations, which count from 0 again; records and decisions stay."""
         self._iterations.clear()
         self._last = -1
+        self._barrier, self._without, self._with = None, 0, 0
 
     def _complete(
         self, record: AdaptationRecord, peak_memory: Callable[[], list[int | None]]

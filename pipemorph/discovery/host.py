@@ -7,6 +7,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipemorph.discovery.cgroup import CGROUPS, memory_limit
+
 LEAST_LOCKED_BYTES = 1 << 30
 """Locked memory for the registered buffers of a stage; usual limits are 64 KiB to 8 MiB."""
 UNLIMITED = resource.RLIM_INFINITY
@@ -20,15 +22,11 @@ MODULES = (
 """Kernel modules to look for: the RDMA core, its drivers, and those for GPUDirect."""
 
 
-def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that processes may use: the host's, or the limit of the control group (version 2; a
-    pod sees its own group at this path)."""
+def memory_bytes(root: Path = CGROUPS) -> int:
+    """Memory that processes may use: the host's, or the limit of their control group."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdecimal() else memory
+    limit = memory_limit(root)
+    return memory if limit is None else min(memory, limit)
 
 
 def locked_limit() -> int:

@@ -15,7 +15,7 @@ from pipemorph.control.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.story import Story, brought, duration, link_name, plural, worth_line
-from pipemorph.wire import AdaptationRecord, IterationSample
+from pipemorph.wire import AdaptationRecord, IterationSample, Split
 
 NEWEST = 8
 """Iterations in the median of what an iteration takes at the end."""
@@ -74,6 +74,7 @@ class _Report(_Lenient):
     rails: _Rails = Field(default_factory=_Rails)
     reductions: list[dict[str, Any]] = Field(default_factory=list)
     stragglers: list[dict[str, Any]] = Field(default_factory=list)
+    better_layers: Split | None = None
     recoveries: list[_Recovery] = Field(default_factory=list)
     relayouts: list[dict[str, Any]] = Field(default_factory=list)
     goodput: float | None = None
@@ -169,6 +170,8 @@ def _other_findings(report: _Report, mesh: MeshShape) -> Iterator[str]:
             f"stage {stage.get('stage')} computes {float(stage.get('ratio', 1.0)):.1f} times as"
             " long as usual"
         )
+    if report.better_layers is not None:
+        yield report.better_layers.text()
     for each in _slow_reductions(report):
         normal = float(each.get("normal") or 0.0)
         yield (

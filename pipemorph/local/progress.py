@@ -113,13 +113,15 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
     return ", ".join(parts)
 
 
-def stragglers_phrase(stragglers: StragglersView) -> str:
-    """The slowest straggler and the number of others; empty if there is none."""
+def stragglers_phrase(stragglers: StragglersView, layers: int | None = None) -> str:
+    """The slowest straggler, the number of others, and how many of the model's ``layers`` that
+    stage should have; empty if there is none."""
     if not stragglers.slowest:
         return ""
-    worst = stragglers.slowest[0]
+    worst, split = stragglers.slowest[0], stragglers.better_split(layers)
     more = f" and {stragglers.count - 1} more" if stragglers.count > 1 else ""
-    return f"slow stage {worst.stage} x{worst.ratio:.1f}{more}"
+    better = f" (-{split.gain:.0%} with {split.layers[worst.stage]} layers)" if split else ""
+    return f"slow stage {worst.stage} x{worst.ratio:.1f}{better}{more}"
 
 
 class Progress:
@@ -187,7 +189,7 @@ class Progress:
             troubles=(
                 reductions_phrase(view.reductions),
                 rails_phrase(view.rails, view.transports),
-                stragglers_phrase(view.stragglers),
+                stragglers_phrase(view.stragglers, self._job.spec.parallelism.layers),
             ),
         )
         if self._live:

@@ -332,6 +332,11 @@ class Split(NamedTuple):
     layers: tuple[int, ...]
     gain: float
 
+    def text(self) -> str:
+        """``with 5, 3, 4, 4 layers the slowest stage would take 21% less``"""
+        layers = ", ".join(map(str, self.layers))
+        return f"with {layers} layers the slowest stage would take {self.gain:.0%} less"
+
 
 @dataclass(frozen=True)
 class StragglersView:
@@ -346,18 +351,23 @@ class StragglersView:
     """Seconds of F, B and W of one microbatch of each stage, of its median column; empty if not
     known."""
 
-    def better_split(self, layers: int) -> Split | None:
+    def better_split(self, layers: int | None) -> Split | None:
         """How ``layers`` equal layers, now evenly split, would be spread best over stages of
-        these speeds. None if a column alone is slow, or the slowest stage cannot be faster."""
-        if not self.paces or not any(each.column is None for each in self.slowest):
+        these speeds. All columns of a stage hold the same layers, and an iteration waits for the
+        slowest: its speed counts. None if nothing is slow, the slowest stage cannot be faster, or
+        the layers are not known."""
+        if layers is None or not self.paces or not self.slowest:
             return None
-        each = layers // len(self.paces)
-        per_layer = [pace / each for pace in self.paces]
+        paces = [*self.paces]
+        for slow in self.slowest:
+            paces[slow.stage] = max(paces[slow.stage], slow.seconds)
+        each = layers // len(paces)
+        per_layer = [pace / each for pace in paces]
         counts = [1] * len(per_layer)
         for _ in range(layers - len(counts)):
             # The stage that is the fastest with one more. This is the optimum for the slowest.
             least = min(range(len(counts)), key=lambda i: (counts[i] + 1) * per_layer[i])
             counts[least] += 1
         slowest = max(n * took for n, took in zip(counts, per_layer, strict=True))
-        gain = 1 - slowest / max(self.paces)
+        gain = 1 - slowest / max(paces)
         return Split(tuple(counts), gain) if gain > 0.01 else None

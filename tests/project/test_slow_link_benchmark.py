@@ -96,6 +96,50 @@ def test_a_late_plan_or_none_is_a_broken_goal(
     assert verdicts(slow_link, rows(slow_link, times, record(8, 9), adaptation)) == expected
 
 
+def narrow(
+    slow_link: ModuleType,
+    seconds: list[float],
+    *,
+    applied: int | None = 9,
+    said: str = "link 6 is slow by 24 ms one way, narrow: 25 ms per message",
+) -> Any:
+    """A run in whose second phase the link was narrow; one answer, and one of the phase after."""
+    answer = record(8, applied) | {"reason": said}
+    after = record(17, 18) | {"reason": "a link recovered"}
+    settled = [slow_link.of_phase(seconds, k) for k in range(3)]
+    return slow_link.Narrow(*settled, bound=0.8, adaptations=[answer, after], iterations=seconds)
+
+
+@pytest.mark.parametrize(
+    ("during", "after", "answer", "expected"),
+    [
+        ([1.1, *[0.83] * 7], [0.7] * 8, {}, (True, True, True, True)),
+        ([1.1, *[0.85] * 7], [0.7] * 8, {}, (False, True, True, True)),
+        ([1.1, *[0.83] * 7], [0.7] * 8, {"applied": 10}, (True, False, True, True)),
+        ([0.83] * 8, [0.7] * 8, {"applied": None}, (True, False, True, True)),
+        ([1.1, *[0.83] * 7], [0.7] * 8, {"said": "link 6 is slow"}, (True, True, False, True)),
+        ([1.1, *[0.83] * 7], [0.83] * 8, {}, (True, True, True, False)),
+    ],
+)
+def test_goals_of_the_narrow_link(
+    slow_link: ModuleType,
+    during: list[float],
+    after: list[float],
+    answer: dict[str, Any],
+    expected: tuple[bool, ...],
+) -> None:
+    found = narrow(slow_link, [*WELL, *during, *after], **answer)
+    assert tuple(holds for _, holds in slow_link.narrow_goals(found)) == expected
+
+
+def test_a_narrow_link_that_nothing_answers_breaks_goals(slow_link: ModuleType) -> None:
+    times = [*WELL, *[1.1] * 8, *WELL]
+    settled = [slow_link.of_phase(times, k) for k in range(3)]
+    found = slow_link.Narrow(*settled, bound=0.8, adaptations=[], iterations=times)
+    holds = tuple(each for _, each in slow_link.narrow_goals(found))
+    assert holds == (False, False, False, True)
+
+
 def test_check_makes_a_broken_goal_the_exit_status(
     slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,11 +148,13 @@ def test_check_makes_a_broken_goal_the_exit_status(
         measured = {row.variant: row for row in rows(slow_link, iterations, record(8, 9))}
         monkeypatch.setattr(slow_link, "VARIANTS", [v for v in variants if v.name in measured])
         monkeypatch.setattr(slow_link, "run", lambda variant, _: measured[variant.name])
+        monkeypatch.setattr(slow_link, "run_narrow", lambda _: kept)
         monkeypatch.setattr(sys, "argv", ["slow_link.py", *arguments])
         code: int = slow_link.main()
         return code
 
     variants = slow_link.VARIANTS
+    kept = narrow(slow_link, [*WELL, 1.1, *[0.83] * 7, *WELL])
     well, late = [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8], [*WELL, *[1.1] * 8, *[1.9] * 8]
     assert status(well, "--check") == 0
     assert "DOES NOT HOLD" not in capsys.readouterr().out
@@ -129,6 +175,9 @@ def test_a_goal_that_holds_the_second_time_holds(
     variants = [v for v in slow_link.VARIANTS if v.name in names]
     monkeypatch.setattr(slow_link, "VARIANTS", variants)
     monkeypatch.setattr(slow_link, "run", lambda variant, _: next(runs))
+    during = iter([[1.1] * 8, [1.1, *[0.83] * 7]])
+    narrows = (narrow(slow_link, [*WELL, *each, *WELL]) for each in during)
+    monkeypatch.setattr(slow_link, "run_narrow", lambda _: next(narrows))
     monkeypatch.setattr(sys, "argv", ["slow_link.py", "--check", "--short"])
     assert slow_link.main() == 0
     shown = capsys.readouterr().out

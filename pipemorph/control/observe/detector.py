@@ -152,6 +152,8 @@ class DelayDetector:
         estimate yet."""
         self._stepped = 0.0
         """Evidence that they are a step upwards."""
+        self.steps = 0
+        """How often the delay of a slow link has changed for good."""
         self._alarmed_at = 0.0  # The delay at the last alarm.
         self._memory = RecentDelays()
         """Above the base of their route."""
@@ -205,6 +207,11 @@ class DelayDetector:
     def suspected_at(self) -> int | None:
         """Mark of the window at which the current suspicion began; None without suspicion."""
         return self._suspected_at
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the newest windows of a slow link seem to be a step of its delay."""
+        return abs(self._side) > 1
 
     @property
     def alarm(self) -> float:
@@ -531,6 +538,7 @@ class DelayDetector:
             self._since.append(within)
         if abs(self._side) >= SHIFT or self._stepped >= self.alarm:
             self._since = deque(self._step or list(self._since)[-SHIFT:], RECENT)
+            self.steps += 1
             self._side, self._stepped = 0, 0.0
             self._step.clear()
 

@@ -49,6 +49,9 @@ window). And messages that wait for each other arrive that far apart: if they on
 long, they would arrive as close together as they were sent (the delegated route)."""
 FEW_SPACINGS = 5
 """Windows that show it in the spacing of arrivals."""
+UNSURE = 12
+"""Most windows after a step of its delay in which it is not said whether a link that was narrow
+still is. Spacings of before and after make the link narrow when it is not, or the other way."""
 DOUBTED_WEIGHT = 1 / 8
 """Weight of a late window that something else than the link explains: most links are late at once,
 which is mostly a machine that stalls for tens of milliseconds; or one of the two ranks waited for a
@@ -90,6 +93,12 @@ class _Series:
     """Of the receiver, which hid the newest arrival that was not seen as it happened."""
     well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Latencies while healthy."""
+    steps: int = 0
+    """Of the detector, at the newest window."""
+    narrow: bool = False
+    """Whether the link was narrow when that was last sure."""
+    unsure: int = 0
+    """Windows left in which it is not."""
 
     @property
     def transfer(self) -> float:
@@ -106,11 +115,22 @@ class _Series:
             return 0.0
         return min(transfer, wire) if transfer >= NARROW * wire else 0.0
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it is not sure that a link which was narrow still is, or by how much."""
+        return self.unsure > 0 or (self.narrow and self.detector.stepping)
+
     def take(self, window: _Window) -> None:
         """Process the spacing of arrivals and the latency, after the wire time. Spacing on the
         direct route says nothing: it has one queue, where messages arrive apart from each other
         whatever the reason."""
         slow, latency = self.detector.level is Level.SLOW, window.latency
+        if self.steps != self.detector.steps:
+            # What was seen before says nothing of the link as it is now.
+            self.steps = self.detector.steps
+            self.spacings.clear()
+            self.transfers.clear()
+            self.unsure = UNSURE if self.narrow else 0
         self.op = window.slack if isfinite(window.slack) and window.slack else self.op
         if not slow:
             self.spacings.clear()
@@ -123,6 +143,11 @@ class _Series:
         elif latency is not None:
             beyond = window.value - latency
             self.transfers.append((beyond - window.slack, beyond))
+        if self.unsure:
+            known = len(self.spacings) >= FEW_SPACINGS or self.transfers
+            self.unsure = 0 if known or not slow else self.unsure - 1
+        if not self.in_doubt:
+            self.narrow = self.transfer > 0.0
 
     def refined(self, low: float, high: float, latency: float | None) -> float | None:
         """The wire time from its bounds and the latency, which is exact even if the receiver
@@ -491,7 +516,7 @@ class LinkBook:
             wire_time=round(_plannable(series), DIGITS),
             transfer=round(transfer, DIGITS),
             confidence=round(found.confidence, 4),
-            in_doubt=found.suspected_at is not None,
+            in_doubt=found.suspected_at is not None or series.in_doubt,
             since_iteration=found.changed_at,
             recent=() if transfer else tuple(round(each, DIGITS) for each in found.recent),
             bases={route: round(base, DIGITS) for route, base in found.bases().items()},

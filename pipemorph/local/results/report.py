@@ -170,6 +170,7 @@ class RunRecord:
     def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""
         emulation = self.job.spec.emulation
+        better = self.last.stragglers.better_split(self.job.spec.parallelism.layers)
         return {
             "job": self.job.metadata.name,
             "namespace": self.job.metadata.namespace,
@@ -186,6 +187,7 @@ class RunRecord:
             "reductions": [each.record() for each in self.last.reductions],
             "rails": _rails(self.last),
             "stragglers": [each.record() for each in self.last.stragglers.slowest],
+            "better_layers": None if better is None else better._asdict(),
             "split": splits,
             "faults": faults,
             "recoveries": [recovery.record() for recovery in self.recoveries],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,6 +109,38 @@ def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
     assert state.record().transfer == round(state.transfer, 6)
     job.run(60)
     assert job.states()[2].transfer == 0.0, "the link is well"
+
+
+@pytest.mark.parametrize(
+    ("delay", "spacing", "transfer"),
+    [
+        (0.090, 0.095, 0.095),  # Narrower.
+        (0.020, 0.025, 0.025),  # Less narrow.
+        (0.075, 0.003, 0.0),  # Not narrow any more, but delayed.
+        (0.075, None, 0.0),
+    ],
+)
+def test_what_a_narrow_link_was_is_not_what_it_is_after_a_step(
+    delay: float, spacing: float | None, transfer: float
+) -> None:
+    """Delegated, so that it shows in spacings only. Nothing is said before it is known."""
+    job = Job()
+    job.until_slow({2}, lambda link: 0.045 if link == 2 else 0.0, 5)
+
+    def windows(count: int, late: float, apart: float | None) -> Iterator[LinkHealth]:
+        for _ in range(count):
+            job.now += 0.05
+            fields = {"route": Route.DELEGATED, "spacing": apart}
+            job.report([job.sample(2, d, late).model_copy(update=fields) for d in (0, 1)])
+            yield job.states()[2]
+
+    *_, before = windows(60, 0.045, 0.050)
+    assert before.transfer == pytest.approx(0.050, abs=0.002)
+    told = [state for state in windows(40, delay, spacing) if not state.in_doubt]
+    assert told[-1].transfer == pytest.approx(transfer, abs=0.002)
+    stepped = [state for state in told if abs(state.delay - delay) < 0.005]
+    assert len(stepped) > 15
+    assert {round(state.transfer, 2) for state in stepped} == {round(transfer, 2)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from plant_support import BASE, Plant, settle, spec
 
@@ -96,12 +98,48 @@ def test_the_spec_may_say_that_the_period_counts() -> None:
 
 
 def test_a_few_barriers_do_not_count() -> None:
-    """A job that clips gradients after every fifth step."""
+    """A job that clips gradients after every tenth step."""
     plant = without_barrier()
-    for k in range(60):
-        plant.barrier = plant.waits = k % 5 == 0
+    for k in range(80):
+        plant.barrier = plant.waits = k % 10 == 0
         plant.step()
     assert len(plant.controller.records) == 1
+
+
+def now_and_then(plant: Plant, iterations: int, seed: int = 0) -> None:
+    """Iterations of a job whose gradient norm is near its bound: it waits for the norm of all
+    stages in a third of them, at random."""
+    draw = random.Random(seed)
+    for _ in range(iterations):
+        plant.barrier = plant.waits = draw.random() < 1 / 3
+        plant.step()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_barriers_that_come_and_go_change_no_plan(seed: int) -> None:
+    plant = plant_of()
+    now_and_then(plant, 200, seed)
+    assert plant.controller.records == []
+    assert plant.plan == initial_plan(job())
+
+
+def test_barriers_that_come_and_go_leave_the_shortest_period() -> None:
+    plant = without_barrier()
+    plant.run(40)
+    assert not runs_as_first(plant, plant.plan)
+    version, decided = plant.plan.version, len(plant.controller.decisions)
+    now_and_then(plant, 200)
+    assert plant.plan.version == version
+    assert not [d.reason for d in plant.controller.decisions[decided:] if "barrier" in d.reason]
+
+
+def test_a_job_that_stops_waiting_is_followed() -> None:
+    plant = plant_of()
+    now_and_then(plant, 60)
+    plant.barrier = plant.waits = False
+    plant.run(40)
+    assert "barrier" in plant.only().reason
+    assert plant.seconds[-1] <= 1.01 * shortest(plant)
 
 
 def test_a_barrier_that_ranks_do_not_see_is_found_out() -> None:
@@ -121,7 +159,7 @@ def test_a_barrier_that_ranks_do_not_see_is_found_out() -> None:
 
 def test_a_slow_link_of_a_job_without_a_barrier() -> None:
     plant = without_barrier()
-    plant.run(20)
+    plant.run(40)
     well, healthy = plant.plan, plant.seconds[-1]
     plant.delays[6] = 0.03
     plant.run(20)
@@ -135,7 +173,7 @@ def test_a_slow_link_of_a_job_without_a_barrier() -> None:
 
 def test_a_barrier_that_appears_ends_it() -> None:
     plant = without_barrier()
-    plant.run(20)
+    plant.run(40)
     assert not runs_as_first(plant, plant.plan)
     plant.barrier = plant.waits = True
     plant.run(30)
@@ -146,7 +184,7 @@ def test_a_barrier_that_appears_ends_it() -> None:
 
 def test_a_restored_controller_keeps_the_period() -> None:
     plant = without_barrier()
-    plant.run(20)
+    plant.run(40)
     version = plant.controller.plan_version
     plant.controller = JobController.restore(plant.spec, plant.controller.snapshot())
     plant.run(20)

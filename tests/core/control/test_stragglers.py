@@ -77,7 +77,12 @@ def test_one_rank_is_slower_than_its_peers_from_the_start(replicas: int) -> None
     assert (straggler.stage, straggler.column) == (2, 1)
     assert straggler.ratio == pytest.approx(1.4, rel=0.08)
     assert job.told == ["stage 2 of replica 1 computes 1.4 times as long as its peers"]
-    assert found.better_split(16) is None, "layers do not move within one replica"
+    split = found.better_split(16)
+    assert split is not None, "all replicas wait for the slowest"
+    # Of 4 layers each: 16.8 ms with 3 of them are 12.6, and 10 ms with 5 are 12.5; 13 stay.
+    assert split.layers == (5, 4, 3, 4)
+    assert split.gain == pytest.approx(1 - 13 / 16.8, abs=0.05)
+    assert found.better_split(None) is None
     assert job.run(WINDOWS + CONFIRM).count == 0
     assert job.told[-1] == "stage 2 of replica 1 computes as fast as it should again"
 

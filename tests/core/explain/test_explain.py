@@ -115,6 +115,14 @@ def test_a_change_that_did_not_bring_its_promise() -> None:
     assert "promise" not in "".join(told(report(adaptations=[change(1, measured=0.5)]))[-1:])
 
 
+def test_layers_that_suit_a_slow_stage_are_told() -> None:
+    slow = {"stragglers": [{"stage": 1, "ratio": 1.5}]}
+    split = {"layers": [5, 3, 4, 4], "gain": 0.21}
+    better = "with 5, 3, 4, 4 layers the slowest stage would take 21% less"
+    assert better in "".join(told(report(**slow, better_layers=split)))
+    assert "layers the slowest" not in "".join(told(report(**slow, better_layers=None)))
+
+
 def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
     slow = [{"link": i, "health": "slow", "delay": 0.01 * (i + 1)} for i in range(3)]
     content = report(

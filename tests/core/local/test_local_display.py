@@ -17,7 +17,13 @@ from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.local.processes.supervise import End, Ending
-from pipemorph.local.progress import Progress, headline, links_phrase, rails_phrase
+from pipemorph.local.progress import (
+    Progress,
+    headline,
+    links_phrase,
+    rails_phrase,
+    stragglers_phrase,
+)
 from pipemorph.local.results import timeline as timeline_module
 from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.outputs import OutFolder
@@ -35,6 +41,8 @@ from pipemorph.wire import (
     RailHealth,
     RailsView,
     RailTrouble,
+    Straggler,
+    StragglersView,
     TransportsView,
 )
 
@@ -501,3 +509,11 @@ def test_a_message_arrives_when_the_wait_for_it_ended() -> None:
     )  # fmt: skip
     found = messages([sender, receiver], {0: 5.0})
     assert [(m.microbatch, m.sent, m.arrived) for m in found] == [(0, 1, 7), (1, 2, 7.0)]
+
+
+def test_a_slow_stage_is_shown_with_the_layers_it_should_have() -> None:
+    slow = Straggler(stage=1, column=3, seconds=0.015, usual=0.01)
+    found = StragglersView(known=True, count=2, slowest=(slow,), paces=(0.01,) * 4)
+    assert stragglers_phrase(StragglersView(known=True), 16) == ""
+    assert stragglers_phrase(found) == "slow stage 1 x1.5 and 1 more"
+    assert stragglers_phrase(found, 16) == "slow stage 1 x1.5 (-17% with 3 layers) and 1 more"

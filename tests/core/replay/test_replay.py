@@ -221,13 +221,13 @@ def test_iterations_without_a_barrier_follow_each_other() -> None:
     given = Problem(
         microbatches=24, stages=(TIMES,) * 8, links=(Link(delay=1),) * 7, objective="period"
     )
-    found = replay(given, parse_trace('{"at_iteration": 40, "links": {}}', 7), iterations=40)
+    found = replay(given, parse_trace('{"at_iteration": 120, "links": {}}', 7), iterations=120)
     (change,) = found.changes
     assert change.promised == pytest.approx(change.measured, abs=1e-3)
     seconds = found.seconds
     assert seconds["adaptive"] < seconds["zero-bubble"] < seconds["1f1b"]
-    # But for the first iterations; the bound is of all schedules.
-    assert seconds["adaptive"] < 1.01 * 40 * lower_bound(given) / 1e3
+    # But for the first iterations, until no barrier is expected; the bound is of all schedules.
+    assert seconds["adaptive"] < 1.02 * 120 * lower_bound(given) / 1e3
     assert seconds["oracle"] == pytest.approx(seconds["static"])
 
 

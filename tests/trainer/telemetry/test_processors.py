@@ -65,5 +65,25 @@ def test_waits_of_all_threads_since_the_last_call(tmp_path: Path) -> None:
     assert RunQueue(tmp_path / "none").waited() is None, "the kernel does not count it"
 
 
-def test_crowding() -> None:
-    assert crowding(3 * len(os.sched_getaffinity(0))) == 3
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        ("max 100000", 0.25),
+        ("1600000 100000", 0.25),
+        ("200000 100000", 2),
+        ("150000 100000", 8 / 3),
+    ],
+)
+def test_crowding_minds_the_quota_of_the_container(
+    quota: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod sees its container's group as the root, and all processors of its host."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert crowding(4, tmp_path, tmp_path / "own") == pytest.approx(expected)
+
+
+def test_without_control_groups_crowding_is_by_affinity(tmp_path: Path) -> None:
+    count = len(os.sched_getaffinity(0))
+    assert crowding(3 * count, tmp_path, tmp_path / "none") == 3

@@ -10,6 +10,8 @@ import os
 import threading
 from pathlib import Path
 
+from pipemorph.discovery.cgroup import CGROUP, CGROUPS, processors
+
 _NANO = 1e9
 
 
@@ -50,6 +52,8 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
-def crowding(ranks: int) -> float:
-    """``ranks`` that compute on this host's processors, over the number of those."""
-    return ranks / len(os.sched_getaffinity(0))
+def crowding(ranks: int, root: Path = CGROUPS, own: Path = CGROUP) -> float:
+    """``ranks`` that compute on this host or in this container, over the processors that those may
+    use: a container with a CPU limit is stopped as soon as its threads have used it up, however
+    many processors its host has."""
+    return ranks / processors(root, own)

@@ -280,10 +280,9 @@ def _stages_even(source: Source, view: JobView, now: float) -> Verdict:
     told = "; ".join(each.text(parallelism.mesh) for each in found.slowest[:NAMED])
     if found.count > NAMED:
         told += f"; and {found.count - NAMED} more"
-    split = found.better_split(parallelism.layers) if parallelism.layers is not None else None
+    split = found.better_split(parallelism.layers)
     if split is not None:
-        layers = ", ".join(map(str, split.layers))
-        told += f"; with {layers} layers the slowest stage would take {split.gain:.0%} less"
+        told += f"; {split.text()}"
     return "False", names.R_STAGES_SLOW, told[:MESSAGE_LENGTH]
 
 

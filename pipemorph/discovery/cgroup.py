@@ -1,0 +1,49 @@
+"""What the control group of this process (version 2), and those above it, let it use.
+
+A pod sees its container's group as the root: its limits are the container's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP = Path("/proc/self/cgroup")
+
+
+def processors(root: Path = CGROUPS, own: Path = CGROUP) -> float:
+    """Processors that this process may use: those of its affinity, or fewer, and then maybe a
+    fraction, by the CPU quota of a group (a container's CPU limit)."""
+    most = float(len(os.sched_getaffinity(0)))
+    for group in _groups(root, own):
+        quota = _read(group / "cpu.max").split()
+        if len(quota) == 2 and quota[0] != "max":
+            most = min(most, int(quota[0]) / int(quota[1]))
+    return most
+
+
+def memory_limit(root: Path = CGROUPS, own: Path = CGROUP) -> int | None:
+    """The least memory limit of the groups, bytes; None if there is none."""
+    limits = (_read(group / "memory.max").strip() for group in _groups(root, own))
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
+
+
+def _groups(root: Path, own: Path) -> Iterator[Path]:
+    """The control group of this process and those above it."""
+    lines = _read(own).splitlines()
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    group = root / path.strip("/")
+    while group != root:
+        yield group
+        group = group.parent
+    yield root
+
+
+def _read(path: Path) -> str:
+    """Text of a file of the kernel; empty if this kernel or group has none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
