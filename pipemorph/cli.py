@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -18,14 +18,17 @@ from pipemorph.errors import InputError, one_line
 COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
+    "completion": "pipemorph.commands.completion",
     "doctor": "pipemorph.commands.doctor",
     "explain": "pipemorph.commands.explain",
     "fabric": "pipemorph.commands.fabric",
+    "links": "pipemorph.commands.cluster.links",
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",
     "serve": "pipemorph.commands.serve",
     "simulate": "pipemorph.commands.simulate",
+    "top": "pipemorph.commands.cluster.top",
 }
 
 
@@ -40,44 +43,56 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {one_line(message, MOST)} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit status: 2 for invalid input."""
+def kubectl_plugin() -> int:
+    """``kubectl pipemorph``: kubectl runs the program ``kubectl-pipemorph`` for it."""
+    return main(prog="kubectl pipemorph")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
+    """Run one subcommand. Returns the exit status: 2 for invalid input. ``prog``: how the user
+    calls it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:
-        print("pipemorph: standard output is closed; redirect it to /dev/null", file=sys.stderr)
+        print(f"{prog}: standard output is closed; redirect it to /dev/null", file=sys.stderr)
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names and messages of ranks may contain characters outside the locale's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(arguments)
+        return _run(arguments, prog)
     except KeyboardInterrupt:
         return 130
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], prog: str) -> int:
     named = [name for name in COMMANDS if arguments[:1] == [name]]
-    parser = _Parser(
-        prog="pipemorph",
-        description="Pipeline-parallel training that adapts its schedule to slow links.",
-    )
-    parser.add_argument("--version", action="version", version=f"pipemorph {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {name: import_module(COMMANDS[name]) for name in named or COMMANDS}
-    for module in modules.values():
-        module.add_parser(subparsers)
+    parser = _parser(COMMANDS if named in ([], ["completion"]) else named, prog)
     args = parser.parse_args(arguments)
     try:
-        status = modules[args.command].run(args)
+        status = import_module(COMMANDS[args.command]).run(args)
         sys.stdout.flush()
         return int(status)
     except InputError as error:
-        print(f"pipemorph {args.command}: {one_line(str(error), MOST)}", file=sys.stderr)
+        print(f"{prog} {args.command}: {one_line(str(error), MOST)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe.
         silence_stdout()
         return 1
+
+
+def _parser(commands: Iterable[str], prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description="Pipeline-parallel training that adapts its schedule to slow links.",
+    )
+    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    # For `completion`, which completes all subcommands.
+    parser.set_defaults(parser=parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in commands:
+        import_module(COMMANDS[name]).add_parser(subparsers)
+    return parser
 
 
 if __name__ == "__main__":

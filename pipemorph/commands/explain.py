@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
+import shutil
 from pathlib import Path
 from typing import Any
 
+from pipemorph.commands.cluster import kubectl
 from pipemorph.commands.emit import emit
 from pipemorph.document import named, only_document, read_text
-from pipemorph.errors import InputError, one_line
+from pipemorph.errors import InputError
 from pipemorph.explain import MOST_LINES, explain_job, explain_report
 
 MAX_BYTES = 1 << 30
 """Largest report: it lists every iteration."""
-KUBECTL_SECONDS = 60
-_NAME = re.compile(r"(?:([a-z0-9][a-z0-9-]*)/)?([a-z0-9][a-z0-9.-]*)")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,16 +31,14 @@ def add_parser(subparsers: Any) -> None:
         help="a run's folder or its report.json; [NAMESPACE/]NAME of a job of the cluster, which "
         "kubectl reads; or a file, or - for standard input, with what kubectl get -o json prints",
     )
-    parser.add_argument(
-        "--context", metavar="NAME", help="kubectl's context (default: its current one)"
-    )
+    kubectl.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     name = str(args.job)
     path = Path(name)
     if name != "-" and not path.exists():
-        content, source = _from_cluster(name, args.context), name
+        content, source = _from_cluster(name, args.namespace, args.context), name
     else:
         if path.is_dir():
             path /= "report.json"
@@ -71,34 +67,13 @@ def _from_file(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def _from_cluster(name: str, context: str | None) -> dict[str, Any]:
-    """The object of a job, read by kubectl with the user's own credentials."""
-    found = _NAME.fullmatch(name)
-    if found is None or name.endswith((".json", ".yaml")):
+def _from_cluster(name: str, namespace: str | None, context: str | None) -> dict[str, Any]:
+    arguments = kubectl.job_arguments(name, namespace)
+    if arguments is None or name.endswith((".json", ".yaml")):
         raise InputError(
             f"{named(name)}: no such file, nor [NAMESPACE/]NAME of a job; name a run's folder, its"
             " report.json, or a job"
         )
-    namespace, job = found.groups()
-    command = ["kubectl", "get", "pipemorphjobs.pipemorph.io", job, "--output", "json"]
-    command += ["--namespace", namespace] if namespace else []
-    command += ["--context", context] if context else []
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=KUBECTL_SECONDS, check=False
-        )
-    except FileNotFoundError:
-        raise InputError(
-            f"{name}: no such file, and kubectl, which reads a job of a cluster, is not on PATH;"
-            " install it, or pipe what kubectl get -o json prints to pipemorph explain -"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"{name}: kubectl did not answer within {KUBECTL_SECONDS} s; is the cluster reachable?"
-        ) from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"kubectl exited with {done.returncode}"]
-        raise InputError(f"{name}: {one_line(said[-1], 500)}")
-    content = json.loads(done.stdout)
-    assert isinstance(content, dict)
-    return content
+    if shutil.which("kubectl") is None:
+        raise InputError(f"{name}: no such file, and {kubectl.MISSING}")
+    return kubectl.Query(name, arguments, context).answer()

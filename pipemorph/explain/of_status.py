@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Condition, JobStatus, TrainingStatus, condition
-from pipemorph.errors import InputError, one_line
+from pipemorph.errors import InputError
 from pipemorph.explain.advice import advice, undelivered
-from pipemorph.explain.story import (
-    Story,
-    brought,
-    duration,
-    plural,
-    seconds_left,
-    worth_line,
-)
+from pipemorph.explain.cluster_job import ClusterJob, read_job
+from pipemorph.explain.story import Story, brought, duration, plural, worth_line
 
 SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven")
 """Conditions that are False if something is wrong."""
@@ -33,49 +24,14 @@ CAUSES = {
 """What to look at, by the reason of a condition."""
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Metadata(_Lenient):
-    name: str
-    namespace: str = "default"
-
-
-class _Trainer(_Lenient):
-    iterations: int = 0
-
-
-class _Adaptation(_Lenient):
-    enabled: bool = True
-
-
-class _Spec(_Lenient):
-    parallelism: Parallelism
-    trainer: _Trainer = Field(default_factory=_Trainer)
-    adaptation: _Adaptation = Field(default_factory=_Adaptation)
-    emulation: dict[str, Any] | None = None
-
-
-class _Job(_Lenient):
-    kind: str
-    metadata: _Metadata
-    spec: _Spec
-    status: JobStatus | None = None
-
-
 def explain_job(content: Mapping[str, Any]) -> Story:
     """The explanation of a PipeMorphJob of a cluster. Raises :class:`InputError`, one line, if the
     object is none."""
-    kind = content.get("kind")
-    if kind != "PipeMorphJob":
-        raise InputError(one_line(f"kind: is {kind}; expected PipeMorphJob"))
-    try:
-        job = _Job.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(one_line(f"{where}: {first['msg']}; expected a PipeMorphJob")) from None
+    return story_of(read_job(content))
+
+
+def story_of(job: ClusterJob) -> Story:
+    """The explanation of such a job. Raises :class:`InputError` if it has no status yet."""
     status = job.status
     if status is None or status.state is None:
         raise InputError(
@@ -84,7 +40,7 @@ def explain_job(content: Mapping[str, Any]) -> Story:
         )
     training = status.training
     story = Story(_outcome(job, status))
-    for found in _wrong(status):
+    for found in wrong(status):
         story.seen.append(f"{found.message} (since {found.last_transition_time})")
     story.decided = list(_decided(status))
     if training is not None:
@@ -94,19 +50,16 @@ def explain_job(content: Mapping[str, Any]) -> Story:
             job.spec.parallelism.mesh.world_size,
             training.adaptations,
         )
-    story.advice = advice(_causes(job, status))
+    story.advice = advice(causes(job, status))
     return story
 
 
-def _outcome(job: _Job, status: JobStatus) -> str:
+def _outcome(job: ClusterJob, status: JobStatus) -> str:
     training, spec = status.training, job.spec
     text = f"{job.metadata.namespace}/{job.metadata.name} is {status.state}"
-    if status.state in ("Pending", "Queued", "Starting", "Restarting", "Suspended", "Failed"):
-        for kind in ("Failed", "Running", "PodsReady", "Suspended"):
-            found = condition(status, kind)
-            if found is not None and (found.status == "True") == (kind in ("Failed", "Suspended")):
-                text += f" ({found.reason}: {found.message})"
-                break
+    found = why_not_running(status)
+    if found is not None:
+        text += f" ({found.reason}: {found.message})"
     text += f"; {spec.parallelism.mesh}"
     if status.ready:
         text += f", {status.ready} pods ready"
@@ -115,15 +68,23 @@ def _outcome(job: _Job, status: JobStatus) -> str:
         text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
         if training.iteration_seconds:
             text += f", {training.iteration_seconds:.3g} s each"
-            left = seconds_left(
-                spec.trainer.iterations, training.iteration, training.iteration_seconds
-            )
-            if status.state == "Running" and left is not None:
-                text += f", {duration(left)} left"
+            left = job.left_seconds
+            text += "" if left is None else f", {duration(left)} left"
     return text + (" (EMULATED)" if spec.emulation is not None else "")
 
 
-def _wrong(status: JobStatus) -> Iterator[Condition]:
+def why_not_running(status: JobStatus) -> Condition | None:
+    """The condition that says why a job does not run; None if it runs, or nothing says so."""
+    if status.state in ("Pending", "Queued", "Starting", "Restarting", "Suspended", "Failed"):
+        for kind in ("Failed", "Running", "PodsReady", "Suspended"):
+            found = condition(status, kind)
+            if found is not None and (found.status == "True") == (kind in ("Failed", "Suspended")):
+                return found
+    return None
+
+
+def wrong(status: JobStatus) -> Iterator[Condition]:
+    """The conditions that say that something is wrong."""
     for kind in SEEN:
         found = condition(status, kind)
         if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
@@ -165,12 +126,13 @@ def _change(training: TrainingStatus) -> str:
     return f"{count}{when}{': ' if effect else ''}{effect}; why: {newest.reason}"
 
 
-def _causes(job: _Job, status: JobStatus) -> Iterator[str]:
+def causes(job: ClusterJob, status: JobStatus) -> Iterator[str]:
+    """What to give advice on."""
     if status.state == "Failed":
         yield "failed"
     if status.state in ("Pending", "Starting"):
         yield "pending"
-    for found in _wrong(status):
+    for found in wrong(status):
         if found.reason in CAUSES:
             yield CAUSES[found.reason]
             if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:

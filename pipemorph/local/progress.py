@@ -6,12 +6,15 @@ import contextlib
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.history import Decision
+from pipemorph.control.history import AFTER, Decision
 from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.explain.story import duration
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import (
     AdaptationRecord,
@@ -24,6 +27,8 @@ from pipemorph.wire import (
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
+NEWEST = 5
+"""Newest iterations whose median time tells how long the rest will take."""
 ERASE_LINE = "\r\x1b[2K"
 
 
@@ -62,20 +67,28 @@ def iteration_line(
     *,
     emulated: bool,
     troubles: Sequence[str] = (),
+    seconds: float | None = None,
 ) -> str:
-    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  plan v3``
+    """``iteration 11 of 40 (30%, 34.4 s left)  loss 2.3451  1.230 s/it  slow link 2 +30 ms  plan v3
+    bubble 18%``
 
+    ``seconds``: that each of the next iterations is expected to take; None if it is not known.
     ``troubles``: of rails and stages, in words; empty texts are left out.
     """
+    left = total - sample.index - 1
+    done = f"{100 * (sample.index + 1) // total}%"
+    if seconds is not None and left > 0:
+        done += f", {duration(left * seconds)} left"
     loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
     parts = [
-        f"iteration {sample.index} of {total}",
+        f"iteration {sample.index} of {total} ({done})",
         loss,
         f"{sample.seconds:.3f} s/it",
-        f"bubble {sample.bubble_fraction:.0%}",
         links_phrase(links),
         *troubles,
         f"plan v{sample.plan_version}",
+        # Last: a narrow terminal cuts the line off.
+        f"bubble {sample.bubble_fraction:.0%}",
     ]
     return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
 
@@ -153,6 +166,8 @@ class Progress:
         self._printed_at = -PLAIN_INTERVAL_SECONDS
         self._decided: set[tuple[float, str]] = set()
         self._in_force: set[int] = set()
+        self._judged: set[int] = set()
+        self._newest: deque[IterationSample] = deque(maxlen=NEWEST)
         self._happened = -1
         self._message: str | None = None
         self._line = ""
@@ -179,6 +194,9 @@ class Progress:
             self._show_in_effect(record)
         if unseen:
             self._held = unseen[-1]
+            self._newest.extend(unseen)
+        for record in view.adaptations:
+            self._show_gain(record, final=final)
         if self._held is None:
             return
         line = iteration_line(
@@ -191,6 +209,7 @@ class Progress:
                 rails_phrase(view.rails, view.transports),
                 stragglers_phrase(view.stragglers, self._job.spec.parallelism.layers),
             ),
+            seconds=median(each.seconds for each in self._newest),
         )
         if self._live:
             self._redraw(line)
@@ -216,6 +235,21 @@ class Progress:
         if first is not None and record.plan_version not in self._in_force:
             self._in_force.add(record.plan_version)
             self.note(f"plan v{record.plan_version}: in effect since iteration {first}")
+
+    def _show_gain(self, record: AdaptationRecord, *, final: bool) -> None:
+        """Once its figures are complete, or no further ones can come."""
+        first, version = record.applied_at_iteration, record.plan_version
+        if first is None or not self._newest or version in self._judged:
+            return
+        newest = self._newest[-1]
+        if not final and newest.plan_version <= version and newest.index < first + AFTER - 1:
+            return
+        self._judged.add(version)
+        if record.kind == "adapt" and record.promised is not None and record.measured is not None:
+            self.note(
+                f"plan v{version}: gain promised {record.promised:.0%},"
+                f" measured {record.measured:.0%}"
+            )
 
     def _redraw(self, line: str) -> None:
         width = _columns(self._stream)

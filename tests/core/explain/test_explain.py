@@ -322,7 +322,7 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     assert main(["explain", "team/gpt", "--context", "prod"]) == 0
     assert "team/gpt is Running" in capsys.readouterr().out
     assert log.read_text() == (
-        "get pipemorphjobs.pipemorph.io gpt --output json --namespace team --context prod\n"
+        "get pipemorphjobs.pipemorph.io gpt --namespace team --output json --context prod\n"
     )
     assert main(["explain", "other"]) == 2
     assert capsys.readouterr().err == (

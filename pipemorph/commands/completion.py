@@ -1,0 +1,47 @@
+"""``pipemorph completion SHELL``: a script that completes the command's arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from pipemorph.commands.emit import emit
+from pipemorph.errors import InputError
+
+SHELLS = ("bash", "zsh")
+FILES = ("FILE", "DIR", "PROBLEM", "PLAN", "TRACE", "JOB")
+"""Arguments that are, or may be, names of files."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "completion",
+        help="print a shell's completion script",
+        description="Print a script that completes subcommands, options and file names. For bash:"
+        ' eval "$(pipemorph completion bash)"; for zsh, write it to a file _pipemorph in a folder'
+        " of $fpath. Exit status: 0, or 2 for invalid input.",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="shell to complete for")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise InputError("completion needs shtab: pip install 'pipemorph[completion]'") from None
+    for action in _actions(args.parser):
+        if action.metavar in FILES and action.choices is None:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    emit((shtab.complete(args.parser, args.shell) + "\n").encode(), None)
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser and of its subcommands. argparse has no public name for them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
+        else:
+            yield action

@@ -1,0 +1,82 @@
+"""A PipeMorphJob of a cluster as ``kubectl get -o json`` prints it, read leniently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.status import JobStatus
+from pipemorph.errors import InputError, one_line
+from pipemorph.explain.story import seconds_left
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Metadata(_Lenient):
+    name: str
+    namespace: str = "default"
+
+
+class _Trainer(_Lenient):
+    iterations: int = 0
+
+
+class _Adaptation(_Lenient):
+    enabled: bool = True
+
+
+class _Spec(_Lenient):
+    parallelism: Parallelism
+    trainer: _Trainer = Field(default_factory=_Trainer)
+    adaptation: _Adaptation = Field(default_factory=_Adaptation)
+    emulation: dict[str, Any] | None = None
+
+
+class ClusterJob(_Lenient):
+    """A job with what its status says, as far as an explanation needs them."""
+
+    kind: str
+    metadata: _Metadata
+    spec: _Spec
+    status: JobStatus | None = None
+
+    @property
+    def name(self) -> str:
+        """``NAMESPACE/NAME``."""
+        return f"{self.metadata.namespace}/{self.metadata.name}"
+
+    @property
+    def done(self) -> float | None:
+        """The fraction of its iterations that a job has done; None if status does not tell."""
+        status, total = self.status, self.spec.trainer.iterations
+        if status is None or status.training is None or not total:
+            return None
+        return 1.0 if status.state == "Complete" else min(1.0, status.training.iteration / total)
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Time that the remaining iterations of a running job will take, as the newest ones do;
+        None if status does not tell."""
+        status, total = self.status, self.spec.trainer.iterations
+        if status is None or status.state != "Running" or status.training is None:
+            return None
+        training = status.training
+        return seconds_left(total, training.iteration, training.iteration_seconds)
+
+
+def read_job(content: Mapping[str, Any]) -> ClusterJob:
+    """The job of an object. Raises :class:`InputError`, one line, if the object is none."""
+    kind = content.get("kind")
+    if kind != "PipeMorphJob":
+        raise InputError(one_line(f"kind: is {kind}; expected PipeMorphJob"))
+    try:
+        return ClusterJob.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(one_line(f"{where}: {first['msg']}; expected a PipeMorphJob")) from None

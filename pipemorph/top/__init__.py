@@ -1,0 +1,1 @@
+"""``pipemorph top``: the jobs of a cluster, and one of them, as text that follows their status."""

@@ -1,0 +1,109 @@
+"""Shows a :class:`~pipemorph.top.browser.Browser` on a terminal by rich, and reads its keys."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pipemorph.top.browser import Browser
+from pipemorph.top.page import Line, Style
+
+TICK_SECONDS = 0.25
+"""Longest time between a change and its being shown."""
+
+STYLES: dict[Style, str] = {
+    "plain": "",
+    "head": "bold",
+    "label": "cyan",
+    "good": "green",
+    "bad": "bold red",
+    "faint": "dim",
+    "chosen": "reverse",
+}
+KEYS = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down",
+    b"\r": "enter", b"\n": "enter", b"\x1b[C": "enter", b"\x1bOC": "enter",
+    b"\x1b": "back", b"\x1b[D": "back", b"\x1bOD": "back", b"b": "back", b"\x7f": "back",
+}  # fmt: skip
+"""What a terminal sends."""
+
+
+def show(browser: Browser, poll: Callable[[], None]) -> None:
+    """Show the browser until the user quits. ``poll``: called four times a second; it hands new
+    answers to the browser, and does not wait for them."""
+    console = Console(highlight=False)
+    with (
+        _keys() as pressed,
+        _ends_on_sigterm(),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        drawn: object = None
+        while not browser.over:
+            poll()
+            size = console.size
+            page = browser.page(time.time(), size.width, size.height)
+            if (page, size) != drawn:
+                drawn = (page, size)
+                live.update(_text(page), refresh=True)
+            for key in pressed(TICK_SECONDS):
+                browser.press(key)
+
+
+def _text(lines: Sequence[Line]) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis", end="")
+    for number, each in enumerate(lines):
+        text.append("\n" if number else "")
+        for span in each:
+            text.append(span.text, STYLES[span.style])
+    return text
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], list[str]]]:
+    """A function that waits up to so many seconds for keys. Standard input is a terminal."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def read(seconds: float) -> list[str]:
+        if not select.select([fd], [], [], seconds)[0]:
+            return []
+        sent = os.read(fd, 64)
+        if not sent:
+            return ["q"]  # the terminal is gone
+        if sent in KEYS:
+            return [KEYS[sent]]
+        if sent.startswith(b"\x1b"):
+            return []
+        return [KEYS.get(bytes([each]), chr(each)) for each in sent]
+
+    tty.setcbreak(fd)
+    try:
+        yield read
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the terminal as it was."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
