@@ -57,12 +57,19 @@ class JobSpans:
         )
         self._below = self._trace.set_span_in_context(self._root)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody is told."""
+        return self._tracer is not None
+
     def plans(self, records: Iterable[AdaptationRecord], now: float) -> None:
         """Tell of the newest changes of plan, oldest first, as far as they are known ``now``."""
         if self._tracer is None:
             return
         newest = [record for record in records if record.plan_version > self._known]
-        applied = max((r.plan_version for r in newest if r.applied_at_iteration is not None), default=0)
+        applied = max(
+            (r.plan_version for r in newest if r.applied_at_iteration is not None), default=0
+        )
         for record in newest:
             version = record.plan_version
             if version not in self._open:
@@ -99,9 +106,7 @@ class JobSpans:
         self._tracer = None
 
     def _begin(self, what: str, at: float) -> Any:
-        return self._tracer.start_span(
-            f"pipemorph {what}", context=self._below, start_time=_ns(at)
-        )
+        return self._tracer.start_span(f"pipemorph {what}", context=self._below, start_time=_ns(at))
 
     @staticmethod
     def _describe(change: _Change, record: AdaptationRecord) -> None:

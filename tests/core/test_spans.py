@@ -140,7 +140,10 @@ def test_a_recovery(job: JobSpans, exporter: InMemorySpanExporter) -> None:
 
 
 def test_without_an_endpoint_there_are_no_spans() -> None:
-    for environ in ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1", "OTEL_TRACES_EXPORTER": "none"}):
+    for environ in (
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1", "OTEL_TRACES_EXPORTER": "none"},
+    ):
         assert spans.tracer(environ) is None
     job = JobSpans(None, "lab", "gpt", began=BEGAN)
     job.plans([record(1)], NOW)
@@ -159,7 +162,9 @@ def test_what_is_missing_is_one_warning(
         monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
         assert spans.tracer({}) is None
     first, second = caplog.messages
-    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set" in first and "pip install 'pipemorph[otel]'" in first
+    assert (
+        "OTEL_EXPORTER_OTLP_ENDPOINT is set" in first and "pip install 'pipemorph[otel]'" in first
+    )
     assert "'http/json'; expected http/protobuf or grpc" in second
 
 

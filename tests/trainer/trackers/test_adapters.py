@@ -91,7 +91,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.axes: dict[str, Any] = {}
 
-    def define_metric(
+    def define_metric(  # noqa: PLR0917  wandb's order
         self,
         name: str,
         step_metric: Any = None,

@@ -116,25 +116,24 @@ def test_progress_time_left_and_figures(controller: Controller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "total", "seconds", "loss", "percent", "left"),
+    ("given", "wanted"),
     [
-        (0, 3, 1.0, 1.0, 33, 2),
-        (2, 3, 1.0, 1.0, 100, 0),
-        (0, 10**9, 1e5, float("nan"), 0, 2**31 - 1),
+        (finished(0, 3, seconds=1.0), (33, 2)),
+        (finished(2, 3), (100, 0)),
+        (finished(0, 10**9, seconds=1e5, loss=float("nan")), (0, 2**31 - 1)),
         # The manifest was edited, and a recovery repeats some.
-        (5, 3, 1.0, None, 100, 0),
+        (finished(5, 3, loss=None), (100, 0)),
     ],
 )
 def test_a_status_keeps_to_the_limits_of_the_field(
-    index: int, total: int, seconds: float, loss: float | None, percent: int, left: int
+    given: FinishedIteration, wanted: tuple[int, int]
 ) -> None:
     made = TrainJobStatus("https://h/", Path("ca"), Path("token"))
-    body = made.status(finished(index, total, seconds=seconds, loss=loss), datetime.now(UTC))
-    status = body["trainerStatus"]
-    assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (percent, left)
+    status = made.status(given, datetime.now(UTC))["trainerStatus"]
+    assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == wanted
     assert len(status["metrics"]) <= MOST_METRICS
     for metric in status["metrics"]:
-        assert 1 <= len(metric["name"]) <= MOST_LETTERS and 1 <= len(metric["value"]) <= MOST_LETTERS
+        assert all(1 <= len(metric[part]) <= MOST_LETTERS for part in ("name", "value"))
 
 
 def test_without_a_job_nothing_is_said_of_progress(controller: Controller) -> None:

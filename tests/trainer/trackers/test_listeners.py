@@ -126,7 +126,7 @@ def test_a_listener_that_hangs_neither_holds_up_training_nor_its_end(
 
 @pytest.mark.parametrize("given", [3, [len, 3], "abc"])
 def test_what_cannot_be_called_is_refused(given: Any) -> None:
-    with pytest.raises(InputError, match="on_iteration is .*; expected a function of one"):
+    with pytest.raises(InputError, match=r"on_iteration is .*; expected a function of one"):
         chosen(given)
 
 

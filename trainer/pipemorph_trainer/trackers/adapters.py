@@ -54,10 +54,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs ``pipemorph/…`` over ``pipemorph/iteration``, a row per iteration. It leaves the run's
-    own step alone, so the script may log what it likes beside it.
+    """Logs ``pipemorph/…`` over ``pipemorph/iteration``, a row per iteration.
 
-    ``run``: what ``wandb.init()`` returned.
+    ``run``: what ``wandb.init()`` returned. Each row counts as one of the run's steps. So what the
+    script logs beside it has to leave ``step`` out: W&B drops a row of an earlier step.
     """
 
     def __init__(self, run: Any, *, work: Mapping[str, float] | None = None) -> None:

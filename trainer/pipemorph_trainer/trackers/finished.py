@@ -32,10 +32,10 @@ class FinishedIteration:
     """An iteration that all ranks have finished, as rank 0 knows it.
 
     ``index``: its number, from 0. ``seconds``: from its ``step()`` to the next one, without
-    checkpoints. ``loss``: what ``step()`` returned. ``bubble_fraction``: idle time of all ranks over
-    their time, 0 to 1. ``plan_version``: of the plan that it ran under; the oldest if pipelines of
-    several replicas ran different ones. ``change``: if it is the first under this plan. ``total``:
-    iterations of the job; None without a job.
+    checkpoints. ``loss``: what ``step()`` returned. ``bubble_fraction``: idle time of all ranks
+    over their time, 0 to 1. ``plan_version``: of the plan that it ran under; the oldest if
+    pipelines of several replicas ran different ones. ``change``: if it is the first under this
+    plan. ``total``: iterations of the job; None without a job.
     """
 
     index: int
