@@ -26,6 +26,7 @@ NAMES = (
     "engine",
     "engine_idle",
     "op_cost",
+    "on_iteration",
     "torch_peer",
     "torch_slow_link",
     "emulated",

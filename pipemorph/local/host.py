@@ -41,12 +41,17 @@ from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import check_module, load_job
+from pipemorph.spans import JobSpans, job_spans
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 PLACES_SECONDS = 1.0
 """Time from one look at the network, for other places of the ranks, to the next."""
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
+RECOVERY_DETAILS = (
+    "rank", "rung", "attempt", "generation", "iterations_done", "went_on_with", "repeated", "state",
+)  # fmt: skip
+"""What of :meth:`Recovery.record` a span has, too."""
 SUSPENDED_STATUS = 1
 """Exit status of a suspended job: not 0, which means that the job completed."""
 
@@ -72,7 +77,9 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         interrupts = stack.enter_context(Interrupts(events))
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
         refresh = stack.enter_context(collected_logs(progress))
-        service = stack.enter_context(ControlService(job, journal))
+        spans = job_spans(job.metadata.namespace, job.metadata.name)
+        stack.callback(end_spans, spans, run)
+        service = stack.enter_context(ControlService(job, journal, spans=spans))
         reaper = Reaper()
         stack.callback(reaper.close)
         env = common_environment(job, os.environ)
@@ -86,6 +93,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             folder=folder,
             journal=journal,
             progress=progress,
+            spans=spans,
             service=service,
             reaper=reaper,
             events=events,
@@ -119,6 +127,7 @@ class _Host:
     folder: OutFolder
     journal: Journal
     progress: Progress
+    spans: JobSpans
     service: ControlService
     reaper: Reaper
     events: Events
@@ -240,6 +249,7 @@ class _Host:
             recovery.seconds = max(0.0, at - recovery.ending.at)
             recovery.resumed = resumed
             self.progress.note(recovery.line())
+            tell_recovery(self.spans, recovery)
         self._consider_places()
         self.show()
 
@@ -348,6 +358,26 @@ def written(
         print(f"{who}: {folder.root}: {error.strerror}; results are missing", file=sys.stderr)
         return False
     return True
+
+
+def tell_recovery(spans: JobSpans, recovery: Recovery) -> None:
+    """Tell of a recovery as far as it came."""
+    began, seconds, found = recovery.ending.at, recovery.seconds, recovery.record()
+    spans.recovery(
+        recovery.ending.reason,
+        began=began,
+        ended=None if seconds is None else began + seconds,
+        **{name: found[name] for name in RECOVERY_DETAILS},
+    )
+
+
+def end_spans(spans: JobSpans, run: RunRecord) -> None:
+    """End the spans of a run that is over."""
+    for recovery in run.recoveries:
+        if recovery.seconds is None:
+            tell_recovery(spans, recovery)
+    why = run.ending.reason or run.ending.end.value
+    spans.close(time.time(), "" if run.completed else why)
 
 
 def describe(ending: Ending) -> str:

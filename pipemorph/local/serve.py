@@ -24,7 +24,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.credentials import kept_secret
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
-from pipemorph.local.host import EXIT, UNWRITTEN_STATUS, describe, written
+from pipemorph.local.host import EXIT, UNWRITTEN_STATUS, describe, end_spans, written
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.supervise import (
@@ -40,6 +40,7 @@ from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import AttemptRecord, RunRecord, write_report
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import load_job
+from pipemorph.spans import job_spans
 
 WHO = "pipemorph serve"
 JOIN_SECONDS = 60.0
@@ -87,8 +88,10 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
         interrupts = stack.enter_context(Interrupts(events))
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
         refresh = stack.enter_context(collected_logs(progress))
+        spans = job_spans(job.metadata.namespace, job.metadata.name)
+        stack.callback(end_spans, spans, run)
         service = ControlService(
-            job, journal, token=token, host=host, port=port, tls=tls, join=roll.join
+            job, journal, spans=spans, token=token, host=host, port=port, tls=tls, join=roll.join
         )
         roll.service = service
         try:

@@ -45,6 +45,7 @@ from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.world import World
+from pipemorph_trainer.trackers.listeners import Listeners
 from pipemorph_trainer.turns import Call, LastOpOfRank, Turns
 
 log = logging.getLogger("pipemorph.trainer")
@@ -66,6 +67,7 @@ class Iterations:
         steps: the optimizer's step before an iteration may be one that did not wait for its norm.
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, traces: report each iteration, and write its trace, by stage.
+        listeners: told of each iteration that is reported, on rank 0.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
         wait: waits for collectives, and describes the wait.
         deadline: longest wait for one message, seconds. For the first iteration and the first
@@ -88,6 +90,7 @@ class Iterations:
         control: ControlClient,
         reporter: Reporter,
         traces: Mapping[int, TraceWriter],
+        listeners: Listeners,
         poller: Poller,
         op_clock: OpClock,
         wait: CollectiveWait,
@@ -102,6 +105,7 @@ class Iterations:
         self._replicas, self._tied = replicas, tied
         self._reducer, self._ring, self._steps = reducer, ring, steps
         self._control, self._reporter, self._traces = control, reporter, traces
+        self._listeners = listeners
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
@@ -490,6 +494,7 @@ class Iterations:
             end.socket.pump()
         plan = self._control.newest_plan()
         if plan is not None:
+            self._listeners.heard(plan)
             self._postponed = plan
             if self._warm:
                 self._prepare_postponed(page_lock=page_lock)
@@ -540,10 +545,14 @@ class Iterations:
     def _report_left(self) -> None:
         left, self._left = self._left, []
         for sample in left:
-            self._reporter.publish(finished=sample)
+            self._tell(sample)
 
     def _report(self, sample: IterationSample) -> None:
         """On rank 0, publish an iteration after the times of all ranks have arrived."""
         if self._coordinate.rank == 0:
-            self._reporter.publish(finished=sample)
+            self._tell(sample)
             self._report_left()
+
+    def _tell(self, sample: IterationSample) -> None:
+        self._reporter.publish(finished=sample)
+        self._listeners.finished(sample)

@@ -58,6 +58,7 @@ from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
+from pipemorph_trainer.trackers.listeners import Listeners, OnIteration, chosen
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -87,10 +88,16 @@ class Parts:
         tied: Sequence[Any] | None,
         state: State | MakeState | None,
         scaler: GradScaler | None,
+        on_iteration: OnIteration | Sequence[OnIteration] | None,
     ) -> None:
         own, self.optimizer, self.state, failure = build(
             stages, optimizer, state, context=context, given=given, mesh=mesh
         )
+        listeners: Sequence[OnIteration] = ()
+        try:
+            listeners = chosen(on_iteration)
+        except InputError as error:
+            failure = failure or error
         # A rank without a stage joins the others on the device that its stage probably had.
         self.device = device_of(own[0]) if failure is None else own_device(context.local_rank)
         accelerator = accelerator_of(self.device)
@@ -205,11 +212,13 @@ class Parts:
         ring = None
         if self._moves:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
+        self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
             world=self.world, links=self.links, stages=self.stages,
             replicas=self.replicas, reducer=self._reducer(), ring=ring,
             tied=self.tied, steps=self.steps, plans=self.plans, control=self.control,
-            reporter=self.reporter, traces=self.traces, poller=self.poller, op_clock=op_clock,
+            reporter=self.reporter, traces=self.traces, listeners=self.listeners,
+            poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
         self._generation = context.generation
@@ -354,3 +363,4 @@ class Parts:
         self.world.leave(clean=goodbye)
         if not any(end.receiving for end in self.links.ends):
             self.poller.close()
+        self.listeners.close(failed=not goodbye)

@@ -40,6 +40,7 @@ from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
 from pipemorph_trainer.telemetry.progress import Progress
+from pipemorph_trainer.trackers.listeners import OnIteration
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -118,6 +119,9 @@ class Pipeline:
             host has given a folder for them; 0: none; default: 1, and none on a GPU.
         neighbour: whether pods hold copies of each other's state; default: False.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
+        on_iteration: called on rank 0 with each
+            :class:`~pipemorph_trainer.trackers.FinishedIteration`, in order, in a thread of its
+            own; or several such functions. Other ranks call none. An error there is a warning.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
@@ -155,6 +159,7 @@ class Pipeline:
         snapshot_iterations: int | None = None,
         neighbour: bool | None = None,
         scaler: GradScaler | None = None,
+        on_iteration: OnIteration | Sequence[OnIteration] | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -174,6 +179,7 @@ class Pipeline:
             stage, context, given,
             mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
             optimizer=optimizer, control=control, tied=tied, state=state, scaler=scaler,
+            on_iteration=on_iteration,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         saves = self._parts.checkpoints is not None

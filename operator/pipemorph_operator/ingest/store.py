@@ -29,6 +29,7 @@ from pipemorph.control.first_plan import (
 from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
+from pipemorph.spans import job_spans
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
@@ -38,6 +39,7 @@ from pipemorph_operator.ingest.status import snapshot_codec, write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.status.spans import TrackedSpans
 from pipemorph_operator.ingest.status.tracked import Key, TrackedJob
 from pipemorph_operator.ingest.status.writer import StatusWriter
 from pipemorph_operator.metrics import (
@@ -299,6 +301,7 @@ class ClusterStore:
             recoveries=status.recoveries,
             recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
+            spans=TrackedSpans(job_spans(*key, known=controller.plan_version), status.recoveries),
             fence=Fence(metadata.get("resourceVersion"), status),
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
@@ -373,6 +376,7 @@ class ClusterStore:
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
         if tracked is not None:
+            tracked.spans.close(self._clock())
             self.on_dropped(tracked.controller, tracked.generations)
         if tracked is not None and final:
             tracked.ended = True

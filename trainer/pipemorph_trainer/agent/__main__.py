@@ -78,7 +78,7 @@ async def serve(config: AgentConfig) -> None:
             directive = await directives.get()
             version = directive.plan_version
             try:
-                await ranks.broadcast(directive.plan)
+                await ranks.broadcast(directive)
             except InputError as error:
                 log.warning("plan v%d refused: %s", version, error)
                 merger.say(f"plan {version} refused: {error}")

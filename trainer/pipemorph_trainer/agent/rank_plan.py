@@ -85,7 +85,11 @@ class RankLink(WireModel):
 
 class RankPlan(WireModel):
     """What one rank runs of a plan. The fields have the meaning of those of
-    :class:`~pipemorph.planning.Plan`."""
+    :class:`~pipemorph.planning.Plan`.
+
+    ``reason``, ``promised``: of the directive, for the trackers of rank 0; other ranks are not
+    told.
+    """
 
     version: PlanVersion
     digest: str = Field(min_length=DIGEST_LETTERS, max_length=DIGEST_LETTERS)
@@ -97,6 +101,8 @@ class RankPlan(WireModel):
     turns: tuple[Count, ...] = ()
     """The stage of each op, for a rank with several; empty: there is one."""
     links: tuple[RankLink, ...] = ()
+    reason: str = ""
+    promised: float | None = None
 
     @cached_property
     def by_stage(self) -> dict[int, RankStage]:

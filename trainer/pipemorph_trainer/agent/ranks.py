@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import PlanMessage
+from pipemorph.wire import Directive
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.lines import read
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -70,11 +70,11 @@ class RankServer:
     def connected(self) -> set[int]:
         return set(self._lines)
 
-    async def broadcast(self, plan: PlanMessage) -> None:
+    async def broadcast(self, directive: Directive) -> None:
         """Send every connected rank, and those that connect later, its part of the plan of its
         replica. Raises :class:`InputError`, and sends nothing, if the ranks cannot run it."""
         # A large plan takes seconds to check, while ranks report.
-        self._hand_out(await asyncio.to_thread(self._cut, plan))
+        self._hand_out(await asyncio.to_thread(self._cut, directive))
         if self._parts is not None:
             self._parts.send(self._plans_of)
 
@@ -92,8 +92,13 @@ class RankServer:
         """A frame for the agent of a part."""
         return joined({rank: self._plans[rank] for rank in ranks})
 
-    def _cut(self, message: PlanMessage) -> dict[int, bytes]:
-        plan = message.plan()
+    def _cut(self, directive: Directive) -> dict[int, bytes]:
+        plan, record = directive.plan.plan(), directive.record
+        told = {
+            "reason": directive.reason,
+            "promised": record.promised if record is not None else None,
+        }
+        first = b""
         others = {replica for replicas, _ in plan.own for replica in replicas}
         most = [replica for replica in range(self._mesh.replicas) if replica not in others]
         found: dict[tuple[int, int], bytes] = {}
@@ -102,9 +107,12 @@ class RankServer:
                 continue
             for place, mine in enumerate(cut(plan.of_replica(replicas[0]), self._mesh)):
                 data = mine.body()
+                if 0 in replicas and place == 0:
+                    first = mine.model_copy(update=told).body()
                 found.update({(replica, place): data for replica in replicas})
         places = map(self._mesh.coordinate, range(self._mesh.world_size))
-        return {at.rank: found[at.replica, at.along("pp")] for at in places}
+        parts = {at.rank: found[at.replica, at.along("pp")] for at in places}
+        return {**parts, 0: first}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who: tuple[frames.Side, int] | None = None

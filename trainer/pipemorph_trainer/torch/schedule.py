@@ -27,6 +27,7 @@ from pipemorph_trainer.settings import EngineChoice, RouteChoice
 from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
+from pipemorph_trainer.trackers.listeners import OnIteration
 
 Distributed = (DistributedDataParallel, FullyShardedDataParallel)
 UNSUPPORTED = (
@@ -61,7 +62,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             a pipeline. Ranks of one stage run the same ops in the same order.
         context: identity of this rank; default: :meth:`TrainerContext.from_env`.
         policy, dispatch, route, plan, faults, deadline_seconds, engine, queues, direct_sends,
-            control: as of :class:`pipemorph_trainer.Pipeline`.
+            on_iteration, control: as of :class:`pipemorph_trainer.Pipeline`.
 
     Raises :class:`InputError` on all ranks if the ranks, the job and the stages do not fit, and on
     this one if the installed torch lacks something that is used.
@@ -90,6 +91,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         engine: EngineChoice | None = None,
         queues: int | None = None,
         direct_sends: int | None = None,
+        on_iteration: OnIteration | Sequence[OnIteration] | None = None,
         control: ControlClient | None = None,
     ) -> None:
         if why := missing():
@@ -161,6 +163,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             engine=engine,
             queues=queues,
             direct_sends=direct_sends,
+            on_iteration=on_iteration,
             control=control,
         )
         """The pipeline below, for its ``plan``, ``iteration`` and ``install``."""

@@ -14,6 +14,7 @@ from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
+from pipemorph_operator.ingest.status.spans import TrackedSpans
 from pipemorph_operator.ingest.status.summary import Source
 
 Key = tuple[str, str]
@@ -37,6 +38,7 @@ class TrackedJob:
     """As last written."""
     recovery_events: RecoveryEvents
     events: ConditionEvents
+    spans: TrackedSpans
     fence: Fence
     versions: Versions
     job_uid: str | None
