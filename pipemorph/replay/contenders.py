@@ -296,7 +296,7 @@ def _together(steps: Sequence[Step]) -> Step:
 
 def _train(iterations: int, step: Step) -> Trained:
     """``step`` gets the iteration and the seconds before it."""
-    now, steps = 0.0, []
+    now, steps = 0.0, list[float]()
     for iteration in range(iterations):
         try:
             took = step(iteration, now)
