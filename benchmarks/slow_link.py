@@ -376,7 +376,7 @@ def main() -> int:
             kept = report([*rows[:-1], again], narrow)
             rows.append(again)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in (*rows, narrow)], indent=1))
+        args.json.write_text(json.dumps([*map(asdict, rows), asdict(narrow)], indent=1))
     return 1 if args.check and not all(holds for _, holds in kept) else 0
 
 
