@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine, pytest.mark.soak]
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks/faults.py"
 SECONDS = float(os.environ.get("PIPEMORPH_FAULT_SECONDS", "300"))
@@ -44,14 +44,13 @@ def disturbed(folder: Path, *options: str, deadline: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_one_fault_follows_the_other(tmp_path: Path) -> None:
-    found = disturbed(tmp_path, "--iterations", "56", "--faults", "4", deadline=280)
+    found = disturbed(tmp_path, "--iterations", "56", "--faults", "4", deadline=570)
     kinds = {fault["kind"] for fault in found["faults"]}
     assert kinds == {"kill", "stop", "link", "port"}
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(4 * SECONDS + 600)
 def test_an_hour_of_faults(tmp_path: Path) -> None:
     faults = max(4, round(SECONDS / SECONDS_APART))
