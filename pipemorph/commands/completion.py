@@ -26,6 +26,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if " " in args.parser.prog:
+        raise InputError(
+            f"{args.parser.prog} is completed by kubectl's own script; use pipemorph completion"
+        )
     try:
         import shtab
     except ImportError:

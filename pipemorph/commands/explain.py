@@ -37,7 +37,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     name = str(args.job)
     path = Path(name)
-    if name != "-" and not path.exists():
+    asked = args.namespace is not None or args.context is not None
+    if name != "-" and (asked or not path.exists()):
         content, source = _from_cluster(name, args.namespace, args.context), name
     else:
         if path.is_dir():

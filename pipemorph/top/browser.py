@@ -90,6 +90,7 @@ class Browser:
             (Span(f"pipemorph top  {self.title}", "head"), Span(f"  {clock(now, now)} UTC"))
         ]
         foot = [part for note in self.notes for part in fact("!", note, width, "bad")]
+        foot = foot[: max(1, height // 3)]
         head += body[:fixed]
         room = max(height - len(head) - len(foot) - 1, 1)
         shown = self._window(body[fixed:], at, room)

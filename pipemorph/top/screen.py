@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -38,6 +39,8 @@ KEYS = {
     b"\x1b": "back", b"\x1b[D": "back", b"\x1bOD": "back", b"b": "back", b"\x7f": "back",
 }  # fmt: skip
 """What a terminal sends."""
+_SENT = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.)?|[^\x1b]", re.DOTALL)
+"""One key of it."""
 
 
 def show(browser: Browser, poll: Callable[[], None]) -> None:
@@ -70,6 +73,18 @@ def _text(lines: Sequence[Line]) -> Text:
     return text
 
 
+def _known(sent: bytes) -> list[str]:
+    """The keys of what a terminal has sent, which may be several; those that mean nothing are left
+    out."""
+    keys = []
+    for each in _SENT.findall(sent):
+        if each in KEYS:
+            keys.append(KEYS[each])
+        elif len(each) == 1:
+            keys.append(chr(each[0]))
+    return keys
+
+
 @contextmanager
 def _keys() -> Iterator[Callable[[float], list[str]]]:
     """A function that waits up to so many seconds for keys. Standard input is a terminal."""
@@ -82,13 +97,13 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
         sent = os.read(fd, 64)
         if not sent:
             return ["q"]  # the terminal is gone
-        if sent in KEYS:
-            return [KEYS[sent]]
-        if sent.startswith(b"\x1b"):
-            return []
-        return [KEYS.get(bytes([each]), chr(each)) for each in sent]
+        return _known(sent)
 
     tty.setcbreak(fd)
+    # A suspended program would leave the shell on this screen.
+    mode = termios.tcgetattr(fd)
+    mode[6][termios.VSUSP] = os.fpathconf(fd, "PC_VDISABLE")
+    termios.tcsetattr(fd, termios.TCSANOW, mode)
     try:
         yield read
     finally:

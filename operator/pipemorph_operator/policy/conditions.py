@@ -20,7 +20,8 @@ STALLS = frozenset(
         names.R_INTERNAL,
     }
 )
-"""Reasons for which an unfinished job does not run until somebody changes something."""
+"""Reasons for which an unfinished job does not run, most likely until somebody changes something.
+The operator tries again all the same."""
 
 
 def updated(

@@ -68,10 +68,12 @@ class Query:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err
             )
-        except FileNotFoundError:
+        except OSError as error:
             self._out.close()
             self._err.close()
-            raise InputError(f"{what}: {MISSING}") from None
+            absent = isinstance(error, FileNotFoundError)
+            why = MISSING if absent else f"kubectl cannot be run: {error.strerror}"
+            raise InputError(f"{what}: {why}") from None
 
     def ended(self) -> bool:
         """Whether there is an answer, or it is too late for one."""

@@ -50,6 +50,12 @@ def test_bash_completes(
     assert completed <= set(done.stdout.split()) and "plan" not in done.stdout.split()
 
 
+def test_kubectl_keeps_its_own_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script would be in place of it: it is for the first word."""
+    assert main(["completion", "bash"], prog="kubectl pipemorph") == 2
+    assert "use pipemorph completion" in capsys.readouterr().err
+
+
 def test_without_shtab_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

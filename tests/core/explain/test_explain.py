@@ -324,6 +324,9 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     assert log.read_text() == (
         "get pipemorphjobs.pipemorph.io gpt --namespace team --output json --context prod\n"
     )
+    (tmp_path / "gpt").mkdir()
+    assert main(["explain", "gpt", "--namespace", "team"]) == 0
+    assert "team/gpt is Running" in capsys.readouterr().out, "not the folder"
     assert main(["explain", "other"]) == 2
     assert capsys.readouterr().err == (
         "pipemorph explain: other: Error from server (NotFound): pipemorphjobs.pipemorph.io"
@@ -338,6 +341,10 @@ def test_without_kubectl_it_says_how_to_go_on(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["explain", "team/gpt"]) == 2
     assert "kubectl, which reads a job of a cluster, is not on PATH" in capsys.readouterr().err
+    (tmp_path / "kubectl").write_text("")
+    (tmp_path / "kubectl").chmod(0o755)
+    assert main(["top", "--once"]) == 2
+    assert "current namespace: kubectl cannot be run: Exec format" in capsys.readouterr().err
     assert main(["explain", "out/report.json"]) == 2
     assert "out/report.json: no such file, nor [NAMESPACE/]NAME" in capsys.readouterr().err
 

@@ -367,6 +367,15 @@ def test_what_does_not_fit_is_scrolled() -> None:
     assert "up/down scroll" in opened
 
 
+def test_unreadable_jobs_leave_room() -> None:
+    browser = Browser("x")
+    browser.take([GPT], [f"team/odd-{i}: spec: Field required" for i in range(40)], NOW)
+    lines = browser.page(NOW, 120, 24)
+    assert len(lines) == 24
+    text = plain(lines)
+    assert "gpt" in text and "team/odd-0" in text and "q quit" in text
+
+
 def test_a_job_that_is_gone_is_said_to_be() -> None:
     browser = Browser("x")
     browser.take([GPT], [], NOW)

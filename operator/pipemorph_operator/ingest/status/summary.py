@@ -66,6 +66,7 @@ def summarize(
         nothing |= {"slow_reduction_count": 0, "slow_reductions": []}
         nothing |= {"fallen_link_count": 0, "fallen_links": [], "rails": None}
         nothing |= {"slow_stage_count": 0, "slow_stages": [], "left": None}
+        nothing |= {"progress": words.without_left(summary.progress)}
         return summary.model_copy(update=nothing)
     return summary
 

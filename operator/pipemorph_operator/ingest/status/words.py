@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pipemorph.control import AdaptationRecord, JobView
 from pipemorph.explain.story import brought, duration, seconds_left, short_duration
+
+LEFT = "; {} left"
+_LEFT = re.compile(LEFT.format("[^;]*") + "$")
 
 
 def progress(view: JobView, iterations: int) -> str | None:
@@ -18,7 +22,12 @@ def progress(view: JobView, iterations: int) -> str | None:
     if view.bubble_fraction is not None:
         text += f", {view.bubble_fraction:.0%} idle"
     left = _left(view, iterations)
-    return text if left is None else f"{text}; {duration(left)} left"
+    return text if left is None else f"{text}{LEFT.format(duration(left))}"
+
+
+def without_left(progress: str | None) -> str | None:
+    """What :func:`progress` said, without the time left."""
+    return None if progress is None else _LEFT.sub("", progress)
 
 
 def left(view: JobView, iterations: int) -> str | None:
