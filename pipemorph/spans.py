@@ -169,6 +169,9 @@ def tracer(environ: Mapping[str, str]) -> Any:
                 "no spans: %s is set, and %s; pip install 'pipemorph[otel]'", endpoint, error
             )
         return None
+    except Exception as error:  # noqa: BLE001  of a variable that the exporter cannot read
+        log.warning("no spans: OTEL_…: %s: %s", type(error).__name__, error)
+        return None
     service = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "pipemorph"}
     # It sends what it has when the interpreter ends.
     made = sdk.TracerProvider(resource=resources.Resource.create(service))

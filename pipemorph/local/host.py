@@ -220,6 +220,9 @@ class _Host:
                 self.kept.clear()
         else:
             self.progress.note(f"the ranks start again as generation {generation}: {why}")
+        if self.recovering is not None:
+            # The ranks failed again before they had finished an iteration.
+            tell_recovery(self.spans, self.recovering)
         self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
@@ -373,7 +376,8 @@ def tell_recovery(spans: JobSpans, recovery: Recovery) -> None:
 
 def end_spans(spans: JobSpans, run: RunRecord) -> None:
     """End the spans of a run that is over."""
-    for recovery in run.recoveries:
+    # Those before the last one have been told.
+    for recovery in run.recoveries[-1:]:
         if recovery.seconds is None:
             tell_recovery(spans, recovery)
     why = run.ending.reason or run.ending.end.value

@@ -363,4 +363,5 @@ class Parts:
         self.world.leave(clean=goodbye)
         if not any(end.receiving for end in self.links.ends):
             self.poller.close()
-        self.listeners.close(failed=not goodbye)
+        # The other ranks have ended, and their host does not wait for long.
+        self.listeners.close(failed=not goodbye, most=self.settings.deadline_seconds / 2)

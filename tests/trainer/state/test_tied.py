@@ -228,7 +228,8 @@ def test_holders_differ_in_the_dtype_of_their_gradients() -> None:
     other.weight.grad_dtype = torch.float64
     told = r"'weight' of stage 1 is float32\[2, 2\], gradients in float64"
     with pytest.raises(InputError, match=told):
-        ties.check(tie, [ties.forms(tie, one, 0), ties.forms(tie, other, 1)])
+        at = MeshShape(2).coordinate
+        ties.check(tie, [ties.forms(tie, one, at(0)), ties.forms(tie, other, at(1))])
 
 
 def untied(context: TrainerContext) -> None:

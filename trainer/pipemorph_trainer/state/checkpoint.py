@@ -294,10 +294,25 @@ class Checkpoints:
         if not stepped:
             self._optimizer.state.clear()
         else:
+            loaded = part("optimizer")
             with _beginning(self._optimizer):
-                set_optimizer_state_dict(
-                    self._module, self._optimizer, part("optimizer"), options=_OPTIONS
-                )
+                set_optimizer_state_dict(self._module, self._optimizer, loaded, options=_OPTIONS)
+            self._widen(loaded)
+
+    def _widen(self, loaded: Mapping[str, Any]) -> None:
+        """Give the optimizer's state the dtype that it was saved in: torch casts that of a
+        parameter to the parameter's, as the momentum of gradients in float32."""
+        assert self._optimizer is not None
+        for name, parameter in self._module.named_parameters():
+            mine = self._optimizer.state.get(parameter, {})
+            for field, value in mine.items():
+                saved = loaded.get(f"state.{name.replace('_orig_mod.', '')}.{field}")
+                if (
+                    isinstance(saved, Tensor)
+                    and isinstance(value, Tensor)
+                    and saved.dtype != value.dtype
+                ):
+                    mine[field] = torch.empty_like(value, dtype=saved.dtype).copy_(saved)
 
 
 def _of_each(holders: Iterable[tuple[T, str]], state: Mapping[str, Any]) -> Iterator[tuple[T, Any]]:

@@ -47,7 +47,7 @@ def misplaced(parameter: Tensor) -> bool:
     """Whether a parameter has a gradient that is not distributed as it is: autograd leaves it as
     the ops of the backward made it."""
     grad: Any = parameter.grad
-    if grad is None or not is_dtensor(grad):
+    if grad is None or not (is_dtensor(grad) and is_dtensor(parameter)):
         return False
     wanted: Any = parameter
     return bool(grad.placements != wanted.placements)

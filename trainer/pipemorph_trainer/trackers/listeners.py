@@ -46,7 +46,8 @@ def chosen(given: OnIteration | Sequence[OnIteration] | None) -> tuple[OnIterati
 
 
 class Listeners:
-    """Calls ``listeners`` for each iteration, in order. Main thread, but for the calls.
+    """Calls ``listeners`` for each iteration, in the order in which rank 0 hears of them. Main
+    thread, but for the calls.
 
     ``version``: of the plan at the start. ``total``: iterations of the job, if there is one.
     """
@@ -112,13 +113,14 @@ class Listeners:
             )
         )
 
-    def close(self, *, failed: bool = False) -> None:
-        """Wait for the calls, within a limit, and say what was left out. Idempotent."""
+    def close(self, *, failed: bool = False, most: float = LAST_SECONDS) -> None:
+        """Wait for the calls, within a limit and at most so many seconds, and say what was left
+        out. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._waiting.put(None)
-        seconds = FAILED_SECONDS if failed else LAST_SECONDS
+        seconds = min(most, FAILED_SECONDS if failed else LAST_SECONDS)
         thread.join(seconds)
         if thread.is_alive():
             log.warning(
@@ -126,7 +128,7 @@ class Listeners:
                 "missing there",
                 seconds, self._waiting.qsize(),
             )  # fmt: skip
-        for name, count in self._failures.items():
+        for name, count in list(self._failures.items()):  # it may still be called
             log.warning("on_iteration: %s failed for %d iterations", name, count)
         if self._left_out:
             log.warning("on_iteration: %d iterations were left out", self._left_out)
