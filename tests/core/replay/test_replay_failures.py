@@ -230,13 +230,14 @@ def test_samples_of_a_failed_route_are_of_the_engine(monkeypatch: pytest.MonkeyP
     assert max(wire for k, _, wire in seen if k >= 10) < 0.01
 
 
-@pytest.mark.parametrize("objective", ["makespan", "period"])
-def test_with_and_without_a_barrier(objective: str) -> None:
+# Iterations without a barrier are planned as such when nearly as many as here have had none.
+@pytest.mark.parametrize(("objective", "within"), [("makespan", 0.2), ("period", 0.5)])
+def test_with_and_without_a_barrier(objective: str, within: float) -> None:
     problem = PROBLEM.model_copy(update={"objective": objective})
     found = replay(problem, DEAD, iterations=25)
     adaptive, oracle = found.seconds["adaptive"], found.seconds["oracle"]
     assert adaptive is not None and oracle is not None
-    assert adaptive == pytest.approx(oracle + NOTICED, abs=0.2)
+    assert adaptive == pytest.approx(oracle + NOTICED, abs=within)
 
 
 def test_ranks_with_several_stages_and_replicas_fail_over_too() -> None:

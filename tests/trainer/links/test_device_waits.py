@@ -50,6 +50,7 @@ from pipemorph_trainer.links.message import (
 from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.book import PlanBook
+from pipemorph_trainer.trackers.listeners import Listeners
 
 META = TensorMeta((16,), torch.float32, gradient=True)
 PATIENCE = 0.3
@@ -162,7 +163,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         vars(iterations).update(
             _ends=[], _cutting=[], _turns=told, _reporter=told, _loss=told, rounds=told,
             _polled_at=0.0, _training_began=0.0, _warm=True, _postponed=None, _plans=book,
-            _agreements={},
+            _agreements={}, _listeners=Listeners(()),
             _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),
         )  # fmt: skip
 
