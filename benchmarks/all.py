@@ -1,4 +1,5 @@
 """Every figure that docs/benchmarks.md quotes, one after another: ``python benchmarks/all.py``.
+Only ``faults.py`` is a part of ``make soak``.
 
 Leaves ``NAME.json`` and ``NAME.md`` in the folder given with --out. Goes on when one of them fails.
 Exits 1 if any did, or if a goal does not hold, and says which at the end.

@@ -5,39 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import JobStatus
 from pipemorph.errors import InputError, one_line
+from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import seconds_left
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Metadata(_Lenient):
+class _Metadata(Lenient):
     name: str
     namespace: str = "default"
 
 
-class _Trainer(_Lenient):
-    iterations: int = 0
-
-
-class _Adaptation(_Lenient):
-    enabled: bool = True
-
-
-class _Spec(_Lenient):
+class _Spec(Lenient):
     parallelism: Parallelism
-    trainer: _Trainer = Field(default_factory=_Trainer)
-    adaptation: _Adaptation = Field(default_factory=_Adaptation)
+    trainer: Trainer = Field(default_factory=Trainer)
+    adaptation: Adaptation = Field(default_factory=Adaptation)
     emulation: dict[str, Any] | None = None
 
 
-class ClusterJob(_Lenient):
+class ClusterJob(Lenient):
     """A job with what its status says, as far as an explanation needs them."""
 
     kind: str

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.control.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
+from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import Story, brought, duration, link_name, plural, worth_line
 from pipemorph.wire import AdaptationRecord, IterationSample, Split
 
@@ -21,45 +22,33 @@ NEWEST = 8
 """Iterations in the median of what an iteration takes at the end."""
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Schedule(_Lenient):
+class _Schedule(Lenient):
     policy: str = "pipemorph"
     microbatches: int = 1
 
 
-class _Trainer(_Lenient):
-    iterations: int = 0
-
-
-class _Adaptation(_Lenient):
-    enabled: bool = True
-
-
-class _Spec(_Lenient):
+class _Spec(Lenient):
     parallelism: Parallelism
     schedule: _Schedule
-    trainer: _Trainer
-    adaptation: _Adaptation = Field(default_factory=_Adaptation)
+    trainer: Trainer
+    adaptation: Adaptation = Field(default_factory=Adaptation)
 
 
-class _Recovery(_Lenient):
+class _Recovery(Lenient):
     cause: str = ""
     repeated: int | None = None
     seconds: float | None = None
 
 
-class _Links(_Lenient):
+class _Links(Lenient):
     fallen: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class _Rails(_Lenient):
+class _Rails(Lenient):
     sick: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class _Report(_Lenient):
+class _Report(Lenient):
     """What an explanation is made of. Reports of earlier versions lack some of it."""
 
     job: str

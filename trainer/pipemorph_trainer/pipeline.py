@@ -120,8 +120,9 @@ class Pipeline:
         neighbour: whether pods hold copies of each other's state; default: False.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         on_iteration: called on rank 0 with each
-            :class:`~pipemorph_trainer.trackers.FinishedIteration`, in order, in a thread of its
-            own; or several such functions. Other ranks call none. An error there is a warning.
+            :class:`~pipemorph_trainer.trackers.FinishedIteration`, as it hears of them, in a thread
+            of its own; or several such functions. Other ranks call none. An error there is a
+            warning.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
