@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from opentelemetry.trace import StatusCode
 
 from pipemorph import spans
 from pipemorph.control.history import AFTER
+from pipemorph.local.host import end_spans
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.local.results.report import Recovery
 from pipemorph.spans import JobSpans
 from pipemorph.wire import AdaptationRecord
 from pipemorph.wire.records import LinkRecord
@@ -166,6 +170,35 @@ def test_what_is_missing_is_one_warning(
         "OTEL_EXPORTER_OTLP_ENDPOINT is set" in first and "pip install 'pipemorph[otel]'" in first
     )
     assert "'http/json'; expected http/protobuf or grpc" in second
+
+
+def test_what_an_exporter_cannot_read_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends no job."""
+
+    def refuse() -> None:
+        raise ValueError("could not convert string to float: '10s'")
+
+    name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(OTLPSpanExporter=refuse))
+    with caplog.at_level(logging.WARNING, logger="pipemorph.spans"):
+        assert spans.tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1"}) is None
+    (said,) = caplog.messages
+    assert "no spans" in said and "'10s'" in said
+
+
+def test_a_run_ends_the_span_of_its_last_recovery_only(
+    job: JobSpans, exporter: InMemorySpanExporter
+) -> None:
+    """One that another failure overtook was told then."""
+    lost = [Ending(End.FAILED, f"rank {rank} died", at=1600.0 + rank) for rank in range(3)]
+    open_ones = [Recovery(each, 0, number, "generation", 5) for number, each in enumerate(lost)]
+    run: Any = SimpleNamespace(recoveries=open_ones, completed=False, ending=lost[2])
+    end_spans(job, run)
+    (span,) = by_name(exporter)["pipemorph recovery"]
+    assert (span.attributes or {})["pipemorph.reason"] == "rank 2 died"
+    assert span.status.status_code is StatusCode.ERROR
 
 
 def test_the_core_does_not_import_it() -> None:
