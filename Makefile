@@ -1,7 +1,7 @@
 # make demo   the main job on this machine: a few minutes, no cluster, no GPU
 # make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
 # make soak   what takes hours to be worth something: many schedules, long fuzzing, new examples
-# make bench  every figure of docs/benchmarks.md
+# make bench  every figure of docs/benchmarks.md, but for those of faults.py
 # make docs   the documentation site; a broken link fails
 # Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. `make test`
 # also needs Go, openssl and root on Debian: see docs/testbeds.md.
