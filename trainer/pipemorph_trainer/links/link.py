@@ -50,6 +50,8 @@ class LinkEnd:
         self.engine_link: _engine.Link | None = None
         self.failover: Failover | None = None
         """None if a broken direct route cannot be replaced."""
+        self.no_direct: str | None = None
+        """Why there is no direct route; None if there is."""
         self.same_host = True
         """Whether the neighbour has the same clock."""
         self._direct_transport = direct_transport
@@ -110,7 +112,7 @@ class LinkEnd:
 
     def finish_sends(self) -> None:
         """Wait until all sends on the direct route are done."""
-        outgoing = self._outgoing[Route.DIRECT]
+        outgoing = self._outgoing.get(Route.DIRECT)
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.finish()
 

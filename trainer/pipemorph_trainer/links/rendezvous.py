@@ -42,6 +42,7 @@ from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
+from pipemorph_trainer.topology.gpu_affinity import gpu_of
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.machine import Machine, this_machine
 
@@ -140,6 +141,8 @@ class _Peer(NamedTuple):
     engine_port: int | None
     queues: Mapping[int, str]
     """By link."""
+    gpu: str | None
+    """UUID of its GPU; None on the CPU."""
 
 
 class Rendezvous:
@@ -162,7 +165,7 @@ class Rendezvous:
         """Links of which this rank has the end that sends forward."""
         self._above = [i for i in links if placed[i] != here and placed[i + 1] == here]
         address = addresses.own_address(master_addr)
-        self._mine = _Peer(this_machine(), address, {}, None, {})
+        self._mine = _Peer(this_machine(), address, {}, None, {}, gpu_of(config.device))
         self._peers: list[_Peer] = []
         self._engine: _engine.Engine | None = None
         self._staging: Staging | None = None
@@ -182,7 +185,10 @@ class Rendezvous:
             }
             self.make_shared(host)
             self.exchange_addresses({i: at.getsockname()[1] for i, at in listeners.items()})
-            self._edges = make_edges(place, config.device, config.deadline, self._groups)
+            self._edges = make_edges(
+                place, config.device, config.deadline, self._groups,
+                gpus=[peer.gpu for peer in self._peers],
+            )  # fmt: skip
             # In the order of the links on every rank, here and below, so that no two wait for each
             # other.
             for link in across:
@@ -265,17 +271,30 @@ class Rendezvous:
                 self._engine, link, end.peer_rank, self._address(end.peer_rank), peer.engine_port,
                 dials=lower, timeout=SETUP_SECONDS,
             )  # fmt: skip
-        direct = config.direct_channels(end, self._edges[link])
-        if end.engine_link is None:
-            end.add(Route.DIRECT, *direct)
-        else:
-            faults.cut = partial(self._cut, end, direct[0])
+        groups = self._edges.get(link)
+        direct = None if groups is None else config.direct_channels(end, groups)
+        delegated = None
+        if end.engine_link is not None:
+            faults.cut = partial(self._cut, end, direct[0] if direct is not None else None)
             delegated = self._delegated_channels(end, end.engine_link)
             end.add(Route.DELEGATED, *delegated)
+        if direct is not None and delegated is not None:
             name = f"{self._coordinate}, link {link}"
             end.failover = Failover(name, control, direct, delegated)
-            end.add(Route.DIRECT, end.failover.incoming, end.failover.outgoing)
-        end.select(Route.DIRECT)
+            direct = end.failover.incoming, end.failover.outgoing
+        if direct is not None:
+            end.add(Route.DIRECT, *direct)
+        else:
+            end.no_direct = (
+                f"ranks {self._coordinate.rank} and {end.peer_rank} share GPU {self._mine.gpu}, "
+                "and NCCL needs one for each rank"
+            )
+            if delegated is None:
+                raise PipelineError(
+                    f"link {link} has no route: {end.no_direct}, and there is no transfer engine; "
+                    "give each rank a GPU, or build the engine and set transport.route: delegated"
+                )
+        end.select(Route.DIRECT if direct is not None else Route.DELEGATED)
         config.poller.watch_socket(control.fileno())
         return end
 
@@ -300,14 +319,15 @@ class Rendezvous:
             StagedOutgoing(staging=self._staging, name=name, **sender),
         )
 
-    def _cut(self, end: LinkEnd, direct: DirectIncoming, what: str) -> None:
+    def _cut(self, end: LinkEnd, direct: DirectIncoming | None, what: str) -> None:
         """Break a connection of a link for a fault trace."""
         assert end.engine_link is not None
         log.warning(
             "%s: fault trace cuts the %s connection of link %d", self._coordinate, what, end.link
         )
         if what == "direct":
-            direct.abandon()
+            if direct is not None:
+                direct.abandon()
         elif what == "data":
             end.engine_link.sever_data_path()
         else:

@@ -43,9 +43,16 @@ def check_recompute(plan: RankPlan, no_recompute: str) -> None:
 
 
 def check_routes(plan: RankPlan, ends: Iterable[LinkEnd]) -> None:
-    """Raise :class:`InputError` if a plan delegates a link that has no engine link."""
+    """Raise :class:`InputError` if a plan gives a link a route that it has not."""
     for end in ends:
-        if not end.has(plan.by_link[end.link].route):
+        route = plan.by_link[end.link].route
+        if route is Route.DIRECT and end.no_direct is not None:
+            raise InputError(
+                f"plan {plan.version} has link {end.link} on the direct route, but "
+                f"{end.no_direct}; give each rank a GPU, or set transport.route: delegated, as a "
+                'script Pipeline(route="delegated")'
+            )
+        if not end.has(route):
             raise InputError(
                 f"plan {plan.version} delegates link {end.link}, which has no engine link; "
                 "build the transfer engine or plan for the direct route"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,17 @@ SURVIVABLE = ("0", "2")
 
 
 def make_edges(
-    coordinate: Coordinate, device: torch.device, deadline: float, groups: Groups
+    coordinate: Coordinate,
+    device: torch.device,
+    deadline: float,
+    groups: Groups,
+    *,
+    gpus: Sequence[str | None],
 ) -> dict[int, dict[Direction, dist.ProcessGroup]]:
     """Point-to-point groups of this rank's links, by link. Collective: all ranks create all groups.
+
+    ``gpus``: the GPU of each rank, by UUID; None for the CPU. A link between two ranks on one GPU
+    has none: NCCL refuses it.
 
     With gloo, both directions share a connection without delaying each other. NCCL runs all
     operations of a communicator in order, so each direction has its own.
@@ -41,7 +49,7 @@ def make_edges(
 
     def make(link: int, column: int) -> None:
         lower, upper = (coordinate.mesh.rank(stage, column) for stage in (link, link + 1))
-        if lower == upper:
+        if lower == upper or (gpus[lower] is not None and gpus[lower] == gpus[upper]):
             return
         made: list[Any] = [
             groups.new(
