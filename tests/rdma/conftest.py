@@ -2,10 +2,14 @@
 
 `fabric`: two guests with two Soft-RoCE devices each, booted once for all tests.
 `launchers`: a process with torch in each of them, for all tests that need one.
+
+Soft-RoCE's driver can panic a guest's kernel when a device goes down with packets on their way.
+That fails the test it happens in; the next one finds new guests.
 """
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from guests import Fabric, fetched, missing_for_guests
@@ -52,15 +56,51 @@ def _teller(config: pytest.Config) -> Callable[[str], None]:
     return say
 
 
+class Guests:
+    """The guests of all tests, and what was started in them once."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._say = _teller(config)
+        self._stack = ExitStack()
+        self._fabric: Fabric | None = None
+        self._launchers: Launchers | None = None
+
+    def fabric(self) -> Fabric:
+        """Guests that run: the ones that are there, or new ones if one of those has died."""
+        if self._fabric is not None and not self._fabric.running:
+            self._say("a guest has died, see the test before; booting new ones")
+            self.stop()
+        if self._fabric is None:
+            self._fabric = self._stack.enter_context(Fabric.started(self._say))
+        return self._fabric
+
+    def launchers(self) -> Launchers:
+        fabric = self.fabric()
+        if self._launchers is None:
+            self._launchers = Launchers(fabric)
+        return self._launchers
+
+    def stop(self) -> None:
+        # What runs in the guests ends with them.
+        self._fabric = self._launchers = None
+        self._stack.close()
+
+
 @pytest.fixture(scope="session")
-def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+def guests(request: pytest.FixtureRequest) -> Iterator[Guests]:
     if _skipped():
         pytest.skip(f"{SKIP} names rdma: what this test checks is not checked")
+    made = Guests(request.config)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def fabric(request: pytest.FixtureRequest, guests: Guests) -> Fabric:
     try:
         if MISSING in request.config.stash:
             raise TestbedError(request.config.stash[MISSING])
-        with Fabric.started(_teller(request.config)) as made:
-            yield made
+        return guests.fabric()
     except TestbedError as error:
         pytest.fail(
             f"no RDMA guests here: {error}\n(on a machine that cannot have them, run with "
@@ -69,11 +109,9 @@ def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
         )
 
 
-@pytest.fixture(scope="session")
-def launchers(fabric: Fabric) -> Iterator[Launchers]:
-    made = Launchers(fabric)
-    yield made
-    made.kill()
+@pytest.fixture
+def launchers(fabric: Fabric, guests: Guests) -> Launchers:
+    return guests.launchers()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -229,6 +229,11 @@ class Fabric:
         for rail in self.rails:
             rail.until_addressed()
 
+    @property
+    def running(self) -> bool:
+        """Whether both machines are: a guest whose kernel panics ends."""
+        return self.a.process.running and self.b.process.running
+
     def logs(self) -> str:
         return "\n".join(f"guest {g.name}:\n{g.logs()}" for g in (self.a, self.b))
 

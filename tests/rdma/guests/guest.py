@@ -152,7 +152,13 @@ class Guest:
 
     def _tails(self) -> str:
         text = self._console.read_text(errors="replace") if self._console.exists() else ""
-        return "\n".join([self.process.log_end(), "its console:", *text.splitlines()[-25:]])
+        lines = text.splitlines()
+        end = max(0, len(lines) - 25)
+        # What a kernel dies of it says first, before pages of registers.
+        said = ("BUG:", "Oops", "Kernel panic")
+        first = next((i for i, line in enumerate(lines) if any(s in line for s in said)), end)
+        cause = lines[first : min(first + 8, end)]
+        return "\n".join([self.process.log_end(), "its console:", *cause, *lines[end:]])
 
     def logs(self) -> str:
         return self._tails()
@@ -175,6 +181,12 @@ class Guest:
                 if found is not None:
                     found.put(answer)
 
+    def _died(self) -> GuestError:
+        return GuestError(
+            f"guest {self.name} is no longer there: its machine ended, as after a kernel panic; "
+            f"{self._tails()}"
+        )
+
     def ask(self, op: str, patience: float = 30.0, **arguments: Any) -> dict[str, Any]:
         """Send one command to the agent and return its answer."""
         if self._socket is None:
@@ -183,16 +195,26 @@ class Guest:
         mine: queue.Queue[dict[str, Any]] = queue.Queue()
         with self._lock:
             self._answers[number] = mine
-            request = {"number": number, "op": op, **arguments}
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        request = {"number": number, "op": op, **arguments}
+        # The agent keeps the deadline; this one is for a guest that hangs as a whole.
+        end = time.monotonic() + patience + 30
         try:
-            # The agent keeps the deadline; this one is for a guest that hangs as a whole.
-            answer = mine.get(timeout=patience + 30)
-        except queue.Empty:
-            raise GuestError(
-                f"guest {self.name} did not answer {op} {arguments} within {patience + 30} s; "
-                f"{self._tails()}"
-            ) from None
+            with self._lock:
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+            while True:
+                try:
+                    answer = mine.get(timeout=1.0)
+                    break
+                except queue.Empty:
+                    if not self.process.running:
+                        raise self._died() from None
+                    if time.monotonic() > end:
+                        raise GuestError(
+                            f"guest {self.name} did not answer {op} {arguments} within "
+                            f"{patience + 30} s; {self._tails()}"
+                        ) from None
+        except BrokenPipeError:
+            raise self._died() from None
         finally:
             with self._lock:
                 del self._answers[number]
