@@ -17,9 +17,12 @@ from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.topology.gpu_affinity import pci_address
 
 
-def own_device(local_rank: int) -> torch.device:
+def own_device(local_rank: int, *, share: bool = False) -> torch.device:
     """This rank's GPU if every rank of this machine can have one, else the CPU: NCCL does not allow
     two ranks on a GPU. ``LOCAL_WORLD_SIZE`` is the number of ranks on the machine.
+
+    ``share``: ranks share GPUs where there are too few, which works while only delegated links,
+    and no group of NCCL, are between them.
 
     Raises :class:`InputError` if it is not a number.
     """
@@ -27,8 +30,9 @@ def own_device(local_rank: int) -> torch.device:
     if not told.isdecimal():
         raise InputError(f"LOCAL_WORLD_SIZE is {told!r}; expected the ranks of this machine")
     ranks = max(int(told), local_rank + 1)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
-        return torch.device("cuda", local_rank)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= ranks or (share and gpus):
+        return torch.device("cuda", local_rank % gpus)
     return torch.device("cpu")
 
 

@@ -259,6 +259,8 @@ def test_a_rank_takes_a_gpu_that_it_need_not_share(
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert own_device(local_rank) == torch.device(expected)
+    shared = "cpu" if not gpus else f"cuda:{local_rank % gpus}"
+    assert own_device(local_rank, share=True) == torch.device(shared)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(InputError, match="LOCAL_WORLD_SIZE is 'two'"):
         own_device(local_rank)

@@ -1,6 +1,7 @@
 """A byte-level GPT, trained on the sources of Python's standard library.
 
-Runs on GPUs if every rank of the machine can have one, else on the CPU.
+Runs on GPUs if every rank of the machine can have one, else on the CPU. With one rank per stage and
+``transport.route: delegated``, ranks share the GPUs that there are.
 
 Run it with ``pipemorph run examples/gpt.yaml --out out/gpt``. ``spec.trainer.args``:
 
@@ -196,7 +197,8 @@ def train(context: TrainerContext) -> None:
             f"spec.trainer.args.heads is {arguments.heads}, which spec.parallelism.tensor, "
             f"{spec.parallelism.tensor}, does not divide"
         )
-    device = own_device(context.local_rank)
+    alone = spec.parallelism.world_size == stages
+    device = own_device(context.local_rank, share=alone and spec.transport.route == "delegated")
     mesh = make_mesh(context, device)
     corpus = load_corpus()
 

@@ -93,6 +93,10 @@ def join_process_group(context: TrainerContext, device: torch.device) -> None:
         raise InputError(
             "torch was built without gloo, over which ranks agree on plans; install a build with it"
         )
+    if device.type == "cuda" and device.index is not None:
+        # Else torch's DeviceMesh makes the GPU of LOCAL_RANK the current one, which may be another.
+        torch.cuda.init()
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
