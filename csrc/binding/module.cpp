@@ -421,6 +421,8 @@ NB_MODULE(_engine, m) {
         .def_ro("duplicate_chunks", &LinkStats::duplicate_chunks)
         .def_ro("stale_chunks", &LinkStats::stale_chunks)
         .def_ro("reconnects", &LinkStats::reconnects)
+        .def_ro("frames_refused", &LinkStats::frames_refused)
+        .def_ro("trouble", &LinkStats::trouble)
         .def_ro("rtt_min", &LinkStats::rtt_min)
         .def_ro("rtt_mean", &LinkStats::rtt_mean)
         .def_ro("rtt_p99", &LinkStats::rtt_p99)

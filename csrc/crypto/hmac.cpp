@@ -17,22 +17,25 @@ Hmac::Hmac(Bytes key) {
         std::copy(key.begin(), key.end(), block.begin());
     }
     std::array<uint8_t, 64> inner_pad;
+    std::array<uint8_t, 64> outer_pad;
     for (size_t i = 0; i < block.size(); ++i) {
         inner_pad[i] = block[i] ^ 0x36;
-        outer_pad_[i] = block[i] ^ 0x5c;
+        outer_pad[i] = block[i] ^ 0x5c;
     }
     inner_.update(inner_pad);
+    outer_.update(outer_pad);
+    now_ = inner_;
 }
 
 Hmac& Hmac::update(Bytes data) {
-    inner_.update(data);
+    now_.update(data);
     return *this;
 }
 
 Digest Hmac::finish() {
-    const Digest inner = inner_.finish();
-    Sha256 outer;
-    outer.update(outer_pad_);
+    const Digest inner = now_.finish();
+    now_ = inner_;
+    Sha256 outer = outer_;
     outer.update(inner);
     return outer.finish();
 }

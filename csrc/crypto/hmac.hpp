@@ -9,11 +9,13 @@ class Hmac {
   public:
     explicit Hmac(Bytes key);
     Hmac& update(Bytes data);
+    // Of all that was fed; what is fed next is a new message under the same key.
     Digest finish();
 
   private:
-    Sha256 inner_;
-    std::array<uint8_t, 64> outer_pad_;
+    Sha256 inner_;  // each has been fed its half of the key
+    Sha256 outer_;
+    Sha256 now_;
 };
 
 // Takes the same time whatever the contents, so that a forger learns nothing from it.

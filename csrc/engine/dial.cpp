@@ -92,6 +92,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
         if (!send_output() || !handshake_.done()) return;
         result_.proved = true;
         result_.reply = handshake_.reply();
+        result_.keys = handshake_.keys();
         if (handshake_.verdict() == Verdict::accepted) {
             finish(std::move(fd_));
             return;

@@ -11,6 +11,7 @@ namespace pipemorph {
 struct DialResult {
     Fd fd;  // connected and authenticated on success
     HelloReply reply;
+    ConnectionKeys keys;
     std::string error;          // empty on success
     bool refused = false;       // somebody said no, and asking again will hardly help
     bool proved = false;        // that was the peer: it knows the secret

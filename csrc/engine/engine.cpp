@@ -195,7 +195,8 @@ void Engine::decide_data(const std::shared_ptr<Greeting>& greeting) {
     reply.transport = link->transport();
     const uint32_t path = h.path;
     const uint32_t epoch = h.epoch;
-    if (Fd fd = greeting->accept(reply)) link->attach_data(path, epoch, std::move(fd));
+    if (Fd fd = greeting->accept(reply))
+        link->attach_data(path, epoch, std::move(fd), greeting->handshake().keys());
 }
 
 void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
@@ -311,7 +312,7 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         before = std::exchange(links_[{h.from_rank, h.link}], link);
     }
     if (before) before->die(before->describe() + " was replaced by a new connection");
-    link->attach_control(std::move(fd), h.epoch, h.received);
+    link->attach_control(std::move(fd), handshake.keys(), h.epoch, h.received);
 }
 
 void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
@@ -326,7 +327,8 @@ void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
     reply.transport = link->transport();
     reply.listen_port = runtime_->listen_port;
     reply.received = link->control_received();
-    if (Fd fd = greeting->accept(reply)) link->attach_control(std::move(fd), h.epoch, h.received);
+    if (Fd fd = greeting->accept(reply))
+        link->attach_control(std::move(fd), greeting->handshake().keys(), h.epoch, h.received);
 }
 
 void Engine::link_confirmed(const std::shared_ptr<Link>& link) {
@@ -503,7 +505,8 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     }
     if (!link) return;
     if (before) before->die(before->describe() + " was replaced by a new connection");
-    link->attach_control(std::move(control.fd), attempt->hello.epoch, control.reply.received);
+    link->attach_control(std::move(control.fd), control.keys, attempt->hello.epoch,
+                         control.reply.received);
     link->confirm();
 }
 

@@ -48,6 +48,8 @@ struct LinkStats {
     uint64_t duplicate_chunks = 0;
     uint64_t stale_chunks = 0;
     uint64_t reconnects = 0;
+    uint64_t frames_refused = 0;  // their seal was wrong
+    std::string trouble;          // the last, over now or not; empty: there was none
     std::optional<double> rtt_min;
     std::optional<double> rtt_mean;
     std::optional<double> rtt_p99;
@@ -115,7 +117,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     };
     void set_terms(Terms terms);
     // A control connection is authenticated; `peer_received` says where to resume.
-    void attach_control(Fd fd, uint32_t epoch, uint64_t peer_received);
+    void attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch, uint64_t peer_received);
     // The dialler's last word: the link is up on both sides. The acceptor is told by a frame, the
     // first on every control connection since one may break before it was read, and calls
     // `on_confirm` then.
@@ -125,7 +127,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     uint64_t control_received() const;
     // For an incoming data connection: why not, or nothing.
     std::string may_attach_data(uint32_t path, uint32_t epoch) const;
-    void attach_data(uint32_t path, uint32_t epoch, Fd fd);
+    void attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
     void tick();
     bool up() const;
     // Also a link that its acceptor does not know to be up.
@@ -136,6 +138,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
     ChunkSink begin_chunk(const ChunkHeader& header) override;
     void finish_chunk(const ChunkSink& sink, bool intact) override;
+    void header_refused() override;
     void stale_chunk() override;
     void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
     void protocol_error(const std::string& why) override;
@@ -155,7 +158,13 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     enum class State { connecting, up, reconnecting, ending, dead, closed };
 
     struct Connection {
+        Connection(Fd connected, const ConnectionKeys& keys)
+            : fd(std::move(connected)), says(keys.ours), hears(keys.theirs) {}
+
         Fd fd;
+        Sealer says;
+        Sealer hears;
+        bool heard = false;  // a frame of the peer's has come over it
         std::vector<uint8_t> in;
         std::vector<uint8_t> out;
         size_t out_done = 0;
@@ -197,16 +206,20 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void flush();
     void send_frame(const Frame& frame);
     void send_confirm();
+    void send_ping(int64_t now_ns);
     void send_empty_messages();
     void watch_write();
     void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
     bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
     void handle(Frame frame);                                                         // no lock
+    void refuse_frame(const std::shared_ptr<Connection>& connection);                 // no lock
     void control_lost(const std::shared_ptr<Connection>& connection,
                       const std::string& why);  // no lock
     void confirmed(Transport transport);        // no lock
-    void redial_control();                      // no lock
-    void probe_peer();                          // no lock
+    void back_off(int64_t now_ns);
+    std::string refused_text() const;
+    void redial_control();  // no lock
+    void probe_peer();      // no lock
     void forgive_pause(int64_t now_ns);
     Hello hello(Purpose purpose) const;
 
@@ -305,6 +318,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     uint64_t duplicate_chunks_ = 0;
     uint64_t stale_chunks_ = 0;
     uint64_t reconnects_ = 0;
+    uint64_t frames_refused_ = 0;
 };
 
 }  // namespace pipemorph

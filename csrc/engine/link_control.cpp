@@ -20,9 +20,9 @@ uint64_t Link::control_received() const {
     return stream_.last_received();
 }
 
-void Link::attach_control(Fd fd, uint32_t epoch, uint64_t peer_received) {
-    auto connection = std::make_shared<Connection>();
-    connection->fd = std::move(fd);
+void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
+                          uint64_t peer_received) {
+    auto connection = std::make_shared<Connection>(std::move(fd), keys);
     set_unacked_limit(connection->fd, runtime_->peer_deadline_ns);
     std::shared_ptr<Connection> before;
     bool agreed = true;
@@ -34,11 +34,11 @@ void Link::attach_control(Fd fd, uint32_t epoch, uint64_t peer_received) {
         control_epoch_ = epoch;
         heard_ns_ = steady_ns();
         refused_since_ns_ = 0;
-        redial_backoff_ns_ = 0;
         if (state_ != State::connecting) {
             state_ = State::up;
             ++reconnects_;
             send_confirm();
+            send_ping(heard_ns_);
         }
     }
     if (before && before->fd) {
@@ -72,7 +72,10 @@ void Link::confirm() {
         if (state_ != State::connecting) return;
         state_ = State::up;
         without_rail_since_ns_ = rails_ > 0 ? steady_ns() : 0;
-        if (control_) send_confirm();
+        if (control_) {
+            send_confirm();
+            send_ping(steady_ns());
+        }
         flush();
         changed();
     }
@@ -81,7 +84,15 @@ void Link::confirm() {
 
 void Link::send_confirm() {
     if (identity_.dials)
-        append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0);
+        append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0,
+                     &control_->says);
+}
+
+// Also the first sign of life on a new connection.
+void Link::send_ping(int64_t now) {
+    next_ping_ns_ = now + 100 * kMillisecond;
+    append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0, stream_.last_received(),
+                 &control_->says);
 }
 
 void Link::send_frame(const Frame& frame) {
@@ -98,7 +109,7 @@ void Link::flush() {
         if (c.out_done == c.out.size()) {
             c.out.clear();
             c.out_done = 0;
-            stream_.write(c.out, kBatch);
+            stream_.write(c.out, kBatch, &c.says);
             if (c.out.empty()) return;
         }
         const ssize_t n = ::send(c.fd.get(), c.out.data() + c.out_done, c.out.size() - c.out_done,
@@ -145,10 +156,6 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
                                         : std::string("connection broke: ") + std::strerror(errno));
         return false;
     }
-    {
-        const Lock lock(mu_);
-        heard_ns_ = steady_ns();
-    }
     auto& in = connection->in;
     in.insert(in.end(), buffer, buffer + n);
     size_t at = 0;
@@ -156,13 +163,15 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
     while (in.size() - at >= kFrameHeaderSize) {
         const Bytes rest = Bytes(in).subspan(at);
         const auto header = decode_frame_header(rest.first(kFrameHeaderSize));
-        if (!header) {
-            trouble = "a malformed frame";
-            break;
+        const size_t size = kFrameHeaderSize + (header ? header->body_bytes : 0);
+        if (header && rest.size() < size + kSealSize) break;
+        // Nobody knows yet who says it, so the connection is all that it can cost.
+        if (!header || !connection->hears.fits(rest.first(size), rest.subspan(size, kSealSize))) {
+            refuse_frame(connection);
+            return false;
         }
-        if (rest.size() < kFrameHeaderSize + header->body_bytes) break;
-        auto frame = decode_frame(header->type, rest.subspan(kFrameHeaderSize, header->body_bytes));
-        at += kFrameHeaderSize + header->body_bytes;
+        auto frame = decode_frame(header->type, rest.first(size).subspan(kFrameHeaderSize));
+        at += size + kSealSize;
         if (!frame) {
             trouble = "a malformed frame";
             break;
@@ -171,6 +180,11 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
         {
             const Lock lock(mu_);
             if (control_ != connection) return false;  // superseded or over
+            heard_ns_ = steady_ns();
+            if (!std::exchange(connection->heard, true)) {
+                down_since_ns_ = 0;
+                redial_backoff_ns_ = 0;
+            }
             if (!stream_.acknowledged(header->acknowledged)) trouble = "an impossible counter";
             if (header->sequence != 0) {
                 const auto verdict = stream_.received(header->sequence);
@@ -187,6 +201,16 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
         return false;
     }
     return true;
+}
+
+void Link::refuse_frame(const std::shared_ptr<Connection>& connection) {
+    {
+        const Lock lock(mu_);
+        ++frames_refused_;
+    }
+    control_lost(connection, "a frame on the control connection from rank " +
+                                 std::to_string(identity_.peer_rank) +
+                                 " was altered or added on the way: its seal is wrong");
 }
 
 void Link::handle(Frame frame) {
@@ -228,7 +252,7 @@ void Link::handle(Frame frame) {
         if (!control_) return;
         append_frame(control_->out,
                      encode_frame(PongFrame{f->sent_steady_ns, f->sent_wall_ns, now, wall_ns()}), 0,
-                     stream_.last_received());
+                     stream_.last_received(), &control_->says);
         flush();
     } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
         // In this order: held up in between, the echo counts as a slow one, not as a wrong clock.

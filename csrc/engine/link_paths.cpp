@@ -32,7 +32,7 @@ std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
     return {};
 }
 
-void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
+void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys) {
     std::shared_ptr<DataPath> now;
     {
         const Lock lock(mu_);
@@ -51,8 +51,8 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
         else {
             set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
             p.local = is_local(fd);
-            now =
-                std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
+            now = std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
+                                            keys);
         }
         replace(p);
         p.live = now;
@@ -122,7 +122,7 @@ void Link::dial_paths() {
                  const auto self = weak.lock();
                  if (!self) return;
                  if (r.fd) {
-                     self->attach_data(index, epoch, std::move(r.fd));
+                     self->attach_data(index, epoch, std::move(r.fd), r.keys);
                      return;
                  }
                  const Lock lock(self->mu_);
@@ -201,6 +201,11 @@ void Link::finish_chunk(const ChunkSink& sink, bool intact) {
         flush();
         changed();
     });
+}
+
+void Link::header_refused() {
+    const Lock lock(mu_);
+    ++frames_refused_;
 }
 
 void Link::stale_chunk() {

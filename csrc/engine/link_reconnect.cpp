@@ -29,23 +29,45 @@ void Link::sever_control() {
 
 void Link::control_lost(const std::shared_ptr<Connection>& connection, const std::string& why) {
     if (connection->fd) runtime_->control.remove(connection->fd.get());
+    bool at_once = false;
     {
         const Lock lock(mu_);
         connection->fd.reset();
         if (control_ != connection) return;
         control_.reset();
         last_trouble_ = why;
-        down_since_ns_ = steady_ns();
-        next_redial_ns_ = 0;
         if (state_ == State::up) state_ = State::reconnecting;
+        const int64_t now = steady_ns();
+        if (down_since_ns_ == 0) down_since_ns_ = now;
+        next_redial_ns_ = 0;
+        // A connection over which nothing of the peer's has come was none. Whoever lets handshakes
+        // through and nothing else gets neither dial after dial nor more time than the deadline.
+        at_once = connection->heard;
+        if (!at_once) back_off(now);
         changed();
         // An acceptor's that is not confirmed: the dialler may think that it is, and come back.
         if (state_ != State::reconnecting) return;
     }
+    if (!at_once) return;
     if (identity_.dials)
         redial_control();
     else
         probe_peer();
+}
+
+// The end that meets a wrong seal ends the connection, so the last trouble may be just that end.
+std::string Link::refused_text() const {
+    if (frames_refused_ == 0) return {};
+    return "; refused for a wrong seal so far: " + std::to_string(frames_refused_) +
+           (frames_refused_ == 1 ? " frame" : " frames");
+}
+
+void Link::back_off(int64_t now) {
+    constexpr int64_t kLeast = 20 * kMillisecond;
+    const int64_t most =
+        std::clamp(runtime_->peer_deadline_ns / 10, kLeast, int64_t{500} * kMillisecond);
+    redial_backoff_ns_ = std::clamp(redial_backoff_ns_ * 2, kLeast, most);
+    next_redial_ns_ = now + redial_backoff_ns_;
 }
 
 void Link::redial_control() {
@@ -75,10 +97,7 @@ void Link::redial_control() {
                 self->last_trouble_ = r.error;
                 // The peer may have taken this epoch before the connection broke.
                 self->control_epoch_ = std::max(self->control_epoch_, epoch);
-                self->redial_backoff_ns_ = std::clamp<int64_t>(
-                    self->redial_backoff_ns_ * 2, 20 * kMillisecond,
-                    std::min<int64_t>(500 * kMillisecond, self->runtime_->peer_deadline_ns / 10));
-                self->next_redial_ns_ = now + self->redial_backoff_ns_;
+                self->back_off(now);
                 if (!r.nobody_there)
                     self->refused_since_ns_ = 0;
                 else if (self->refused_since_ns_ == 0)
@@ -86,7 +105,7 @@ void Link::redial_control() {
             }
         }
         if (r.fd)
-            self->attach_control(std::move(r.fd), epoch, r.reply.received);
+            self->attach_control(std::move(r.fd), r.keys, epoch, r.reply.received);
         else if (r.refused && r.proved)
             self->die(self->describe() + " is dead: " + r.error);
     });
@@ -159,9 +178,7 @@ void Link::tick() {
             if (now - heard_ns_ > deadline / 2) {
                 silent = control_;
             } else if (now >= next_ping_ns_) {
-                next_ping_ns_ = now + 100 * kMillisecond;
-                append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
-                             stream_.last_received());
+                send_ping(now);
                 flush();
             }
         } else if (state_ == State::reconnecting && !leaving_) {
@@ -173,10 +190,10 @@ void Link::tick() {
             else if (now - since > deadline)
                 dead = "no control connection to " + peer + " (" + terms_.address.text(false) +
                        ") for " + seconds_text(to_seconds(now - since)) +
-                       " (last: " + last_trouble_ + ")";
+                       " (last: " + last_trouble_ + refused_text() + ")";
             reconnect = now >= next_redial_ns_;
         } else if (state_ == State::connecting && !control_ && now - down_since_ns_ > deadline) {
-            dead = "it never came up: " + last_trouble_;
+            dead = "it never came up: " + last_trouble_ + refused_text();
         }
     }
     if (silent)

@@ -83,6 +83,8 @@ LinkStats Link::stats() const {
     s.duplicate_chunks = duplicate_chunks_;
     s.stale_chunks = stale_chunks_;
     s.reconnects = reconnects_;
+    s.frames_refused = frames_refused_;
+    s.trouble = last_trouble_;
     if (const auto echo = echo_.summary()) {
         s.rtt_min = to_seconds(echo->min_ns);
         s.rtt_mean = to_seconds(echo->mean_ns);

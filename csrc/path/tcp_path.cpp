@@ -33,8 +33,10 @@ std::array<uint8_t, kLanding>& landing() {
 }  // namespace
 
 TcpPath::TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-                 Fd fd)
-    : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)) {
+                 Fd fd, const ConnectionKeys& keys)
+    : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)),
+      says_(keys.ours),
+      hears_(keys.theirs) {
     set_no_delay(fd_);
     if (is_local(fd_)) set_send_buffer(fd_, kLocalSendBuffer);
 }
@@ -43,18 +45,20 @@ bool TcpPath::send_some() {
     if (!task_) {
         task_ = host_->next_chunk(index, epoch);
         if (!task_) return false;
-        encode_chunk(task_->header, header_out_);
+        const auto header = std::span(head_out_).first<kChunkHeaderSize>();
+        encode_chunk(task_->header, header);
+        const Seal seal = says_.seal(header);
+        std::copy(seal.begin(), seal.end(), head_out_.begin() + kChunkHeaderSize);
         sent_ = summed_ = 0;
         crc_out_ = 0;
     }
-    const size_t payload_end = kChunkHeaderSize + task_->bytes;
+    const size_t payload_end = kHead + task_->bytes;
     const size_t end = payload_end + kChunkTrailerSize;
     while (sent_ < end) {
         iovec iov[3];
         size_t parts = 0;
-        if (sent_ < kChunkHeaderSize)
-            iov[parts++] = {header_out_.data() + sent_, kChunkHeaderSize - sent_};
-        const size_t from = sent_ > kChunkHeaderSize ? sent_ - kChunkHeaderSize : 0;
+        if (sent_ < kHead) iov[parts++] = {head_out_.data() + sent_, kHead - sent_};
+        const size_t from = sent_ > kHead ? sent_ - kHead : 0;
         const size_t to = std::min(from + kPiece, task_->bytes);
         if (from < to) {
             if (summed_ < to) crc_out_ = crc32c(crc_out_, {task_->data + summed_, to - summed_});
@@ -159,10 +163,17 @@ bool TcpPath::chunk_received() {
 
 bool TcpPath::header_received() {
     between_have_ = 0;
-    chunk_ = decode_chunk(Bytes(between_).subspan(kChunkTrailerSize));
     payload_have_ = 0;
     crc_in_ = 0;
     sink_ = {};
+    const Bytes head = Bytes(between_).subspan(kChunkTrailerSize);
+    // Nothing of it is looked at before.
+    if (!hears_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize))) {
+        host_->header_refused();
+        fail("a chunk's header was altered or added on the way: its seal is wrong");
+        return false;
+    }
+    chunk_ = decode_chunk(head.first(kChunkHeaderSize));
     if (!chunk_ || chunk_->type != ChunkHeader::Type::chunk || chunk_->path != index ||
         chunk_->epoch != epoch) {
         chunk_.reset();

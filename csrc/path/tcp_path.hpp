@@ -1,14 +1,15 @@
-// Chunks over a TCP socket: header, then payload, received straight into the slot.
+// Chunks over a TCP socket: header and its seal, then payload, received straight into the slot.
 #pragma once
 
 #include "path/stream_path.hpp"
+#include "wire/seal.hpp"
 
 namespace pipemorph {
 
 class TcpPath final : public StreamPath {
   public:
-    TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-            Fd fd);
+    TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch, Fd fd,
+            const ConnectionKeys& keys);
 
   private:
     bool send_some() override;
@@ -20,9 +21,12 @@ class TcpPath final : public StreamPath {
     void payload_received(size_t bytes);
     bool lands() const;
 
-    // Sending: header, payload, trailer.
+    static constexpr size_t kHead = kChunkHeaderSize + kSealSize;
+
+    // Sending: header, seal, payload, trailer.
+    Sealer says_;
     std::optional<ChunkTask> task_;
-    std::array<uint8_t, kChunkHeaderSize> header_out_{};
+    std::array<uint8_t, kHead> head_out_{};
     std::array<uint8_t, kChunkTrailerSize> trailer_out_{};
     size_t sent_ = 0;    // of the three together
     size_t summed_ = 0;  // of the payload
@@ -30,7 +34,8 @@ class TcpPath final : public StreamPath {
 
     // Receiving. A chunk's trailer and the next one's header are read together. Before the first
     // chunk there is no trailer, so the buffer starts out as if it had been read.
-    std::array<uint8_t, kChunkTrailerSize + kChunkHeaderSize> between_{};
+    Sealer hears_;
+    std::array<uint8_t, kChunkTrailerSize + kHead> between_{};
     size_t between_have_ = kChunkTrailerSize;
     std::optional<ChunkHeader> chunk_;
     ChunkSink sink_;

@@ -8,9 +8,10 @@ void ReliableStream::send(const Frame& frame) {
     kept_.push_back(encode_frame(frame));
 }
 
-void ReliableStream::write(std::vector<uint8_t>& out, size_t limit) {
+void ReliableStream::write(std::vector<uint8_t>& out, size_t limit, Sealer* sealer) {
     while (next_to_write_ < kept_.size() && out.size() < limit) {
-        append_frame(out, kept_[next_to_write_], acknowledged_ + 1 + next_to_write_, received_);
+        append_frame(out, kept_[next_to_write_], acknowledged_ + 1 + next_to_write_, received_,
+                     sealer);
         ++next_to_write_;
     }
 }

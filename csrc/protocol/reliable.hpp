@@ -16,7 +16,7 @@ class ReliableStream {
     // Queue a frame. Safe while there is no connection.
     void send(const Frame& frame);
     // Frames to be written on this connection, in order, at most about `limit` bytes of them.
-    void write(std::vector<uint8_t>& out, size_t limit);
+    void write(std::vector<uint8_t>& out, size_t limit, Sealer* sealer = nullptr);
     bool has_unwritten() const { return next_to_write_ < kept_.size(); }
     bool all_acknowledged() const { return kept_.empty(); }
 

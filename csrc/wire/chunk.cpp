@@ -9,7 +9,7 @@ constexpr uint32_t kMagic = 0x4b484350;  // "PCHK"
 
 }  // namespace
 
-void encode_chunk(const ChunkHeader& h, std::array<uint8_t, kChunkHeaderSize>& out) {
+void encode_chunk(const ChunkHeader& h, std::span<uint8_t, kChunkHeaderSize> out) {
     std::vector<uint8_t> buffer;
     buffer.reserve(kChunkHeaderSize);
     Writer w(buffer);

@@ -37,7 +37,7 @@ struct ChunkHeader {
     }
 };
 
-void encode_chunk(const ChunkHeader& header, std::array<uint8_t, kChunkHeaderSize>& out);
+void encode_chunk(const ChunkHeader& header, std::span<uint8_t, kChunkHeaderSize> out);
 
 // Nothing if the header is damaged or says something no sender would say.
 std::optional<ChunkHeader> decode_chunk(Bytes data);

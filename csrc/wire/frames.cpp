@@ -119,13 +119,15 @@ EncodedFrame encode_frame(const Frame& frame) {
 }
 
 void append_frame(std::vector<uint8_t>& out, const EncodedFrame& frame, uint64_t sequence,
-                  uint64_t acknowledged) {
+                  uint64_t acknowledged, Sealer* sealer) {
+    const size_t from = out.size();
     Writer w(out);
     w.u32(static_cast<uint32_t>(frame.body.size()));
     w.u32(frame.type);
     w.u64(sequence);
     w.u64(acknowledged);
     w.raw(frame.body);
+    if (sealer != nullptr) w.raw(sealer->seal(Bytes(out).subspan(from)));
 }
 
 std::optional<FrameHeader> decode_frame_header(Bytes data) {

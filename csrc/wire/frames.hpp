@@ -1,7 +1,8 @@
 // Frames on the control connection.
 //
-// Each has a sequence number (0: an echo, which nobody misses) and acknowledges what its sender
-// has received, so that a connection that breaks can be resumed without losing or repeating one.
+// Each ends with its seal, and has a sequence number (0: an echo, which nobody misses) and
+// acknowledges what its sender has received, so that a connection that breaks can be resumed
+// without losing or repeating one.
 #pragma once
 
 #include <optional>
@@ -10,6 +11,7 @@
 #include "wire/bitmap.hpp"
 #include "wire/bytes.hpp"
 #include "wire/key.hpp"
+#include "wire/seal.hpp"
 
 namespace pipemorph {
 
@@ -142,8 +144,9 @@ struct EncodedFrame {
 };
 
 EncodedFrame encode_frame(const Frame& frame);
+// Without a sealer it has no seal, as in the tests of what does not need one.
 void append_frame(std::vector<uint8_t>& out, const EncodedFrame& frame, uint64_t sequence,
-                  uint64_t acknowledged);
+                  uint64_t acknowledged, Sealer* sealer = nullptr);
 
 std::optional<FrameHeader> decode_frame_header(Bytes data);
 std::optional<Frame> decode_frame(uint8_t type, Bytes body);

@@ -8,7 +8,7 @@ namespace pipemorph {
 namespace {
 
 constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
-constexpr uint16_t kVersion = 4;
+constexpr uint16_t kVersion = 5;
 constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
 constexpr size_t kMaxHello = 1024;
 constexpr size_t kMaxReply = 1024;
@@ -122,14 +122,7 @@ void Handshake::expect(size_t bytes) {
 }
 
 Digest Handshake::dialler_mac(Bytes hello) const {
-    const uint8_t purpose = static_cast<uint8_t>(purpose_);
-    return Hmac(key_)
-        .update(as_bytes("dialler"))
-        .update({&purpose, 1})
-        .update(dialler_nonce_)
-        .update(listener_nonce_)
-        .update(hello)
-        .finish();
+    return Hmac(key_).update(as_bytes("dialler")).update(openings_).update(hello).finish();
 }
 
 Digest Handshake::listener_mac(Bytes hello, Verdict verdict, Bytes reply) const {
@@ -142,11 +135,19 @@ Digest Handshake::listener_mac(Bytes hello, Verdict verdict, Bytes reply) const 
         .finish();
 }
 
+void Handshake::make_keys(const Digest& listener_mac, bool dials) {
+    const auto key_of = [&](std::string_view who) {
+        return Hmac(key_).update(as_bytes(who)).update(listener_mac).finish();
+    };
+    keys_ = {key_of("frames of the dialler"), key_of("frames of the listener")};
+    if (!dials) std::swap(keys_.ours, keys_.theirs);
+}
+
 DiallerHandshake::DiallerHandshake(const Digest& key, Hello hello, std::string boot_id)
     : Handshake(key), hello_(std::move(hello)), boot_id_(std::move(boot_id)) {
     purpose_ = hello_.purpose;
     fill_random(dialler_nonce_);
-    out_ = opening(purpose_, dialler_nonce_);
+    out_ = openings_ = opening(purpose_, dialler_nonce_);
     expect(kOpeningBytes);
 }
 
@@ -161,6 +162,7 @@ bool DiallerHandshake::advance() {
                             ", this engine " + std::to_string(kVersion));
             r.u16();
             listener_nonce_ = r.fixed<32>();
+            openings_.insert(openings_.end(), in_.begin(), in_.end());
             if (!boot_id_.empty())
                 hello_.host_proof = host_proof(key_, boot_id_, dialler_nonce_, listener_nonce_);
             hello_bytes_ = encode_hello(hello_);
@@ -186,12 +188,14 @@ bool DiallerHandshake::advance() {
         case Step::reply: {
             const Bytes body = r.raw(in_.size() - kMacBytes);
             const Digest mac = r.fixed<kMacBytes>();
-            if (!equal_constant_time(mac, listener_mac(hello_bytes_, verdict_, body)))
+            const Digest expected = listener_mac(hello_bytes_, verdict_, body);
+            if (!equal_constant_time(mac, expected))
                 return fail("the peer could not prove that it knows the job's secret");
             if (verdict_ == Verdict::accepted) {
                 const auto reply = decode_reply(body);
                 if (!reply) return fail("the peer's answer makes no sense");
                 reply_ = *reply;
+                make_keys(expected, true);
             } else {
                 refusal_.assign(body.begin(), body.end());
             }
@@ -224,6 +228,8 @@ bool ListenerHandshake::advance() {
             dialler_nonce_ = r.fixed<32>();
             fill_random(listener_nonce_);
             out_ = opening(purpose_, listener_nonce_);
+            openings_ = in_;
+            openings_.insert(openings_.end(), out_.begin(), out_.end());
             step_ = Step::length;
             expect(2);
             return true;
@@ -264,7 +270,9 @@ void ListenerHandshake::answer(Verdict verdict, Bytes reply) {
     w.u8(static_cast<uint8_t>(verdict));
     w.u16(static_cast<uint16_t>(reply.size()));
     w.raw(reply);
-    w.raw(listener_mac(hello_bytes_, verdict, reply));
+    const Digest mac = listener_mac(hello_bytes_, verdict, reply);
+    w.raw(mac);
+    if (verdict == Verdict::accepted) make_keys(mac, false);
     step_ = Step::end;
     done_ = true;
 }

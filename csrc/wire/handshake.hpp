@@ -6,9 +6,11 @@
 //     hello, HMAC("dialler", ...)       ───▶
 //                                       ◀───  verdict, reply, HMAC("listener", ...)
 //
-// Both MACs cover the whole transcript so far and the role, so a reflected or replayed message
-// never verifies. The listener tells an unauthenticated dialler nothing but its nonce; names,
-// addresses and counters come only in `reply`, after the dialler's MAC has been checked.
+// Both MACs cover the whole transcript so far, from the first byte on, and the role, so a reflected
+// or replayed message never verifies. The keys for what follows on the connection come from the
+// second, and so from both nonces. The listener tells an unauthenticated dialler nothing but its
+// nonce; names, addresses and counters come only in `reply`, after the dialler's MAC has been
+// checked.
 #pragma once
 
 #include <optional>
@@ -17,6 +19,7 @@
 #include "crypto/hmac.hpp"
 #include "wire/bytes.hpp"
 #include "wire/frames.hpp"
+#include "wire/seal.hpp"
 
 namespace pipemorph {
 
@@ -82,6 +85,8 @@ class Handshake {
     bool done() const { return done_; }
     bool failed() const { return !failure_.empty(); }
     const std::string& failure() const { return failure_; }
+    // For what follows, once both ends have accepted.
+    const ConnectionKeys& keys() const { return keys_; }
     const Nonce& dialler_nonce() const { return dialler_nonce_; }
     const Nonce& listener_nonce() const { return listener_nonce_; }
     virtual ~Handshake() = default;
@@ -93,11 +98,14 @@ class Handshake {
     void expect(size_t bytes);
     Digest dialler_mac(Bytes hello) const;
     Digest listener_mac(Bytes hello, Verdict verdict, Bytes reply) const;
+    void make_keys(const Digest& listener_mac, bool dials);
 
     Digest key_;
     Purpose purpose_ = Purpose::control;
+    std::vector<uint8_t> openings_;  // the dialler's, the listener's
     Nonce dialler_nonce_{};
     Nonce listener_nonce_{};
+    ConnectionKeys keys_;
     std::vector<uint8_t> in_;
     std::vector<uint8_t> out_;
     size_t need_ = 0;

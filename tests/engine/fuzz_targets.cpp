@@ -74,18 +74,17 @@ void stranger(Bytes input) {
 
 // A peer with the secret, whose hello is the input.
 void hello(Bytes input) {
-    const auto purpose = static_cast<uint8_t>(next(input) % 2 + 1);
+    const auto purpose = static_cast<Purpose>(next(input) % 2 + 1);
     Hello nothing;
-    nothing.purpose = static_cast<Purpose>(purpose);
+    nothing.purpose = purpose;
     DiallerHandshake dialler(secret_key(), nothing, "");
     ListenerHandshake listener(secret_key());
-    feed(listener, opening_of(dialler));
-    listener.take_output();
+    const auto opening = opening_of(dialler);
+    feed(listener, opening);
     const Digest mac = Hmac(secret_key())
                            .update(as_bytes("dialler"))
-                           .update({&purpose, 1})
-                           .update(listener.dialler_nonce())
-                           .update(listener.listener_nonce())
+                           .update(opening)
+                           .update(listener.take_output())
                            .update(input)
                            .finish();
     std::vector<uint8_t> message;
@@ -99,7 +98,7 @@ void hello(Bytes input) {
         return;
     }
     const auto said = decode_hello(input);
-    const bool good = said && said->purpose == static_cast<Purpose>(purpose);
+    const bool good = said && said->purpose == purpose;
     require(listener.needs_decision() == good, "a hello is taken if and only if it makes sense");
     if (!good) return;
     require(encode_hello(listener.hello()) == std::vector<uint8_t>(input.begin(), input.end()),

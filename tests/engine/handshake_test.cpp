@@ -1,6 +1,7 @@
 #include "wire/handshake.hpp"
 
 #include <random>
+#include <set>
 
 #include "check.hpp"
 
@@ -62,6 +63,46 @@ TEST(handshake_succeeds) {
     CHECK(dialler.done() && dialler.verdict() == Verdict::accepted);
     CHECK(dialler.reply().unix_name == "somewhere" && dialler.reply().sockets == 3);
     CHECK(dialler.reply().received == 17);
+    CHECK(dialler.keys().ours == listener.keys().theirs);
+    CHECK(dialler.keys().theirs == listener.keys().ours);
+    CHECK(dialler.keys().ours != dialler.keys().theirs && dialler.keys().ours != Digest{});
+}
+
+TEST(handshakes_make_keys_that_no_other_has) {
+    std::set<Digest> keys;
+    for (const char* secret : {"secret", "secret", "another"}) {
+        DiallerHandshake dialler(key_of(secret), some_hello(), "");
+        ListenerHandshake listener(key_of(secret));
+        pass(dialler, listener);
+        pass(listener, dialler);
+        pass(dialler, listener);
+        listener.accept({});
+        pass(listener, dialler);
+        CHECK(dialler.done());
+        keys.insert(dialler.keys().ours);
+        keys.insert(dialler.keys().theirs);
+    }
+    CHECK(keys.size() == 6);
+}
+
+// Magic and version, too: nobody can talk the two ends into an older version.
+TEST(every_tampered_byte_of_an_opening_is_noticed) {
+    const Digest key = key_of("secret");
+    for (const bool of_dialler : {true, false}) {
+        for (size_t i = 0;; ++i) {
+            DiallerHandshake dialler(key, some_hello(), "");
+            ListenerHandshake listener(key);
+            auto opening = dialler.take_output();
+            if (i >= opening.size()) break;
+            if (of_dialler) opening[i] ^= 1;
+            listener.feed(opening);
+            auto answer = listener.take_output();
+            if (!of_dialler && !answer.empty()) answer[i] ^= 1;
+            dialler.feed(answer);
+            pass(dialler, listener);
+            CHECK(!listener.needs_decision());
+        }
+    }
 }
 
 TEST(handshake_refusal_carries_its_reason) {

@@ -314,7 +314,8 @@ TEST(link_takes_no_data_connection_before_it_is_confirmed) {
     const DialResult control = dialled(Purpose::control);
     const DialResult early = dialled(Purpose::data);
     std::vector<uint8_t> confirm;
-    append_frame(confirm, encode_frame(ConfirmFrame{Transport::tcp}), 0, 0);
+    Sealer says(control.keys.ours);
+    append_frame(confirm, encode_frame(ConfirmFrame{Transport::tcp}), 0, 0, &says);
     const bool confirmed = ::send(control.fd.get(), confirm.data(), confirm.size(), MSG_NOSIGNAL) ==
                            static_cast<ssize_t>(confirm.size());
     acceptor.join();

@@ -19,6 +19,13 @@ using namespace pipemorph;
 namespace {
 
 constexpr uint32_t kBytes = 1000;
+constexpr size_t kHead = kChunkHeaderSize + kSealSize;
+
+ConnectionKeys keys() {
+    ConnectionKeys keys;
+    keys.theirs.fill(1);
+    return keys;
+}
 
 // A link of one slot.
 struct FakeHost final : PathHost {
@@ -30,6 +37,7 @@ struct FakeHost final : PathHost {
     int intact = 0;
     int broken = 0;
     int stale = 0;
+    int refused = 0;
     std::string lost;
     std::string protocol;
 
@@ -51,6 +59,11 @@ struct FakeHost final : PathHost {
     void finish_chunk(const ChunkSink&, bool ok) override {
         const std::lock_guard lock(mu);
         ++(ok ? intact : broken);
+        changed.notify_all();
+    }
+    void header_refused() override {
+        const std::lock_guard lock(mu);
+        ++refused;
         changed.notify_all();
     }
     void stale_chunk() override {
@@ -85,15 +98,33 @@ struct Wire {
     std::shared_ptr<FakeHost> host = std::make_shared<FakeHost>();
     Fd peer;
     std::shared_ptr<TcpPath> path;
+    Sealer says{keys().theirs};
 
     Wire() {
         int fds[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
         peer = Fd(fds[0]);
-        path = std::make_shared<TcpPath>(reactor, host, 2, 5, Fd(fds[1]));
+        path = std::make_shared<TcpPath>(reactor, host, 2, 5, Fd(fds[1]), keys());
         path->start();
     }
     ~Wire() { reactor.stop(); }
+
+    // The next chunk that the peer says: they are sealed in this order.
+    std::vector<uint8_t> head(const ChunkHeader& h) {
+        std::array<uint8_t, kChunkHeaderSize> header;
+        encode_chunk(h, header);
+        std::vector<uint8_t> out(header.begin(), header.end());
+        Writer(out).raw(says.seal(header));
+        return out;
+    }
+    std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill, uint32_t crc_change = 0) {
+        std::vector<uint8_t> out = head(h);
+        const std::vector<uint8_t> payload(kBytes, fill);
+        Writer w(out);
+        w.raw(payload);
+        w.u32(crc32c(0, payload) ^ crc_change);
+        return out;
+    }
 
     void say(Bytes bytes) {
         CHECK(::send(peer.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
@@ -124,23 +155,12 @@ ChunkHeader header() {
     return h;
 }
 
-std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill, uint32_t crc_change = 0) {
-    std::array<uint8_t, kChunkHeaderSize> head;
-    encode_chunk(h, head);
-    std::vector<uint8_t> out(head.begin(), head.end());
-    const std::vector<uint8_t> payload(kBytes, fill);
-    Writer w(out);
-    w.raw(payload);
-    w.u32(crc32c(0, payload) ^ crc_change);
-    return out;
-}
-
 }  // namespace
 
 TEST(path_takes_chunks_however_they_are_cut) {
     Wire wire;
-    auto both = chunk(header(), 7);
-    const auto second = chunk(header(), 8);
+    auto both = wire.chunk(header(), 7);
+    const auto second = wire.chunk(header(), 8);
     both.insert(both.end(), second.begin(), second.end());
     for (size_t at = 0; at < both.size(); at += 97)
         wire.say(Bytes(both).subspan(at, std::min<size_t>(97, both.size() - at)));
@@ -157,9 +177,7 @@ TEST(path_stores_a_posted_payload_where_it_belongs) {
     h.chunk_bytes = 1 << 20;
     std::vector<uint8_t> payload(kLarge);
     for (size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<uint8_t>(i * i >> 7);
-    std::array<uint8_t, kChunkHeaderSize> head;
-    encode_chunk(h, head);
-    std::vector<uint8_t> all(head.begin(), head.end());
+    std::vector<uint8_t> all = wire.head(h);
     all.insert(all.end(), payload.begin(), payload.end());
     Writer(all).u32(crc32c(0, payload));
     // In odd pieces, each read before the next one comes: all of them begin off a cache line.
@@ -177,7 +195,7 @@ TEST(path_stores_a_posted_payload_where_it_belongs) {
 
 TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {
     Wire wire;
-    wire.say(chunk(header(), 7, 1));
+    wire.say(wire.chunk(header(), 7, 1));
     wire.host->until([&] { return !wire.host->lost.empty(); });
     CHECK(wire.host->broken == 1 && wire.host->intact == 0);
     CHECK(wire.host->lost.find("checksum") != std::string::npos);
@@ -185,14 +203,14 @@ TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {
 
 TEST(path_drops_what_comes_after_its_fence) {
     Wire wire;
-    const auto first = chunk(header(), 7);
-    wire.say(Bytes(first).first(kChunkHeaderSize + 100));
+    const auto first = wire.chunk(header(), 7);
+    wire.say(Bytes(first).first(kHead + 100));
     wire.host->until([&] { return wire.host->taken == 1; });
     wire.on_reactor([&] { wire.path->retire(); });
     const auto before = wire.host->slot;
     CHECK(wire.host->broken == 1 && wire.host->stale == 1);
-    wire.say(Bytes(first).subspan(kChunkHeaderSize + 100));
-    wire.say(chunk(header(), 9));
+    wire.say(Bytes(first).subspan(kHead + 100));
+    wire.say(wire.chunk(header(), 9));
     wire.host->until([&] { return wire.host->stale == 2; });
     wire.on_reactor([] {});
     // Not a byte of either reached the slot, and nobody was told of a loss: it had been fenced.
@@ -205,9 +223,35 @@ TEST(path_refuses_headers_of_another_path_or_epoch) {
         Wire wire;
         ChunkHeader h = header();
         ++(which == 0 ? h.path : h.epoch);
-        wire.say(chunk(h, 7));
+        wire.say(wire.chunk(h, 7));
         wire.host->until([&] { return !wire.host->lost.empty(); });
         CHECK(wire.host->taken == 0);
+    }
+}
+
+TEST(path_refuses_headers_without_the_seal_of_the_peer) {
+    for (const char* attack : {"altered", "altered seal", "repeated", "left out", "another's"}) {
+        const std::string how = attack;
+        Wire wire;
+        const auto first = wire.chunk(header(), 7);
+        const bool begins = how != "left out";
+        if (begins) wire.say(first);
+        wire.host->until([&] { return wire.host->intact == begins; });
+        if (how == "another's") wire.says = Sealer(keys().ours);
+        auto next = how == "repeated" ? first : wire.chunk(header(), 8);
+        // The checksum of the header is right: no key is needed for that.
+        if (how == "altered") {
+            next[8] ^= 1;
+            const uint32_t crc = crc32c(0, Bytes(next).first(kChunkHeaderSize - 4));
+            for (size_t i = 0; i < 4; ++i)
+                next[kChunkHeaderSize - 4 + i] = static_cast<uint8_t>(crc >> (8 * i));
+        }
+        if (how == "altered seal") next[kHead - 1] ^= 0x80;
+        wire.say(next);
+        wire.host->until([&] { return !wire.host->lost.empty(); });
+        CHECK(wire.host->refused == 1 && wire.host->taken == begins);
+        CHECK(wire.host->lost.find("its seal is wrong") != std::string::npos);
+        CHECK(wire.host->protocol.empty());
     }
 }
 
@@ -215,14 +259,14 @@ TEST(path_reports_a_chunk_for_a_slot_that_is_not_granted) {
     Wire wire;
     ChunkHeader h = header();
     h.slot = 1;
-    wire.say(chunk(h, 7));
+    wire.say(wire.chunk(h, 7));
     wire.host->until([&] { return !wire.host->protocol.empty(); });
     CHECK(wire.host->protocol.find("slot") != std::string::npos);
 }
 
 TEST(path_end_of_stream_lets_go_of_a_half_received_chunk) {
     Wire wire;
-    wire.say(Bytes(chunk(header(), 7)).first(kChunkHeaderSize + 1));
+    wire.say(Bytes(wire.chunk(header(), 7)).first(kHead + 1));
     wire.host->until([&] { return wire.host->taken == 1; });
     wire.peer.reset();
     wire.host->until([&] { return !wire.host->lost.empty(); });

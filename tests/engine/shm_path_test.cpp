@@ -66,6 +66,7 @@ struct FakeHost final : PathHost {
         ++finished;
         changed.notify_all();
     }
+    void header_refused() override {}
     void stale_chunk() override {}
     void path_lost(uint32_t, uint32_t, const std::string&) override {}
     void protocol_error(const std::string&) override {}

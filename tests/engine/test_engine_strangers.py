@@ -44,7 +44,7 @@ def forged(first: bytes, answer: bytes, rng: random.Random, purpose: int = 1) ->
     hello = struct.pack("<BBH", purpose, 0, len(job)) + job
     hello += struct.pack("<III", 0, 1, pairs.LINK) + rng.randbytes(16 + 9 + 32 + 12)
     key = hmac.digest(b"another job's secret", b"pipemorph engine handshake v1", "sha256")
-    said = b"dialler" + bytes([purpose]) + first[8:40] + answer[8:40] + hello
+    said = b"dialler" + first + answer + hello
     return struct.pack("<H", len(hello)) + hello + hmac.digest(key, said, "sha256")
 
 

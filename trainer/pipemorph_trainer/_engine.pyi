@@ -93,6 +93,11 @@ class LinkStats:
     duplicate_chunks: int
     stale_chunks: int
     reconnects: int
+    frames_refused: int
+    """Control frames and chunk headers whose seal was wrong: somebody altered, added, repeated or
+    left out something on the way. Each ended its connection, and none was believed."""
+    trouble: str
+    """Why a connection of the link was lost the last time; empty if none was."""
     rtt_min: float | None
     rtt_mean: float | None
     rtt_p99: float | None
