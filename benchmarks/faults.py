@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 
 from recovery import REPLICAS, STAGES, Run, losses, manifest
 
-from pipemorph.exits import progress_file
+from pipemorph.exits import progress_file, progress_of
 
 KINDS = ("kill", "stop", "link", "port")
 GOODPUT = 0.85
@@ -177,7 +177,8 @@ class Watched:
         counts = [0]
         for file in self.temporary.glob(f"pipemorph-run-*/{progress_file(0)[:-1]}*"):
             with contextlib.suppress(FileNotFoundError):
-                counts.append(int.from_bytes(file.read_bytes(), "little"))
+                if (found := progress_of(file.read_bytes())) is not None:
+                    counts.append(found[0])
         return max(counts)
 
     def await_done(self, count: int) -> None:
