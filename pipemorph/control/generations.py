@@ -3,8 +3,8 @@
 Pure: launchers' words and times in, the newest generation out. A generation is over as soon as one
 launcher says so, and the next one begins when the ranks of all pods are gone: those of a lost pod
 when the launcher of another pod has joined in its place. The
-:class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have told:
-how the ranks ended, and how many iterations they had finished. What ranks report is behind that.
+:class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have
+told: how the ranks ended, and how many iterations they had finished. What ranks report is behind.
 """
 
 from __future__ import annotations

@@ -107,7 +107,13 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         host.announce()
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
-        run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
+        run.finish(
+            ending,
+            journal.iterations(),
+            service.adaptations(),
+            journal.view,
+            useful=journal.useful,
+        )
         run.relayouts = host.moves.records(run.iterations)
     progress.close()
 

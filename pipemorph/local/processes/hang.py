@@ -2,8 +2,9 @@
 iterations they have finished, which decides what follows a failure.
 
 Each rank counts the iterations that it has finished in a file of its host's, so no agent and no
-ingest has to live for this: what they are told comes later, and not at all from a rank that dies. No rank can be more than an iteration ahead of another: those of one
-host show whether any rank of the job goes on.
+ingest has to live for this: what they are told comes later, and never from a rank that dies. No
+rank can be more than an iteration ahead of another: those of one host show whether any rank of the
+job goes on.
 """
 
 from __future__ import annotations
