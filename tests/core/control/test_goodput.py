@@ -16,7 +16,8 @@ def samples(*indices: int, seconds: float = 2.0) -> list[IterationSample]:
 def test_an_iteration_that_is_run_again_counts_once() -> None:
     useful = Useful()
     useful.take(samples(0, 1, 2, 3))
-    useful.take(samples(2, 3, seconds=50.0))
+    useful.take(samples(2, seconds=50.0))
+    useful.take(samples(3, seconds=30.0))
     useful.take(samples(4))
     assert useful == Useful(10.0, 5)
     assert useful.goodput(20.0) == 0.5
