@@ -21,9 +21,10 @@ after the direct route was cut; a cut direct route is back when the ranks have s
 
 Prints how often each fault came and what it cost, the goodput, whether all losses are the same to
 the bit, and what of the run grew or was left: processes, memory, files, shared memory. The goodput
-held to the goal is the undisturbed median times the iterations, over the time of the run; that of
-``report.json`` counts slow iterations as useful. Exits 1 if losses differ, a fault did not come, an
-iteration was repeated or something is left; with --check also if the goodput is too low.
+is that of ``report.json`` (pipemorph/control/goodput.py), which counts slow iterations as useful.
+Held to the same goal is what is stricter: the undisturbed median times the iterations, over the
+time of the run. Exits 1 if losses differ, a fault did not come, an iteration was repeated or
+something is left; with --check also if either of the two is too low.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from typing import Any, NamedTuple
 
 from recovery import REPLICAS, STAGES, Run, losses, manifest
 
-from pipemorph.exits import progress_file
+from pipemorph.exits import progress_file, progress_of
 
 KINDS = ("kill", "stop", "link", "port")
 GOODPUT = 0.85
@@ -177,7 +178,8 @@ class Watched:
         counts = [0]
         for file in self.temporary.glob(f"pipemorph-run-*/{progress_file(0)[:-1]}*"):
             with contextlib.suppress(FileNotFoundError):
-                counts.append(int.from_bytes(file.read_bytes(), "little"))
+                if (found := progress_of(file.read_bytes())) is not None:
+                    counts.append(found[0])
         return max(counts)
 
     def await_done(self, count: int) -> None:
@@ -390,7 +392,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
 
     counts, recoveries = Counter(fault.kind for fault in faults), report["recoveries"]
     wall = report["ended_at"] - report["started_at"]
-    goodput = typical * iterations / wall
+    goodput, undisturbed_share = report["goodput"], typical * iterations / wall
     print(f"{iterations} iterations of {STAGES} stages x {REPLICAS} replicas, {wall:.0f} s")
     print(f"faults: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", end="")
     print(f"; hangSeconds {hang_seconds}, longest undisturbed iteration {longest:.2f} s")
@@ -420,7 +422,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     if delayed := [t for index, t in found.items() if index in slow]:
         print(f", with a slow link {median(delayed):.3f} s", end="")
     print(f"\n{len(report['adaptations'])} changes of plan; cut: {dict(cuts(watched.run.out))}")
-    print(f"goodput of the report {report['goodput']:.3f}; undisturbed {usual['goodput']:.3f}")
+    print(f"goodput {goodput:.3f}; undisturbed {usual['goodput']:.3f}")
     print(f"with the median between faults {quiet * iterations / wall:.3f}")
 
     expected, same = losses(usual), losses(report)
@@ -449,15 +451,16 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
         "wall": wall,
         "iterations": iterations,
         "goodput": goodput,
-        "reported_goodput": report["goodput"],
+        "undisturbed_share": undisturbed_share,
         "seconds": took,
         "load": loads,
         "held": [each._asdict() for each in watched.held],
         "held_undisturbed": [each._asdict() for each in calm.held],
         "faults": [each._asdict() for each in faults],
     }
-    soft = (f"goodput, undisturbed median x iterations / time ≥ {GOODPUT:g}: {goodput:.3f}",)
-    return [*hard, (*soft, goodput >= GOODPUT)], figures
+    least = min(goodput, undisturbed_share)
+    soft = f"goodput {goodput:.3f}, undisturbed median x iterations / time {undisturbed_share:.3f}"
+    return [*hard, (f"{soft}, ≥ {GOODPUT:g}:", least >= GOODPUT)], figures
 
 
 def main() -> None:

@@ -27,9 +27,22 @@ at other places."""
 
 
 def progress_file(rank: int) -> str:
-    """Name of the file, in a folder of the host's, in which a rank says how many iterations it has
-    finished: 8 bytes, little-endian. A rank that has made it prints its stacks on SIGQUIT."""
+    """Name of the file, in a folder of the host's, in which a rank says how many iterations are
+    finished: :func:`progress_bytes`. A rank that has made it prints its stacks on SIGQUIT."""
     return f"progress.rank-{rank}"
+
+
+def progress_bytes(finished: int, first: int) -> bytes:
+    """The content of that file: the iterations of the job that are finished for this rank, and
+    ``first``, those of them that it began with."""
+    return finished.to_bytes(8, "little") + first.to_bytes(8, "little")
+
+
+def progress_of(written: bytes) -> tuple[int, int] | None:
+    """``finished`` and ``first`` of a file's content; None if they are not there yet."""
+    if len(written) < 16:
+        return None
+    return int.from_bytes(written[:8], "little"), int.from_bytes(written[8:16], "little")
 
 
 def leave_file(generation: int) -> str:

@@ -127,6 +127,11 @@ JOB_GAUGES = {
         "pipemorph_job_applied_plan_version", "Version of the plan in effect.", _BY_JOB
     ),
     "adaptations": Gauge("pipemorph_job_adaptations", "Plan changes so far.", _BY_JOB),
+    "goodput_fraction": Gauge(
+        "pipemorph_job_goodput_fraction",
+        "Time of finished iterations over the time in which the job had its place.",
+        _BY_JOB,
+    ),
     "saved_seconds": Gauge(
         "pipemorph_job_saved_seconds",
         "Seconds that plan changes have saved, against the plan of the start.",

@@ -84,6 +84,8 @@ INGEST_CONDITIONS = (
     STAGES_EVEN,
     REDUCTIONS_HEALTHY,
 )
+INGEST_FIELDS = ("training", "control", "recoveries", "goodput", "useful_time")
+"""Of :class:`~pipemorph.api.status.JobStatus`; the operator writes the others."""
 
 # --- reasons ------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete``, ``Failed``, ``Ready``, ``Reconciling`` and
   ``Stalled``;
-* the ingest: ``training``, ``control``, ``recoveries``, and the conditions ``LinksHealthy``,
-  ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``, ``StagesEven`` and
-  ``ReductionsHealthy``.
+* the ingest: ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime``, and the
+  conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``,
+  ``StagesEven`` and ``ReductionsHealthy``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -462,6 +462,13 @@ class Recoveries(StatusModel):
     last: list[RecoveryRecord] = _at_most(MAX_RECOVERIES_KEPT, "The newest, newest last.")
 
 
+class UsefulTime(StatusModel):
+    """The finished iterations of a job, each counted once, over all attempts."""
+
+    seconds: float = Field(default=0.0, ge=0, description="Their time.")
+    iterations: int = _number("How many iterations of the job are finished, as reported.")
+
+
 class JobStatus(StatusModel):
     """Observed state of a job, written by the operator and the ingest."""
 
@@ -526,6 +533,16 @@ class JobStatus(StatusModel):
     control: ControlState | None = Field(default=None, description="Issued directives.")
     recoveries: Recoveries | None = Field(
         default=None, description="Starts of the ranks within their pods, after failures."
+    )
+    goodput: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Useful time over the time in which the job had its place: since it first"
+        " started, without the time in which it was suspended or queued; as of lastReportTime.",
+    )
+    useful_time: UsefulTime | None = Field(
+        default=None, description="The iterations that goodput is made of."
     )
 
 

@@ -3,8 +3,8 @@
 Pure: launchers' words and times in, the newest generation out. A generation is over as soon as one
 launcher says so, and the next one begins when the ranks of all pods are gone: those of a lost pod
 when the launcher of another pod has joined in its place. The
-:class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers and the
-ranks' last reports have told.
+:class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have
+told: how the ranks ended, and how many iterations they had finished. What ranks report is behind.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class Generations:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.saved = saved or Recoveries()
         """What belongs into status."""
-        self._done = max(done, self.saved.finished)
+        self._finished = max(done, self.saved.finished)
+        """Iterations that a rank is known to have finished."""
+        told = [each.iterations_done for each in self.saved.last[-1:]]
+        self._done = max(done, self.saved.finished - 1, *told)
+        """Those after which all ranks are known to have begun the next one: none of them is run
+        again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering: RecoveryRecord | None = None
         self._lost_at = 0.0
@@ -153,6 +158,9 @@ class Generations:
             return
         if report.loss is not None:
             self._losses[report.pod] = report.loss
+        if report.finished:
+            self._heard = self._ran = True
+            self._finish(report.finished)
         if report.event != "failed":
             self._gone.add(report.pod)
         if report.event == "completed":
@@ -223,7 +231,7 @@ class Generations:
         )
         rung, why = ladder.after(
             cause,
-            self._done,
+            self._finished,
             replaced=bool(self._replaced),
             counted=cause_pod not in self._uncounted,
         )
@@ -290,12 +298,19 @@ class Generations:
         self._ran = self._ran or bool(report.iterations)
         for number, sample in enumerate(report.iterations, start=1):
             self._done = max(self._done, sample.index + 1)
+            self._finish(sample.index + 1)
             if self._recovering is not None and len(self._arrived) < MOST_ARRIVED:
                 self._heard_at = self._heard_at or now
                 # A report may bring several iterations, which followed each other.
                 later = sum(each.seconds for each in report.iterations[number:])
                 self._arrived.append((sample.index, now - later))
         return self._look_for_recovery(now)
+
+    def _finish(self, iterations: int) -> None:
+        """Take that a rank has finished so many."""
+        self._finished = max(self._finished, iterations)
+        # No rank can be more than an iteration ahead of another.
+        self._done = max(self._done, self._finished - 1)
 
     def _look_for_recovery(self, now: float) -> bool:
         record = self._recovering

@@ -107,7 +107,13 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         host.announce()
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
-        run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
+        run.finish(
+            ending,
+            journal.iterations(),
+            service.adaptations(),
+            journal.view,
+            useful=journal.useful,
+        )
         run.relayouts = host.moves.records(run.iterations)
     progress.close()
 
@@ -194,7 +200,7 @@ class _Host:
             self.journal.forget_view()
             self.service.change_places(self.moves.late_links())
             return following
-        rung, why = self.ladder.after(ending, self.journal.done())
+        rung, why = self.ladder.after(ending, self.hangs.finished)
         if self.interrupts.received is not None and rung is not Rung.NONE:
             ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
         if rung is Rung.NONE and why:
@@ -223,7 +229,9 @@ class _Host:
         if self.recovering is not None:
             # The ranks failed again before they had finished an iteration.
             tell_recovery(self.spans, self.recovering)
-        self.recovering = Recovery(ending, attempt, generation, rung.value, self.journal.done())
+        # All ranks have begun what comes after the others of these: no copy is older.
+        done = max(self.journal.done(), self.hangs.finished - 1)
+        self.recovering = Recovery(ending, attempt, generation, rung.value, done)
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
         if self.kept is not None:
@@ -323,6 +331,7 @@ class _Host:
             moves=lambda: self.moves.leaving,
             hung=self.hangs.look,
         )
+        self.hangs.end()
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
 
     def _all_done(self) -> Ending | None:

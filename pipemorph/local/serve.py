@@ -109,7 +109,13 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
             refresh()
 
         ending = _until_over(run, roll, service, events=events, update=update, note=progress.note)
-        run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
+        run.finish(
+            ending,
+            journal.iterations(),
+            service.adaptations(),
+            journal.view,
+            useful=journal.useful,
+        )
     progress.close()
     complete = folder is None or written(write_report, folder, run, who=WHO)
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]

@@ -75,6 +75,9 @@ def job_page(
         lines += _figures(job, training, seen, now, width=width, bars=bars)
         lines += _plan(training, width)
         lines += fact("worth", _worth(job, training), width)
+    if status.goodput is not None:
+        text = f"{status.goodput:.1%} of the time since the start went into finished iterations"
+        lines += fact("goodput", text, width)
     lines += fact("recoveries", _recoveries(status, now), width)
     lines.append(())
     lines += links_part(job, seen, now, width=width, order=order)

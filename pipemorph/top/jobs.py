@@ -26,6 +26,7 @@ COLUMNS = (
     Column("SLOW LINKS"),
     Column("PLAN", 6, right=True),
     Column("GAIN (PROMISED)", 2),
+    Column("GOODPUT", 3, right=True),
     Column("SAVED", right=True),
     Column("RECOVERIES", 4, right=True),
 )
@@ -53,6 +54,10 @@ def _saved(job: ClusterJob) -> float | None:
     return training.saved_seconds if training is not None and training.adaptations else None
 
 
+def _goodput(job: ClusterJob) -> float | None:
+    return job.status.goodput if job.status is not None else None
+
+
 def _recoveries(job: ClusterJob) -> int:
     found = job.status.recoveries if job.status is not None else None
     return found.count if found is not None else 0
@@ -65,6 +70,7 @@ ORDERS: Mapping[str, Order] = {
     "left": lambda job: (job.left_seconds is None, job.left_seconds or 0.0),
     "s/iter": lambda job: (_known(_seconds(job)),),
     "slow links": lambda job: (-_worst(job),),
+    "goodput": lambda job: (_goodput(job) is None, _goodput(job) or 0.0),
     "saved": lambda job: (_saved(job) is None, -(_saved(job) or 0.0)),
     "recoveries": lambda job: (-_recoveries(job),),
 }
@@ -99,6 +105,7 @@ def _row(job: ClusterJob, seen: Seen, bars: str, chosen: bool, namespaced: bool)
     change = training.last_adaptation if training is not None else None
     found = gain(change) if change is not None and change.kind == "adapt" else None
     left, seconds, saved = job.left_seconds, _seconds(job), _saved(job)
+    useful = _goodput(job)
     slow, style = _slow(job)
     return [
         Span(">" if chosen else "", "chosen"),
@@ -113,6 +120,7 @@ def _row(job: ClusterJob, seen: Seen, bars: str, chosen: bool, namespaced: bool)
         Span(slow, style),
         Span("-" if training is None else f"v{training.applied_plan_version}"),
         Span("-" if found is None else f"{found[1]} ({found[0]})"),
+        Span("-" if useful is None else f"{useful:.0%}"),
         Span("-" if saved is None else ("-" if saved < 0 else "") + duration(abs(saved))),
         Span("-" if status is None else str(_recoveries(job))),
     ]

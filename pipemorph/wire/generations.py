@@ -72,6 +72,9 @@ class PodReport(WireModel):
     event: Literal["joined", "failed", "gone", "completed", "resumed"]
     loss: Loss | None = None
     """Of ``failed`` and ``gone``; None if the launcher was told that the generation is over."""
+    finished: Count = 0
+    """Of ``gone``: iterations of the job that ranks of the pod have finished, as far as it has seen
+    them finish any; 0 if it has not."""
     resumed: ResumedFrom | None = None
 
 

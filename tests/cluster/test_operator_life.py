@@ -81,7 +81,18 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     assert condition(done, "Complete") == ("True", "AllRanksFinished")
     assert done["status"]["ready"] == "4/4"
     shown = jobs.cluster.kubectl("get", "pmj", "one", "-n", jobs.namespace)
-    columns = ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "PLAN", "GAIN", "LEFT", "AGE"]
+    columns = [
+        "NAME",
+        "STATE",
+        "READY",
+        "ITERATION",
+        "SLOW-LINKS",
+        "PLAN",
+        "GAIN",
+        "GOODPUT",
+        "LEFT",
+        "AGE",
+    ]
     assert shown.split()[: len(columns)] == columns
     assert "Complete" in shown
     assert kstatus(done) == "Current"

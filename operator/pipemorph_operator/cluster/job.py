@@ -48,7 +48,7 @@ def operator_part(body: Mapping[str, Any]) -> JobStatus:
     status = JobStatus.model_validate(body.get("status") or {})
     own = [c for c in status.conditions if c.type in names.OPERATOR_CONDITIONS]
     return status.model_copy(
-        update={"conditions": own, "training": None, "control": None, "recoveries": None}, deep=True
+        update={"conditions": own, **dict.fromkeys(names.INGEST_FIELDS)}, deep=True
     )
 
 

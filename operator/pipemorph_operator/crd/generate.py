@@ -190,6 +190,10 @@ def _columns() -> list[dict[str, Any]]:
             "Promised/measured gain of the newest measured change of plan.",
         ),
         column(
+            "Goodput", "number", ".status.goodput",
+            "Time of finished iterations over the time in which the job had its place.",
+        ),
+        column(
             "Left", "string", ".status.training.left",
             "Time left, as of the last write of status.",
         ),

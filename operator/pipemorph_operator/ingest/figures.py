@@ -14,9 +14,10 @@ def show(
     training: TrainingStatus,
     conditions: Sequence[Condition],
     reported_at: float | None,
+    goodput: float | None = None,
 ) -> None:
     """Update the metrics of ``job``, namespace and name. ``reported_at``: wall clock of its newest
-    report."""
+    report. ``goodput``: as in status."""
     rails = training.rails
     healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
     newest = training.last_adaptation
@@ -37,6 +38,7 @@ def show(
             ("adaptations", training.adaptations),
             ("promised_gain_fraction", change.promised if change is not None else None),
             ("measured_gain_fraction", change.measured if change is not None else None),
+            ("goodput_fraction", goodput),
             ("saved_seconds", training.saved_seconds),
             ("saved_error_seconds", training.saved_error_seconds),
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),

@@ -16,6 +16,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import (
     JobStatus,
     PodReplacement,
+    UsefulTime,
     condition,
 )
 from pipemorph.control import JobController
@@ -27,6 +28,7 @@ from pipemorph.control.first_plan import (
     share,
 )
 from pipemorph.control.generations import Generations
+from pipemorph.control.goodput import Useful
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
 from pipemorph.spans import job_spans
@@ -40,7 +42,7 @@ from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.status.spans import TrackedSpans
-from pipemorph_operator.ingest.status.tracked import Key, TrackedJob
+from pipemorph_operator.ingest.status.tracked import Key, Placed, TrackedJob
 from pipemorph_operator.ingest.status.writer import StatusWriter
 from pipemorph_operator.metrics import (
     JOBS_TRACKED,
@@ -227,6 +229,8 @@ class ClusterStore:
                 self._track(key, body, attempt)  # The job finished while no ingest was running.
                 if key in self._planning:
                     return
+            if tracked is not None:
+                tracked.placed = Placed.of(raw)
             self._drop(key, final=final)
             return
         if tracked is None:
@@ -237,6 +241,7 @@ class ClusterStore:
             self._spec_edited(tracked, body)
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
+        tracked.placed = Placed.of(raw)
         tracked.generations.restarts = raw.get("restarts") or 0
         lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
         tracked.generations.expect(lost, self._clock())
@@ -276,7 +281,10 @@ class ClusterStore:
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
         )
         generations.expect(status.replacements, self._clock())
-        reports = write_budget.ReportLog(self._clock, generations)
+        useful = status.useful_time or UsefulTime()
+        reports = write_budget.ReportLog(
+            self._clock, generations, Useful(useful.seconds, useful.iterations)
+        )
         try:
             controller, problem = snapshot_codec.restore(
                 spec, status.control, attempt, reports.record
@@ -306,6 +314,7 @@ class ClusterStore:
             versions=Versions(snapshot_codec.in_use(status.control)),
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,
+            placed=Placed.of(body.get("status") or {}),
             written=status.training,
             profiled_at=controller.profiled_at,
         )

@@ -59,8 +59,9 @@ class Ladder:
     def after(
         self, failure: Failure, done: int, *, replaced: bool = False, counted: bool = True
     ) -> tuple[Rung, str]:
-        """What follows a failure when ``done`` iterations are finished, and why. ``replaced``: a
-        lost pod is back as another one. ``counted``: False if the program has no part in it."""
+        """What follows a failure when a rank has finished ``done`` iterations, and why. That is by
+        the ranks' own counts: what they report comes later, or never. ``replaced``: a lost pod is
+        back as another one. ``counted``: False if the program has no part in it."""
         again = Rung.POD if replaced else Rung.GENERATION
         if not failure.retry or not self.recovers:
             return Rung.NONE, ""

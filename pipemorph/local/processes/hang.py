@@ -1,8 +1,10 @@
-"""Finds ranks of which none finishes an iteration, and says what each of them does.
+"""Finds ranks of which none finishes an iteration, and says what each of them does. Knows how many
+iterations they have finished, which decides what follows a failure.
 
 Each rank counts the iterations that it has finished in a file of its host's, so no agent and no
-ingest has to live for this. No rank can be more than an iteration ahead of another: those of one
-host show whether any rank of the job goes on.
+ingest has to live for this: what they are told comes later, and never from a rank that dies. No
+rank can be more than an iteration ahead of another: those of one host show whether any rank of the
+job goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipemorph.api.spec import FailurePolicy
-from pipemorph.exits import progress_file
+from pipemorph.exits import progress_file, progress_of
 from pipemorph.local.processes.ranks import RankProcess
 
 STALL_SECONDS = 2.0
@@ -43,6 +45,9 @@ class HangWatch:
         self._policy, self._iterations, self._clock = policy, iterations, clock
         self.longest_start: float | None = None
         """Seconds from a start of the ranks to the end of their first iteration."""
+        self.finished = 0
+        """The most iterations that any rank has finished in any life; 0 before one has finished one
+        here. An iteration of a rank is finished once its ``step`` has returned."""
         self.begin(())
 
     @property
@@ -69,17 +74,27 @@ class HangWatch:
         if (stall := now - self._looked) > STALL_SECONDS:
             self._began, self._moved = self._began + stall, self._moved + stall
         self._looked = now
-        counts = [_count(file) for file in self._files]
-        if counts != self._counts:
-            # The first count of a rank is what it begins with.
-            goes_on = any(-1 < old != new for old, new in zip(self._counts, counts, strict=True))
-            if goes_on and not self._ran:
-                self._ran = True
-                self.longest_start = max(self.longest_start or 0.0, now - self._began)
-            self._counts, self._moved = counts, now
-        if max(counts, default=0) >= self._iterations:
+        self._read(now)
+        if max(self._counts, default=0) >= self._iterations:
             return None
         return self._why(now)
+
+    def end(self) -> None:
+        """The ranks have ended; their files are still there."""
+        self._read(self._clock())
+
+    def _read(self, now: float) -> None:
+        found = [_counts(file) for file in self._files]
+        self.finished = max([self.finished, *(done for done, first in found if done > first)])
+        counts = [done for done, _ in found]
+        if counts == self._counts:
+            return
+        # The first count of a rank is what it begins with.
+        goes_on = any(-1 < old != new for old, new in zip(self._counts, counts, strict=True))
+        if goes_on and not self._ran:
+            self._ran = True
+            self.longest_start = max(self.longest_start or 0.0, now - self._began)
+        self._counts, self._moved = counts, now
 
     def _why(self, now: float) -> str | None:
         hang, start = self._policy.hang_seconds, self._policy.start_seconds
@@ -99,13 +114,14 @@ class HangWatch:
         return f"no iteration was finished for {took:.0f} s ({field})"
 
 
-def _count(file: Path) -> int:
-    """Iterations that a rank has finished; -1 if it has not said so yet."""
+def _counts(file: Path) -> tuple[int, int]:
+    """Iterations that a rank has finished, and those of them that it began with; -1 and 0 if it has
+    not said so yet."""
     try:
         written = file.read_bytes()
     except FileNotFoundError:
-        return -1
-    return int.from_bytes(written, "little") if written else -1
+        return -1, 0
+    return progress_of(written) or (-1, 0)
 
 
 def logged_wait(rank: RankProcess) -> str | None:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
+from pipemorph.control.goodput import Useful
 from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import LinkHealth
@@ -52,6 +53,7 @@ class Journal:
     """Finished iterations by index. An iteration repeated by a later attempt replaces the first."""
 
     view: View = field(default_factory=View)
+    useful: Useful = field(default_factory=Useful)
     _iterations: dict[int, IterationSample] = field(default_factory=dict)
     _done: int = 0
     _unseen: list[IterationSample] = field(default_factory=list)
@@ -82,6 +84,7 @@ class Journal:
                 self._iterations[sample.index] = sample
                 self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
+            self.useful.take(report.iterations)
             while len(self._iterations) > MOST_ITERATIONS:
                 del self._iterations[next(iter(self._iterations))]
             self.view = view

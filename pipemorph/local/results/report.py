@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.goodput import Useful
 from pipemorph.control.worth import worth
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
@@ -112,16 +113,15 @@ class RunRecord:
     last: View = field(default_factory=View)
     """The state of the run when it ended."""
     recoveries: list[Recovery] = field(default_factory=list)
+    useful: Useful = field(default_factory=Useful)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places, for the report."""
 
     @property
     def goodput(self) -> float | None:
-        """Time of the finished iterations, each counted once, over the time of the run so far."""
+        """See :mod:`pipemorph.control.goodput`; a run has its place from its start to its end."""
         ended_at = self.attempts[-1].ended_at if self.attempts else None
-        if ended_at is None or not self.iterations:
-            return None
-        return min(1.0, sum(i.seconds for i in self.iterations) / (ended_at - self.started_at))
+        return None if ended_at is None else self.useful.goodput(ended_at - self.started_at)
 
     def begin_attempt(self, now: float) -> AttemptRecord:
         self.attempts.append(AttemptRecord(len(self.attempts), now))
@@ -133,7 +133,10 @@ class RunRecord:
         iterations: list[IterationSample],
         adaptations: list[AdaptationRecord],
         last: View | None = None,
+        *,
+        useful: Useful | None = None,
     ) -> None:
+        self.useful = useful or Useful()
         self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
         self.last = last or View()
 

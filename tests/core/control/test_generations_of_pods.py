@@ -152,6 +152,29 @@ def test_it_counts_on_from_what_was_saved() -> None:
     assert (other.saved.generation, other.saved.last[-1].iterations_done) == (2, 2)
 
 
+def test_it_counts_what_ranks_have_finished_and_nobody_was_told() -> None:
+    """The ranks end right after their first iteration, before it is reported."""
+    job = Generations(pods=2, most=1)
+    job.take(word("failed", 1, loss=loss(10.0, error="ValueError: 7")), 10.0)
+    job.take(word("gone", 1, loss=loss(10.0, error="ValueError: 7"), finished=1), 11.0)
+    job.take(word("gone", 0), 11.0)
+    assert (job.state.generation, job.state.verdict) == (1, ""), "an attempt would keep nothing"
+    assert (job.saved.counted, job.saved.finished, job.saved.idle) == (0, 1, 0)
+    assert job.saved.last[0].iterations_done == 0, "not all ranks have begun the next one"
+    job.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=0, rung="kept")), 12.0)
+    assert job.reported(report(0, 1), 13.0)
+    assert job.saved.last[0].repeated == 0
+    # Another ingest was told of none of these, and hears it from the launchers.
+    again = Generations(pods=2, most=9, saved=job.saved)
+    same = loss(20.0, error="ValueError: 7")
+    again.take(word("gone", 0, 1, loss=same, finished=1), 20.0)
+    again.take(word("gone", 1, 1), 20.0)
+    assert (again.state.verdict, again.state.why) == (
+        "none",
+        "not started again: iteration 1 failed twice, with the same error",
+    )
+
+
 def test_launchers_know_the_number_that_could_not_be_saved() -> None:
     job = Generations(pods=2, most=5)
     job.reported(report(0), 5.0)

@@ -8,6 +8,7 @@ import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import FailurePolicy
+from pipemorph.exits import progress_bytes
 from pipemorph.local.processes.hang import HangWatch, what_they_do
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess
@@ -22,8 +23,8 @@ class Watched:
         self.watch = HangWatch(made, 10, lambda: self.now)
         self.watch.begin(self.files)
 
-    def finished(self, rank: int, count: int) -> None:
-        self.files[rank].write_bytes(count.to_bytes(8, "little"))
+    def finished(self, rank: int, count: int, first: int = 0) -> None:
+        self.files[rank].write_bytes(progress_bytes(count, first))
 
     def quiet_after(self, at_most: float) -> float | None:
         """The seconds after which they are taken for hanging, if they finish nothing more."""
@@ -78,6 +79,23 @@ def test_the_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path) -
     job.finished(0, 0), job.watch.look(), job.finished(0, 1), job.watch.look()
     job.now += 1000.0
     assert job.quiet_after(100.0) == 5.0
+
+
+def test_it_knows_what_ranks_of_all_lives_have_finished(tmp_path: Path) -> None:
+    """Though nobody has looked at them since they started: a rank may die right after."""
+    job = Watched(tmp_path)
+    job.finished(0, 7, first=7), job.finished(1, 7, first=7)
+    job.watch.end()
+    assert job.watch.finished == 0, "they began with what others had finished"
+    job.finished(1, 8, first=7)
+    job.watch.end()
+    assert job.watch.finished == 8
+    for file in job.files:
+        file.unlink()
+    job.watch.begin(job.files)
+    job.finished(0, 6, first=5), job.files[1].write_bytes(b"1234")
+    job.watch.end()
+    assert job.watch.finished == 8, "iterations are run again"
 
 
 STACK = """Thread 0x00007f01 (most recent call first):

@@ -220,7 +220,7 @@ def test_a_run_that_is_interrupted_while_ranks_move_is_interrupted() -> None:
     site: Any = SimpleNamespace(
         interrupts=SimpleNamespace(received=signal.SIGTERM),
         ladder=Ladder(1, counted=1, best=9),
-        journal=SimpleNamespace(done=lambda: 5),
+        hangs=SimpleNamespace(finished=5),
         run=SimpleNamespace(
             attempts=[SimpleNamespace(end=lambda ending, at: ended.append(ending))]
         ),

@@ -46,7 +46,7 @@ def page(of: ClusterJob, seen: Seen | None = None, **kind: Any) -> str:
     return plain(job_page(of, seen or Seen(), NOW, **kind))
 
 
-GPT = job("gpt", running(adapted(), SLOW, ready="8/8"), replicas=2)
+GPT = job("gpt", running(adapted(), SLOW, ready="8/8", goodput=0.913), replicas=2)
 
 
 def test_a_first_look_tells_which_link_since_when_what_was_done_and_what_it_saved() -> None:
@@ -59,6 +59,7 @@ plan       v1 since iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 left 
 because    link 2 is slow by 60.1 ms one way
 gain       promised 56%, measured 53%: 1.06 s per iteration became 0.472 s
 worth      the plan changes saved 1 min 4 s (± 9.6 s), 0.1 rank-hours, against the plan of the start
+goodput    91.3% of the time since the start went into finished iterations
 recoveries none
 
 links      1 slow link since 03:07:50 UTC (2 min 10 s)
@@ -281,15 +282,15 @@ def test_a_line_per_job() -> None:
     assert plain(jobs_table(ordered(JOBS, "name"), {})) == (
         """\
 NAMESPACE  NAME   STATE     READY  DONE        LEFT  S/ITER  SLOW LINKS     PLAN  """
-        """GAIN (PROMISED)       SAVED  RECOVERIES
+        """GAIN (PROMISED)  GOODPUT       SAVED  RECOVERIES
 other      small  Running   4/4      4%  6 min 34 s    0.41  none             v0  """
-        """-                         -           0
+        """-                      -           -           0
 team       done   Complete  0/4    100%           -    0.41  -                v0  """
-        """-                1 h 30 min           0
+        """-                      -  1 h 30 min           0
 team       gpt    Running   8/8     11%  7 min 21 s     0.5  link 2 +60 ms    v1  """
-        """53% (56%)         1 min 4 s           0
+        """53% (56%)            91%   1 min 4 s           0
 team       new    -         -         -           -       -  -                 -  """
-        """-                         -           -
+        """-                      -           -           -
 """
     )
 
@@ -312,13 +313,14 @@ def test_a_narrow_terminal_spares_columns_and_cuts_names() -> None:
         ("left", "small"),
         ("s/iter", "gpt"),
         ("slow links", "gpt"),
+        ("goodput", "gpt"),
         ("saved", "done"),
         ("recoveries", "small"),
     ],
 )
 def test_orders(order: str, first: str) -> None:
     assert ordered(JOBS, order)[0].metadata.name == first
-    assert len(ORDERS) == 8
+    assert len(ORDERS) == 9
 
 
 # --- keys ------------------------------------------------------------------------------------

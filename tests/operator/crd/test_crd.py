@@ -112,6 +112,16 @@ def test_printer_columns_and_short_names() -> None:
     columns = [
         c["name"] for c in spec["versions"][0]["additionalPrinterColumns"] if "priority" not in c
     ]
-    assert columns == ["State", "Ready", "Iteration", "Slow-Links", "Plan", "Gain", "Left", "Age"]
+    assert columns == [
+        "State",
+        "Ready",
+        "Iteration",
+        "Slow-Links",
+        "Plan",
+        "Gain",
+        "Goodput",
+        "Left",
+        "Age",
+    ]
     assert spec["names"]["shortNames"] == ["pmj", "pmjs"]
     assert spec["versions"][0]["subresources"] == {"status": {}}

@@ -47,6 +47,14 @@ def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
     forget_job(*JOB)
 
 
+def test_the_goodput_once_it_is_known() -> None:
+    show()
+    assert value("goodput_fraction") is None
+    figures.show(JOB, TrainingStatus(), [], None, 0.875)
+    assert value("goodput_fraction") == 0.875
+    forget_job(*JOB)
+
+
 def test_the_gain_of_the_newest_change() -> None:
     def change(**values: Any) -> AdaptationSummary:
         base = {

@@ -23,8 +23,11 @@ import torch
 from torch import nn
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
+generation = int(os.environ["PIPEMORPH_GENERATION"])
+if json.loads(os.environ["PIPEMORPH_ARGS"]).get("deaf") and generation == 0:
+    os.environ["PIPEMORPH_INGEST_URL"] = "http://127.0.0.1:9"
 context = TrainerContext.from_env()
-args, generation = context.args, int(os.environ["PIPEMORPH_GENERATION"])
+args = context.args
 here = Path(__file__).parent
 if context.rank == 0:
     kept = os.environ.get("PIPEMORPH_KEPT_DIR")
@@ -119,6 +122,23 @@ def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
     assert first["kept"] == second["kept"] and first["mode"] == "0o700"
     assert first["kept"].startswith("/dev/shm/") and not Path(first["kept"]).exists()
     assert seen(tmp_path / "a", 0, 0)["kept"] is None, "nobody would read it"
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path, how: str) -> None:
+    """They end right after their first iteration, and what they report reaches nobody."""
+    made = job(tmp_path / "a", {"at": 1, "how": how, "deaf": True}, checkpoint=None)
+    made["spec"]["failurePolicy"]["maxRestarts"] = 1
+    done = run(tmp_path / "a", made)
+    report = done.report
+    assert len(report["attempts"]) == 1, f"an attempt clears what is kept\n{done}"
+    (recovery,) = report["recoveries"]
+    assert recovery["rung"] == "generation" and recovery["iterations_done"] == 0, done
+    assert "the ranks start again as generation 1: after 1 iterations" in done.output
+    if how == "raise":
+        assert "iteration 1 failed twice, with the same error" in done.output
+    else:
+        assert done.status == 0, done
 
 
 def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:

@@ -217,15 +217,22 @@ class Meeting:
         return self._interruptibly(lambda cancelled: self._join(patience, cancelled), stop)
 
     def meet(
-        self, generation: int, loss: Loss | None, patience: float, stop: Callable[[], bool]
+        self,
+        generation: int,
+        loss: Loss | None,
+        patience: float,
+        stop: Callable[[], bool],
+        *,
+        finished: int = 0,
     ) -> GenerationState | str:
         """Say that no rank of ``generation`` is left here, and wait until those of all pods are
-        gone, at most ``patience`` seconds or until ``stop()``. Returns a state that names the
-        generation to start, or has a verdict; or why there is none."""
+        gone, at most ``patience`` seconds or until ``stop()``. ``finished``: iterations that ranks
+        of this pod have. Returns a state that names the generation to start, or has a verdict; or
+        why there is none."""
         with self._changed:
             self._watched = None
         return self._interruptibly(
-            lambda cancelled: self._wait(generation, loss, patience, cancelled), stop
+            lambda cancelled: self._wait(generation, loss, finished, patience, cancelled), stop
         )
 
     @staticmethod
@@ -258,18 +265,23 @@ class Meeting:
             if state.verdict or not state.over:
                 return state
             self._note(f"waiting for the generation after {state.generation}: {state.reason}")
-            return self._wait(state.generation, None, patience, cancelled)
+            return self._wait(state.generation, None, 0, patience, cancelled)
         return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 
     def _wait(
-        self, generation: int, loss: Loss | None, patience: float, cancelled: threading.Event
+        self,
+        generation: int,
+        loss: Loss | None,
+        finished: int,
+        patience: float,
+        cancelled: threading.Event,
     ) -> GenerationState | str:
         end = time.monotonic() + patience
         why, backoff = "the ingest has not answered", FIRST_BACKOFF_SECONDS
         told = False
         while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
             wait = max(0.0, min(MEET_POLL_SECONDS, left))
-            report = self._report(generation, "gone", loss=loss)
+            report = self._report(generation, "gone", loss=loss, finished=finished)
             try:
                 state = self._ask({"wait": f"{wait:.3f}"}, report, wait + REQUEST_SECONDS)
             except Refused as refusal:
@@ -359,6 +371,7 @@ class Meeting:
         event: str,
         *,
         loss: Loss | None = None,
+        finished: int = 0,
         resumed: ResumedFrom | None = None,
     ) -> PodReport:
         return PodReport.model_validate(
@@ -369,6 +382,7 @@ class Meeting:
                 "launcher": self._launcher,
                 "event": event,
                 "loss": loss,
+                "finished": finished,
                 "resumed": resumed,
             }
         )

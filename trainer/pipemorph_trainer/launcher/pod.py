@@ -162,7 +162,7 @@ class PodSite:
     def shared(self, life: Life) -> Iterator[dict[str, str]]:
         """The variables of a generation, its secret, and where its ranks count iterations."""
         env = {**self.environ, "PIPEMORPH_GENERATION": str(life.generation)}
-        if life.generation == 0 and not self.hangs.watches:
+        if self.meeting is None and not self.hangs.watches:
             yield env  # A pod may have no folder that can be written.
             return
         with tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir) as folder:
@@ -188,6 +188,11 @@ class PodSite:
             self.word = life.generation if self.pod.first == 0 and life.generation else None
 
     def watch(self, ranks: RankSet, life: Life) -> Ending:
+        ending = self._supervise(ranks, life)
+        self.hangs.end()
+        return ending
+
+    def _supervise(self, ranks: RankSet, life: Life) -> Ending:
         meeting = self.meeting
         straggle = self.pod.job.spec.transport.deadline_seconds
         saves = self.pod.job.spec.checkpoint is not None
@@ -238,7 +243,9 @@ class PodSite:
         # Of ranks that hang, all pods say what theirs did.
         loss = None if ending.told and not ending.hang else loss_of(ending)
         patience = MEET_SECONDS + self.grace
-        met = self.meeting.meet(life.generation, loss, patience, self.is_over)
+        met = self.meeting.meet(
+            life.generation, loss, patience, self.is_over, finished=self.hangs.finished
+        )
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
         ending = _not_as_lost(ending)

@@ -1,4 +1,5 @@
-"""Tells the host how many iterations this rank has finished, so that it finds ranks that hang."""
+"""Tells the host how many iterations this rank has finished, so that it finds ranks that hang, and
+knows after a failure whether there was a further one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import signal
 from pathlib import Path
 
 from pipemorph.errors import InputError
-from pipemorph.exits import progress_file
+from pipemorph.exits import progress_bytes, progress_file
 
 _STDERR = 2
 
@@ -21,7 +22,7 @@ class Progress:
     """
 
     def __init__(self, folder: Path | None, rank: int, finished: int) -> None:
-        self._file = -1
+        self._file, self._first = -1, finished
         if folder is None:
             return
         path = folder / progress_file(rank)
@@ -38,7 +39,7 @@ class Progress:
 
     def finished(self, iterations: int) -> None:
         if self._file >= 0:
-            os.pwrite(self._file, iterations.to_bytes(8, "little"), 0)
+            os.pwrite(self._file, progress_bytes(iterations, self._first), 0)
 
     def close(self) -> None:
         """The count stays as it is. Idempotent."""

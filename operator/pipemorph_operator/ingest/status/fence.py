@@ -62,7 +62,7 @@ class Fence:
                             mode="json",
                             by_alias=True,
                             exclude_none=True,
-                            include={"conditions", "training", "control", "recoveries"},
+                            include={"conditions", *names.INGEST_FIELDS},
                         ),
                     },
                     names.INGEST_OWNER,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import Versions
 from pipemorph.planning import Policy
+from pipemorph_operator.cluster.facts import parse_time
 from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
@@ -19,6 +22,32 @@ from pipemorph_operator.ingest.status.summary import Source
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How long a job has had its place: the time that activeDeadlineSeconds counts. ``ran``:
+    seconds before ``since``. Times are wall clock, seconds; ``since`` is None while the job is
+    suspended or queued, ``until`` while it is not over."""
+
+    ran: float = 0.0
+    since: float | None = None
+    until: float | None = None
+
+    @staticmethod
+    def of(status: Mapping[str, Any]) -> Placed:
+        """By what the operator has written."""
+        since, until = (parse_time(status.get(key)) for key in ("startTime", "completionTime"))
+        return Placed(
+            status.get("ranSeconds") or 0.0,
+            since.timestamp() if since is not None else None,
+            until.timestamp() if until is not None else None,
+        )
+
+    def seconds(self, now: float) -> float:
+        if self.since is None:
+            return self.ran
+        return self.ran + max(0.0, (now if self.until is None else self.until) - self.since)
 
 
 @dataclass
@@ -45,6 +74,7 @@ class TrackedJob:
     """UID of the attempt's batch Job."""
     taken_over_at: float | None = None
     """Wall clock from which it is tracked here, if the attempt's ranks had reported before."""
+    placed: Placed = field(default_factory=Placed)
     written: TrainingStatus | None = None
     key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
@@ -85,6 +115,14 @@ class TrackedJob:
     def recovers(self) -> bool:
         """Whether status does not have what there is to tell of generations."""
         return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
+
+    def goodput(self, now: float) -> float | None:
+        """See :mod:`pipemorph.control.goodput`. ``now``: wall clock, seconds. Of reports that are
+        old, as of the newest one: it is not known what the ranks do."""
+        heard = self.reports.reported_at
+        until = now if heard is None or self.ended else heard
+        found = self.reports.useful.goodput(self.placed.seconds(until))
+        return None if found is None else round(found, 4)
 
     @property
     def has_profile(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.control import Health, JobView
 from pipemorph.control.generations import Generations
+from pipemorph.control.goodput import Useful
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.status.summary import Source, verdicts
 
@@ -55,6 +56,7 @@ class ReportLog:
 
     clock: Callable[[], float]
     generations: Generations
+    useful: Useful
     reported_at: float | None = None
     pending: bool = True
     """Whether status may have changed since the last look."""
@@ -66,6 +68,7 @@ class ReportLog:
         self.reported_at = self.clock()
         self.pending = True
         now = report.state, report.observed_plan_version, report.applied_plan_version
+        self.useful.take(report.iterations)
         recovered = self.generations.reported(report, self.reported_at)
         self.news |= now != self._last or not report.is_progress or recovered
         self._last = now

@@ -1,8 +1,8 @@
 """Writes the ingest's part of jobs' status: plans, what they train, and their conditions.
 
-The ingest owns ``training``, ``control``, ``recoveries`` and six conditions (field owner
-``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every write
-contains all owned fields.
+The ingest owns ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime`` and six
+conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
+other. Every write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus
+from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, UsefulTime
 from pipemorph.control import JobView
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.ingest import figures
@@ -119,7 +119,7 @@ class StatusWriter:
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
         heard_at = tracked.reports.reported_at or tracked.taken_over_at
-        figures.show(key, training, conditions, heard_at)
+        figures.show(key, training, conditions, heard_at, tracked.goodput(wall))
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers):
             tracked.reports.looked()
@@ -208,6 +208,8 @@ class StatusWriter:
             training=training,
             control=control,
             recoveries=saved if saved.count else None,
+            goodput=tracked.goodput(wall),
+            useful_time=_useful_time(tracked),
         )
         about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
         try:
@@ -245,3 +247,10 @@ class StatusWriter:
                     return
             # Retry here: finished jobs are no longer visited.
             await asyncio.sleep(pause)
+
+
+def _useful_time(tracked: TrackedJob) -> UsefulTime | None:
+    useful = tracked.reports.useful
+    if not useful.iterations:
+        return None
+    return UsefulTime(seconds=round(useful.seconds, 3), iterations=useful.iterations)
