@@ -27,6 +27,23 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace the results of an earlier run in DIR"
     )
+    parser.add_argument(
+        "--watch",
+        metavar="PORT",
+        nargs="?",
+        type=_port,
+        const=0,
+        help="serve a live page on this port of 127.0.0.1, by default any that is free; its "
+        "address, which is printed, has a token",
+    )
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port; expected 1 to 65535, or 0 for any that is free"
+        )
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,4 +54,4 @@ def run(args: argparse.Namespace) -> int:
         # pathlib would take it as the current folder.
         raise InputError("--out is empty; name a folder")
     log_level()  # Reject an invalid PIPEMORPH_LOG now; the agent would fail on it later.
-    return run_job(args.job, Path(args.out), force=args.force)
+    return run_job(args.job, Path(args.out), force=args.force, watch=args.watch)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, reasons
-from pipemorph.control.decide.forecast import Option, Situation
+from pipemorph.control.decide.forecast import Option, Outlook, Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.relayout import Network
 from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan, own_links
@@ -222,6 +222,19 @@ class JobController:
             barrier=self._barrier(),
             left=self.spec.trainer.iterations - self._ledger.last_iteration - 1,
         )
+
+    @property
+    def running(self) -> Plan:
+        """The plan in effect, as far as it is known."""
+        return self._running
+
+    def outlook(self, now: float) -> Outlook | None:
+        """What its plans can be predicted from; None before op times are known."""
+        stages = self._observed.stages.times()
+        if stages is None:
+            return None
+        situation = self._now(stages, self.links(now), now)
+        return Outlook(self._rules, situation, self._first, self._running)
 
     @property
     def events(self) -> tuple[Event, ...]:

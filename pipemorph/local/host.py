@@ -40,6 +40,7 @@ from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
+from pipemorph.local.watch import Observer, Told, WatchServer, listen
 from pipemorph.manifest import check_module, load_job
 from pipemorph.spans import JobSpans, job_spans
 
@@ -56,12 +57,20 @@ SUSPENDED_STATUS = 1
 """Exit status of a suspended job: not 0, which means that the job completed."""
 
 
-def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = sys.stdout) -> int:
-    """Run the job of ``manifest`` and write report, timeline and logs to ``out``.
+def run_job(
+    manifest: str,
+    out: Path,
+    *,
+    force: bool = False,
+    watch: int | None = None,
+    stream: TextIO = sys.stdout,
+) -> int:
+    """Run the job of ``manifest`` and write report, timeline and logs to ``out``. ``watch``: port
+    of the live page, 0 for any; None for no page.
 
     Returns the exit status: 0 completed, 1 not completed, 130 interrupted. If the manifest, its
-    module or ``out`` is invalid, raises :class:`~pipemorph.errors.InputError` before anything is
-    started or written. Call it from the main thread.
+    module, ``out`` or ``watch`` is invalid, raises :class:`~pipemorph.errors.InputError` before
+    anything is started or written. Call it from the main thread.
     """
     job = load_job(manifest)
     check_module_for_ranks(job)
@@ -69,11 +78,11 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
     if job.spec.suspend:
         print(f"{job.metadata.name} is suspended (spec.suspend: true); not started", file=stream)
         return SUSPENDED_STATUS
-    folder = OutFolder.claim(out, force=force)
-
-    journal, events = Journal(), Events()
-    run = RunRecord(job, time.time())
     with ExitStack() as stack:
+        listener = None if watch is None else stack.enter_context(listen(watch))
+        folder = OutFolder.claim(out, force=force)
+        journal, events = Journal(), Events()
+        run = RunRecord(job, time.time())
         interrupts = stack.enter_context(Interrupts(events))
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
         refresh = stack.enter_context(collected_logs(progress))
@@ -105,6 +114,11 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
         host.announce()
+        page = None
+        if listener is not None:
+            observer = Observer(job, journal, service, folder.trace, host.tell)
+            page = stack.enter_context(WatchServer(observer, listener))
+            progress.note(f"watch: {page.url}")
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
         run.finish(
@@ -115,6 +129,9 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
             useful=journal.useful,
         )
         run.relayouts = host.moves.records(run.iterations)
+        host.over = True
+        if page is not None:
+            page.finish()
     progress.close()
 
     complete = written(write_report, folder, run)
@@ -156,6 +173,8 @@ class _Host:
     """When other places were last considered, monotonic."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
+    over: bool = False
+    """Whether :attr:`run` has its ending."""
 
     def __enter__(self) -> _Host:
         if self.ladder.recovers:
@@ -174,6 +193,15 @@ class _Host:
         if self.kept is not None:
             self.kept.remove()
             self.reaper.send("keep", str(self.kept.root))
+
+    def tell(self) -> Told:
+        """How the ranks are. For another thread."""
+        recovering, recoveries = self.recovering, [*self.run.recoveries]
+        if self.over:
+            return Told(self.run.ending.end.value, self.run.ending.reason, recoveries)
+        if recovering is not None:
+            return Told("recovering", recovering.ending.reason, recoveries)
+        return Told("starting" if self.starting else "training", "", recoveries)
 
     def announce(self) -> None:
         self.run.begin_attempt(time.time())

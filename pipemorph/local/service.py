@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
+from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
@@ -120,6 +121,15 @@ class ControlService:
 
         async def read() -> Network | None:
             return self._controller.network(time.time())
+
+        return self._call(read())
+
+    def outlook(self) -> Outlook | None:
+        """What its plans can be predicted from, see :meth:`JobController.outlook`. Raises
+        TimeoutError if the ingest does not answer."""
+
+        async def read() -> Outlook | None:
+            return self._controller.outlook(time.time())
 
         return self._call(read())
 

@@ -24,6 +24,14 @@ IDLE = {
     Cause.CAP: "#f7aeb0",
     Cause.ORDER: "#b5dff2",
 }
+IDLE_ON_DARK = {
+    Cause.FILL: "#252c35",
+    Cause.DRAIN: "#303945",
+    Cause.DEPENDENCY: "#5a4f1f",
+    Cause.LINK: "#523a7a",
+    Cause.CAP: "#6e3136",
+    Cause.ORDER: "#1f4c61",
+}
 IDLE_NAMES = {
     Cause.FILL: "fill: before its first op",
     Cause.DRAIN: "drain: after its last op",

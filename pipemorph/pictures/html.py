@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipemorph.pictures.colours import DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
+from pipemorph.pictures.pages import fill
 from pipemorph.pictures.timeline import Timeline, in_flight
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
-
-MARK = "{{DATA}}"
 
 
 def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> str:
     """The page. ``stats``: names and values shown above the picture, as plain text."""
     text = json.dumps(_data(timeline, stats), separators=(",", ":"))
-    # Escaped so that the JSON cannot end the script element or begin a comment.
-    return _page().replace(MARK, text.replace("<", "\\u003c"))
-
-
-@cache
-def _page() -> str:
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return fill(Path(__file__).with_name("page.html"), text)
 
 
 def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any]:

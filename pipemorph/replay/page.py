@@ -8,28 +8,21 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pipemorph.pictures.pages import fill
 from pipemorph.replay.contenders import Replay
 from pipemorph.replay.trace import LinkState, LinkTrace
 
-MARK = "{{DATA}}"
 State = TypeVar("State")
 
 
 def render_page(found: Replay, trace: LinkTrace, title: str, replicas: int = 1) -> str:
     """The page. ``trace``: what was replayed, of so many replicas; ``title``: plain text."""
     text = json.dumps(_data(found, trace, title, replicas), separators=(",", ":"), allow_nan=False)
-    # Escaped so that the JSON cannot end the script element or begin a comment.
-    return _page().replace(MARK, text.replace("<", "\\u003c"))
-
-
-@cache
-def _page() -> str:
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return fill(Path(__file__).with_name("page.html"), text)
 
 
 def _data(found: Replay, trace: LinkTrace, title: str, replicas: int) -> dict[str, Any]:

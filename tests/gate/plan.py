@@ -19,6 +19,7 @@ QUIET = (
 """What compares times, marked ``quiet`` as a whole by ``tests/conftest.py``."""
 PARTLY_QUIET = (
     "core/ingest/test_ingest_connections.py",
+    "core/watch/test_watch_browser.py",
     "engine/test_engine_benchmarks.py",
     "trainer/agent/test_agent.py",
 )

@@ -43,6 +43,7 @@ from pipemorph.planning.simulation.interleaved import (
     simulate_interleaved,
     validate_interleaved,
 )
+from pipemorph.planning.simulation.simulator import TimedOp
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
@@ -201,6 +202,16 @@ class Option(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """A job as it is now, to predict its plans: that of the start, and the one in effect."""
+
+    rules: Rules
+    situation: Situation
+    start: Plan
+    running: Plan
+
+
 class Forecast:
     """Predictions for one situation of one job."""
 
@@ -267,6 +278,15 @@ class Forecast:
         for which the others wait."""
         shared = self.shared_out(plan)
         return Option(plan, max(self.under(part)._seconds(each) for each, part in shared))
+
+    def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
+        """The ops of one iteration by rank, each with its stage; seconds. For a valid plan of
+        replicas that are alike. Delays that vary are their mean."""
+        problem = self.problem(plan.routes).under(plan)
+        if plan.turns:
+            return simulate_interleaved(InterleavedSchedule.of_plan(plan), problem).by_rank()
+        ran = simulate(plan.schedule, problem, plan.dispatch)
+        return [[(stage, op) for op in ops] for stage, ops in enumerate(ran.stages)]
 
     def _seconds(self, plan: Plan) -> float:
         """Of the replicas that run this plan, without those that run another."""

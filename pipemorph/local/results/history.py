@@ -13,6 +13,8 @@ from pipemorph.control.goodput import Useful
 from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import LinkHealth
+from pipemorph.control.worth import Worth
+from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import (
     AdaptationRecord,
     IterationSample,
@@ -46,6 +48,10 @@ class View:
     reductions: tuple[ReductionHealth, ...] = ()
     events: tuple[Event, ...] = ()
     """Events of rails, transports, stragglers and reductions."""
+    plan_version: int = 0
+    """Of the plan in effect."""
+    worth: Worth = field(default_factory=Worth)
+    """What the changes of plan were worth so far."""
 
 
 @dataclass
@@ -59,6 +65,8 @@ class Journal:
     _unseen: list[IterationSample] = field(default_factory=list)
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     """The first iterations that were reported since the ranks started, and when."""
+    _changes: dict[int, AdaptationRecord] = field(default_factory=dict)
+    _lanes: LaneLog = field(default_factory=LaneLog)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
@@ -74,8 +82,15 @@ class Journal:
             stragglers=controller.stragglers(),
             reductions=controller.reductions(),
             events=controller.events,
+            plan_version=controller.running.version,
+            worth=controller.worth,
         )
+        fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
+            self._lanes.take(
+                report.iteration, now, view.links, controller.running.all_routes, fallen
+            )
+            self._changes.update((each.plan_version, each) for each in view.adaptations)
             for number, sample in enumerate(report.iterations, start=1):
                 if len(self._arrived) < FIRST_ITERATIONS:
                     # A report may bring several iterations, which followed each other.
@@ -113,7 +128,20 @@ class Journal:
         with self._lock:
             return self._done
 
-    def iterations(self) -> list[IterationSample]:
-        """All iterations, by index."""
+    def iterations(self, newest: int | None = None) -> list[IterationSample]:
+        """All iterations, or so many of the newest, by index."""
         with self._lock:
-            return [self._iterations[index] for index in sorted(self._iterations)]
+            indices = sorted(self._iterations)
+            if newest is not None:
+                indices = indices[-newest:]
+            return [self._iterations[index] for index in indices]
+
+    def changes(self) -> list[AdaptationRecord]:
+        """All changes of plan, oldest first."""
+        with self._lock:
+            return [self._changes[version] for version in sorted(self._changes)]
+
+    def lanes(self) -> LaneLog:
+        """What each link was like so far."""
+        with self._lock:
+            return self._lanes.copy()

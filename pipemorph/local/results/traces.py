@@ -10,11 +10,12 @@ lines are indexed first, and only the requested ones are parsed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -39,26 +40,59 @@ class StageTrace:
 
 
 @dataclass
+class _Seen:
+    """How far a file has been indexed. ``inode``: of that file, which another may replace."""
+
+    inode: int
+    end: int
+
+
+@dataclass
 class TraceIndex:
-    """Offsets of the iterations in each rank's file. For a repeated iteration, of its last line."""
+    """Offsets of the iterations in each rank's file. For a repeated iteration, of its last line.
+
+    ``newest``: how many bytes at the end of all files together to index when they are seen first;
+    None: all of them.
+    """
 
     offsets: dict[Path, dict[int, int]] = field(default_factory=dict)
+    newest: int | None = None
+    _seen: dict[Path, _Seen] = field(default_factory=dict)
 
     @staticmethod
     def of(folder: Path) -> TraceIndex:
         """Index the ops files of ``folder``. Skips lines truncated by a kill."""
         index = TraceIndex()
-        for path in sorted(folder.glob("ops-rank*.jsonl")):
-            found: dict[int, int] = {}
-            with path.open("rb") as file:
-                offset = 0
-                for line in file:
-                    match = _ITERATION.search(line, 0, INDEX_BYTES)
-                    if match is not None and line.endswith(b"}\n"):
-                        found[int(match.group(1))] = offset
-                    offset += len(line)
-            index.offsets[path] = found
+        index.update(folder)
         return index
+
+    def update(self, folder: Path) -> None:
+        """Index what ranks have written since the last call. A line that is not complete yet is
+        looked at again. A file that a rank has shortened is indexed anew."""
+        paths = sorted(folder.glob("ops-rank*.jsonl"))
+        for path in paths:
+            with path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                seen = self._seen.get(path)
+                if seen is None or seen.inode != about.st_ino or about.st_size < seen.end:
+                    tail = about.st_size if self.newest is None else self.newest // len(paths)
+                    seen = self._seen[path] = _Seen(about.st_ino, max(0, about.st_size - tail))
+                    self.offsets[path] = {}
+                    if seen.end:
+                        file.seek(seen.end)
+                        seen.end += len(file.readline())  # The rest of a line.
+                self._index(file, seen, self.offsets[path])
+
+    @staticmethod
+    def _index(file: BinaryIO, seen: _Seen, found: dict[int, int]) -> None:
+        file.seek(seen.end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            match = _ITERATION.search(line, 0, INDEX_BYTES)
+            if match is not None and line.endswith(b"}\n"):
+                found[int(match.group(1))] = seen.end
+            seen.end += len(line)
 
     def iterations(self) -> list[int]:
         """Iterations that every rank has written, ascending."""

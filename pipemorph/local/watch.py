@@ -1,0 +1,238 @@
+"""Serves the live page of ``pipemorph run --watch``: on loopback, by a token in the URL, read only.
+
+Nothing is done for it while nobody looks. All who look get the same documents, and what those cost
+is bounded: on average :data:`SHARE` of one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.errors import InputError
+from pipemorph.local.results.history import Journal
+from pipemorph.local.results.report import Recovery
+from pipemorph.local.results.traces import StageTrace, TraceIndex
+from pipemorph.local.service import ControlService
+from pipemorph.watch.build import MOST_STEPS, Watched, recovered, watch_view, worst_column
+from pipemorph.watch.document import WatchView
+from pipemorph.watch.page import render_page
+
+log = logging.getLogger("pipemorph.watch")
+
+SHARE = 0.05
+"""Part of a core that documents may take in the long run, for all viewers together."""
+BURST = 3.0
+"""Seconds of a core that they may take at once, as when somebody steps through iterations."""
+EVERY = 1.0
+"""Least seconds between two documents of the newest iteration."""
+TRACE_BYTES = 64 << 20
+"""How much of the ranks' traces is looked through when somebody begins to watch."""
+LOOKING, LAST_WORD = 4.0, 2.0
+"""Who has asked within so many seconds still looks; how long a run waits at its end for who does to
+have been told."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'",
+}
+
+
+class Told(NamedTuple):
+    """How the ranks are: ``state`` as of the document, ``reason`` of a failure."""
+
+    state: str
+    reason: str
+    recoveries: Sequence[Recovery]
+
+
+@dataclass
+class Observer:
+    """What there is to see of a run. ``tell``: how its ranks are."""
+
+    job: PipeMorphJob
+    journal: Journal
+    service: ControlService
+    folder: Path
+    tell: Callable[[], Told]
+
+    def __post_init__(self) -> None:
+        self._index = TraceIndex(newest=TRACE_BYTES)
+
+    def look(self) -> Watched:
+        """What is known now, without the ops. Raises TimeoutError if the control loop does not
+        answer."""
+        told, view = self.tell(), self.journal.view
+        newest = view.decisions[-1] if view.decisions else None
+        self._index.update(self.folder)
+        return Watched(
+            job=self.job,
+            now=time.time(),
+            state=told.state,
+            reason=told.reason,
+            samples=self.journal.iterations(MOST_STEPS),
+            changes=self.journal.changes(),
+            lanes=self.journal.lanes(),
+            worth=view.worth,
+            plan_version=view.plan_version,
+            recoveries=[recovered(each.record()) for each in told.recoveries],
+            available=self._index.iterations(),
+            kept=newest.reason if newest is not None and newest.kind == "keep" else "",
+            outlook=self.service.outlook(),
+        )
+
+    def traces(self, iteration: int) -> list[StageTrace]:
+        """The ops of an iteration; none if a rank has just shortened its file."""
+        try:
+            found = self._index.read([iteration])[iteration]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+        return found if all(trace.iteration == iteration for trace in found) else []
+
+    def document(
+        self, column: int | None, iteration: int | None, *, number: int, live: bool
+    ) -> WatchView:
+        """The document of an iteration, by default the newest, in a column, by default that with
+        the slowest link."""
+        known = self.look()
+        if column is None or not 0 <= column < self.job.spec.parallelism.mesh.columns:
+            column = worst_column(known)
+        if iteration not in known.available:
+            iteration = known.available[-1] if known.available else None
+        traces = [] if iteration is None else self.traces(iteration)
+        return watch_view(known, traces, column=column, number=number, live=live)
+
+
+Asked = tuple[int | None, int | None]
+"""Column and iteration; None: the default."""
+
+
+class WatchServer:
+    """A context manager that serves the page from ``listener``, see :func:`listen`."""
+
+    def __init__(self, observer: Observer, listener: socket.socket) -> None:
+        self._observer, self._listener = observer, listener
+        self._token = secrets.token_urlsafe(24)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="watch", daemon=True)
+        # One at a time: documents are made for all who look.
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="watch-documents")
+        self._made: dict[Asked, tuple[WatchView, float]] = {}
+        self._number = 0
+        self._left, self._filled = BURST, time.monotonic()
+        self._asked_at = float("-inf")
+        self._over = False
+        self._last_word = threading.Event()
+        self._runner: web.ServerRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}/{self._token}/"
+
+    def __enter__(self) -> WatchServer:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._maker.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def finish(self) -> None:
+        """The run is over: who looks is told so, and that nothing follows."""
+        looked = time.monotonic() - self._asked_at < LOOKING
+        self._over = True
+        if looked:
+            self._last_word.wait(LAST_WORD)
+
+    async def _start(self) -> None:
+        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener).start()
+
+    async def _stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        page, document = (
+            hmac.compare_digest(request.path.encode(), f"/{self._token}/{what}".encode())
+            for what in ("", "view")
+        )
+        if request.method != "GET" or not (page or document):
+            refused = web.Response(status=401)
+            refused.force_close()
+            return refused
+        self._asked_at = time.monotonic()
+        query = request.query
+        asked = _number(query.get("column")), _number(query.get("iteration"))
+        try:
+            view = await self._loop.run_in_executor(self._maker, self._document, asked)
+        except TimeoutError:
+            log.warning("the page of the run is late: the control loop does not answer")
+            return web.Response(status=503, headers=HEADERS)
+        if not view.live:
+            self._loop.call_later(0.1, self._last_word.set)  # When this answer is on its way.
+        if page:
+            return web.Response(text=render_page(view), content_type="text/html", headers=HEADERS)
+        if view.live and _number(query.get("after")) == view.number:
+            text = "null"  # There is no newer one.
+        else:
+            text = view.model_dump_json()
+        return web.Response(text=text, content_type="application/json", headers=HEADERS)
+
+    def _document(self, asked: Asked) -> WatchView:
+        """The document; that of before while another would come too soon, or cost too much."""
+        now = time.monotonic()
+        self._left = min(BURST, self._left + SHARE * (now - self._filled))
+        self._filled = now
+        made = self._made.get(asked)
+        final = self._over and (made is None or made[0].live)
+        if made is not None and not final and (now - made[1] < EVERY or self._left <= 0):
+            return made[0]
+        began = time.thread_time()
+        self._number += 1
+        view = self._observer.document(*asked, number=self._number, live=not self._over)
+        self._left -= time.thread_time() - began
+        self._made = {asked: (view, now)} | dict([*self._made.items()][:7])
+        self._made[asked] = (view, now)
+        return view
+
+
+def listen(port: int) -> socket.socket:
+    """A socket of 127.0.0.1 at a port, 0 for any. Raises :class:`InputError` if it is in use."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(("127.0.0.1", port))
+    except OSError as error:
+        found.close()
+        raise InputError(
+            f"--watch {port}: port {port} of 127.0.0.1 cannot be used ({error.strerror}); name"
+            " another one, or none for any that is free"
+        ) from None
+    return found
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else None

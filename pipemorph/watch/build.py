@@ -1,0 +1,399 @@
+"""Makes the document of a running job from what its host knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import accumulate
+from statistics import median
+from typing import Protocol
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.worth import Worth
+from pipemorph.errors import InputError, one_line
+from pipemorph.explain.story import brought, link_name, plural, worth_line
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.document import (
+    LETTERS,
+    Change,
+    Picture,
+    Recovered,
+    Row,
+    Saved,
+    Steps,
+    WatchView,
+)
+from pipemorph.watch.idle import Idle, Ran, bounds, idle_times
+from pipemorph.watch.lanes import LaneLog
+from pipemorph.wire import AdaptationRecord, IterationSample
+
+NEWEST = 5
+"""Iterations in the median that is shown."""
+MOST_STEPS = 4000
+"""Newest iterations whose times are shown."""
+MOST_AVAILABLE = 512
+SEEN = 1 / 2000
+"""Part of a picture's width from which an idle time can be seen."""
+ENTERS = {OpKind.F: 1, OpKind.W: -1, OpKind.BW: -1}
+"""Microbatches in flight more after an op than before it."""
+NAMED = 3
+"""Most slow links, and most other findings, that the story tells of."""
+
+
+class Traced(Protocol):
+    """The ops of one stage in one iteration; times are wall-clock seconds."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def replica(self) -> int:
+        """Its column."""
+        ...
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def plan_version(self) -> int: ...
+
+    @property
+    def ops(self) -> tuple[TimedOp, ...]: ...
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a host knows of a job. ``now``: wall clock.
+
+    ``samples``: finished iterations, the newest of them last; ``changes``: of plan, oldest first;
+    ``available``: iterations whose ops are there; ``outlook``: None before op times are known.
+    """
+
+    job: PipeMorphJob
+    now: float
+    state: str
+    reason: str = ""
+    samples: Sequence[IterationSample] = ()
+    changes: Sequence[AdaptationRecord] = ()
+    lanes: LaneLog = field(default_factory=LaneLog)
+    worth: Worth = field(default_factory=Worth)
+    plan_version: int = 0
+    recoveries: Sequence[Recovered] = ()
+    available: Sequence[int] = ()
+    kept: str = ""
+    """Why the last decision kept the plan; empty if it did not."""
+    outlook: Outlook | None = None
+
+
+def watch_view(
+    known: Watched, traces: Sequence[Traced], *, column: int, number: int = 0, live: bool = True
+) -> WatchView:
+    """The document. ``traces``: the ops of all ranks in the iteration to show, empty for none;
+    ``column``: whose pipeline to show."""
+    spec, mesh = known.job.spec, known.job.spec.parallelism.mesh
+    times = [sample.seconds for sample in known.samples]
+    measured = alternative = None
+    why = "no iteration with a trace of its ops has finished"
+    mine = [trace for trace in traces if trace.replica == column]
+    if mine:
+        measured = _measured(mine, known, mesh)
+        alternative, why = _alternative(measured, known, column, mesh)
+    record = _record(known.changes, known.plan_version)
+    newest = known.samples[-MOST_STEPS:]
+    meta = known.job.metadata
+    return WatchView(
+        number=number,
+        live=live,
+        at=known.now,
+        job=meta.name,
+        namespace=meta.namespace,
+        emulated=spec.emulation is not None,
+        described=f"{mesh}, {plural(spec.schedule.microbatches, 'microbatch', 'microbatches')}",
+        state=known.state,  # type: ignore[arg-type]  # Checked by the model.
+        reason=known.reason,
+        story=story(known),
+        done=known.samples[-1].index + 1 if known.samples else 0,
+        wanted=spec.trainer.iterations,
+        seconds=median(times[-NEWEST:]) if times else None,
+        plan_version=known.plan_version,
+        columns=[mesh.column_name(i) for i in range(mesh.columns)],
+        column=column,
+        available=list(known.available[-MOST_AVAILABLE:]),
+        measured=measured,
+        alternative=alternative,
+        no_alternative="" if alternative else why,
+        links=known.lanes.lanes(link_name(i) for i in range(mesh.stages - 1)),
+        changes=[_change(each) for each in known.changes],
+        recoveries=list(known.recoveries),
+        saved=Saved(
+            per_iteration=record.saving if record is not None else None,
+            seconds=known.worth.seconds,
+            error=known.worth.error,
+            rank_hours=known.worth.seconds * mesh.world_size / 3600,
+        ),
+        steps=Steps(
+            index=[sample.index for sample in newest],
+            seconds=[round(sample.seconds, 6) for sample in newest],
+        ),
+    )
+
+
+def worst_column(known: Watched) -> int:
+    """The column to look at first: that of the slowest link; 0 if all are well."""
+    slow = known.lanes.slow()
+    return slow[0][0].link.replica if slow else 0
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Picture:
+    ranks: dict[int, list[tuple[int, TimedOp]]] = defaultdict(list)
+    for trace in traces:
+        ranks[trace.rank] += ((trace.stage, op) for op in trace.ops)
+    ran = [sorted(ranks[rank], key=lambda each: each[1].start) for rank in sorted(ranks)]
+    iteration = traces[0].iteration
+    seconds = next((s.seconds for s in reversed(known.samples) if s.index == iteration), None)
+    return picture(
+        ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
+        limits=_limits(known, mesh),
+    )  # fmt: skip
+
+
+def _alternative(
+    measured: Picture, known: Watched, column: int, mesh: MeshShape
+) -> tuple[Picture | None, str]:
+    """The iteration under the plan of the start, and why there is none."""
+    if _as_started(measured.plan_version, known.changes):
+        return None, "the plan of the start is in force in this iteration"
+    outlook = known.outlook
+    if outlook is None:
+        return None, "op times are not known yet"
+    links = known.lanes.at(measured.iteration)
+    situation = outlook.situation.of((mesh.replica_of(column),))
+    if measured.iteration != known.available[-1]:
+        situation = _with_links(situation, links)
+    forecast = Forecast(outlook.rules, situation)
+    start = outlook.start.of_replica(mesh.replica_of(column))
+    try:
+        made = picture(
+            forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
+            limits=_limits(known, mesh),
+        )  # fmt: skip
+        if measured.seconds is None or outlook.running.version != measured.plan_version:
+            return made, ""
+        # Errors of the model are in both predictions, and mostly cancel in the difference.
+        running = outlook.running.of_replica(mesh.replica_of(column))
+        more = forecast.of(start).seconds - forecast.of(running).seconds
+    except InputError as error:
+        return None, f"it cannot be simulated: {one_line(str(error))}"
+    return made.model_copy(update={"seconds": measured.seconds + more}), ""
+
+
+def _with_links(situation: Situation, links: Sequence[LinkHealth]) -> Situation:
+    """The situation with the links as they were at another time."""
+    if len(links) != len(situation.delays):
+        return situation
+    slow = tuple(link.health is Health.SLOW for link in links)
+    well = situation.well().wire_times
+    return replace(
+        situation,
+        wire_times=tuple(
+            link.wire_time if link.health is not Health.UNKNOWN else usual
+            for link, usual in zip(links, well, strict=True)
+        ),
+        delays=tuple(link.delay for link in links),
+        slow=slow,
+        transfers=tuple(link.transfer for link in links),
+        recent=(),
+        own=(),
+    )
+
+
+def _as_started(version: int, changes: Sequence[AdaptationRecord]) -> bool:
+    """Whether this version is the plan of the start: that one, or a return to it."""
+    record = _record(changes, version)
+    return not version or (record is not None and record.kind == "return")
+
+
+def _record(changes: Sequence[AdaptationRecord], version: int) -> AdaptationRecord | None:
+    return next((each for each in reversed(changes) if each.plan_version == version), None)
+
+
+def _limits(known: Watched, mesh: MeshShape) -> Sequence[int | None]:
+    plan = known.outlook.running if known.outlook is not None else None
+    return plan.in_flight_limits if plan is not None and mesh.stages_per_rank == 1 else ()
+
+
+def picture(
+    ran: Ran,
+    *,
+    iteration: int,
+    plan_version: int,
+    seconds: float | None,
+    limits: Sequence[int | None],
+) -> Picture:
+    """A picture of the ops of an iteration. ``limits``: of microbatches in flight, by rank."""
+    begin, end = bounds(ran)
+    span = max(end - begin, 1e-9)
+    several = any(row and row[0][0] != stage for row in ran for stage, _ in row)
+    causes: dict[str, float] = defaultdict(float)
+    rows = []
+    for rank, (row, idle) in enumerate(zip(ran, idle_times(ran), strict=True)):
+        for cause, start, stop in idle:
+            causes[cause.value] += (stop - start) / span / len(ran)
+        rows.append(_row(rank, row, idle, begin, span, several=several, limits=limits))
+    return Picture(
+        iteration=iteration,
+        plan_version=plan_version,
+        span_us=_us(span),
+        seconds=seconds,
+        bubble=min(1.0, sum(causes.values())),
+        causes=dict(causes),
+        rows=rows,
+    )
+
+
+def _row(
+    rank: int,
+    row: Sequence[tuple[int, TimedOp]],
+    idle: Idle,
+    begin: float,
+    span: float,
+    *,
+    several: bool,
+    limits: Sequence[int | None],
+) -> Row:
+    starts = [round(1e6 * (op.start - begin)) for _, op in row]
+    ends = [round(1e6 * (op.end - begin)) for _, op in row]
+    own = sorted({stage for stage, _ in row})
+    stages = ", ".join(map(str, own))
+    flight = accumulate(ENTERS.get(op.kind, 0) for _, op in row)
+    return Row(
+        name=f"rank {rank} ({stages})" if several else f"stage {stages or rank}",
+        kinds="".join([LETTERS[op.kind] for _, op in row]),
+        microbatches=[op.microbatch for _, op in row],
+        stages=[stage for stage, _ in row] if several else [],
+        gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
+        durations=[end - start for start, end in zip(starts, ends, strict=True)],
+        idle=[
+            (cause.value, _us(a - begin), _us(b - begin))
+            for cause, a, b in idle
+            if b - a >= SEEN * span
+        ],
+        in_flight=max(flight, default=0),
+        limit=limits[rank] if rank < len(limits) else None,
+    )
+
+
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def story(known: Watched) -> list[str]:
+    """What is seen, what was done and what it brought, for who sees the job for the first time."""
+    said = []
+    if known.state in ("failed", "deadline", "interrupted", "recovering") and known.reason:
+        what = {"recovering": "The ranks start again after a failure"}.get(known.state, "It ended")
+        said.append(f"{what}: {one_line(known.reason, 300)}.")
+    slow, fallen = known.lanes.slow(), known.lanes.fallen()
+    mesh = known.job.spec.parallelism.mesh
+    for moment, first in slow[:NAMED]:
+        link = moment.link
+        where = link_name(link.link, mesh.column_name(link.replica))
+        said.append(
+            f"{where[0].upper()}{where[1:]} is slow since iteration {first.begin}, found at"
+            f" {_clock(first.at)}: {moment.text} ({link.direction})."
+        )
+    if len(slow) > NAMED:
+        said.append(f"{plural(len(slow) - NAMED, 'more link')} slow, less than these.")
+    for moment in fallen[:NAMED]:
+        said.append(
+            f"Link {moment.link.link} has lost its RDMA ports and runs over {moment.fallen} since"
+            f" iteration {moment.begin}."
+        )
+    record = _record(known.changes, known.plan_version)
+    if record is None:
+        said.append(
+            f"Plan v{known.plan_version} is in force"
+            + (", the one of the start: it was never changed." if not known.changes else ".")
+        )
+    else:
+        said.append(_in_force(record))
+    if slow and known.kept:
+        said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
+    pending = [each for each in known.changes if each.plan_version > known.plan_version]
+    if pending:
+        said.append(f"The ranks are changing to plan v{pending[-1].plan_version}.")
+    ranks = mesh.world_size
+    told = worth_line(known.worth.seconds, known.worth.error, ranks, len(known.changes))
+    if told:
+        said.append(f"{told[0].upper()}{told[1:]}.")
+    if known.recoveries:
+        newest = known.recoveries[-1]
+        if newest.seconds is not None:
+            said.append(
+                f"The ranks failed ({one_line(newest.cause, 200)}) and went on with iteration"
+                f" {newest.iteration} after {newest.seconds:.1f} s."
+            )
+    if not slow and not fallen and known.state in ("training", "completed"):
+        told = "No link is slow." if known.lanes.any_known else "Nothing is known of the links yet."
+        said.insert(0, told)
+    return said
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S UTC")
+
+
+def _in_force(record: AdaptationRecord) -> str:
+    first = record.applied_at_iteration
+    since = "" if first is None else f" since iteration {first}"
+    if record.kind == "return":
+        return f"Plan v{record.plan_version} is in force{since}: that for healthy links again."
+    got = brought(
+        record.iteration_seconds_before, record.iteration_seconds_after, record.promised,
+        record.measured,
+    )  # fmt: skip
+    if not got and record.promised is not None:
+        got = f"{record.promised:.0%} shorter iterations promised, not measured yet"
+    return f"Plan v{record.plan_version} answers that{since}" + (f": {got}." if got else ".")
+
+
+def recovered(record: dict[str, object]) -> Recovered:
+    """From a record of a recovery, see :class:`pipemorph.local.results.report.Recovery`."""
+    return Recovered.model_validate(
+        {
+            "at": record["lost_at"],
+            "cause": record["cause"],
+            "iteration": record["went_on_with"],
+            "seconds": record["seconds"],
+            "repeated": record["repeated"],
+        }
+    )
+
+
+def _change(record: AdaptationRecord) -> Change:
+    return Change(
+        plan_version=record.plan_version,
+        kind=record.kind,
+        at=record.detected_at,
+        iteration=record.applied_at_iteration,
+        reason=record.reason,
+        promised=record.promised,
+        measured=record.measured,
+        before=record.iteration_seconds_before,
+        after=record.iteration_seconds_after,
+    )

@@ -1,0 +1,148 @@
+"""What each link was like, iteration by iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.planning.ir import Route
+from pipemorph.watch.document import Lane, LaneKind, Span
+
+MOST_SPANS = 200
+"""Newest states of one link that are kept."""
+SAME = 0.1
+"""Relative difference of two delays that are one state."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A state of one link. ``begin``: the iteration in which it began to show; ``at``: when it was
+    found, wall clock; ``fallen``: the transport that it fell back to, empty if it did not."""
+
+    begin: int
+    at: float
+    link: LinkHealth
+    route: Route
+    fallen: str = ""
+
+    @property
+    def kind(self) -> LaneKind:
+        if self.fallen:
+            return "fallen"
+        if self.link.health is Health.UNKNOWN:
+            return "unknown"
+        if self.route is Route.DELEGATED:
+            return "delegated"
+        if self.link.health is Health.SLOW:
+            return "narrow" if self.link.transfer > 0 else "slow"
+        return "healthy"
+
+    @property
+    def text(self) -> str:
+        """``+60 ms, delegated``"""
+        parts = []
+        if self.fallen:
+            parts.append(f"fell back to {self.fallen}")
+        if self.link.health is Health.SLOW:
+            narrow = ", narrow" if self.link.transfer > 0 else ""
+            parts.append(f"+{1e3 * self.link.delay:.3g} ms{narrow}")
+        elif not parts:
+            parts.append(self.link.health.value)
+        if self.route is Route.DELEGATED:
+            parts.append("delegated")
+        return ", ".join(parts)
+
+    def same(self, other: Moment) -> bool:
+        """Whether both are one state to who looks at them."""
+        alike = (self.kind, self.route, self.fallen) == (other.kind, other.route, other.fallen)
+        here, there = self.link.delay, other.link.delay
+        return alike and abs(here - there) <= SAME * max(here, there)
+
+
+@dataclass
+class LaneLog:
+    """The states of all links so far, oldest first; bounded."""
+
+    _lanes: list[list[Moment]] = field(default_factory=list)
+
+    def take(
+        self,
+        iteration: int,
+        now: float,
+        links: Sequence[LinkHealth],
+        routes: Sequence[Route],
+        fallen: Mapping[int, str],
+    ) -> None:
+        """Take the states of all links. ``iteration``: the one in progress."""
+        if len(self._lanes) != len(links):
+            self._lanes = [[] for _ in links]
+        for number, (lane, link) in enumerate(zip(self._lanes, links, strict=True)):
+            route = routes[number] if number < len(routes) else Route.DIRECT
+            moment = Moment(iteration, now, link, route, fallen.get(number, ""))
+            last = lane[-1] if lane else None
+            if last is not None and last.same(moment):
+                continue
+            shown = link.since_iteration
+            if shown is not None and (last is None or last.link.health is not link.health):
+                # A state is found some iterations after it began to show.
+                earliest = last.begin if last is not None else 0
+                moment = Moment(max(earliest, min(shown, iteration)), now, link, route,
+                                moment.fallen)  # fmt: skip
+            if last is not None and moment.begin <= last.begin:
+                lane[-1] = moment
+            else:
+                lane.append(moment)
+                del lane[:-MOST_SPANS]
+
+    def copy(self) -> LaneLog:
+        return LaneLog([list(lane) for lane in self._lanes])
+
+    def at(self, iteration: int) -> list[LinkHealth]:
+        """The links as they were in an iteration: the state that began last until then."""
+        return [
+            max((m for m in lane if m.begin <= iteration), key=lambda m: m.begin, default=lane[0])
+            .link
+            for lane in self._lanes
+            if lane
+        ]  # fmt: skip
+
+    @property
+    def any_known(self) -> bool:
+        """Whether the present state of any link is known."""
+        return any(lane[-1].link.health is not Health.UNKNOWN for lane in self._lanes if lane)
+
+    def slow(self) -> list[tuple[Moment, Moment]]:
+        """Of the links that are slow now, the most delayed first: the present state, and the one
+        in which it has been slow since."""
+        found = []
+        for lane in self._lanes:
+            late = [*takewhile(lambda each: each.link.health is Health.SLOW, reversed(lane))]
+            if late:
+                found.append((late[0], late[-1]))
+        return sorted(found, key=lambda each: -each[0].link.delay)
+
+    def fallen(self) -> list[Moment]:
+        return [lane[-1] for lane in self._lanes if lane and lane[-1].fallen]
+
+    def lanes(self, names: Iterable[str]) -> list[Lane]:
+        """For the page. ``names``: of the links."""
+        made = []
+        for name, moments in zip(names, self._lanes or [], strict=False):
+            newest = moments[-1]
+            ends = [*(moment.begin for moment in moments[1:]), None]
+            made.append(
+                Lane(
+                    name=name,
+                    kind=newest.kind,
+                    text=newest.text,
+                    since_iteration=newest.begin,
+                    since=newest.at,
+                    spans=[
+                        Span(begin=moment.begin, end=end, kind=moment.kind, text=moment.text)
+                        for moment, end in zip(moments, ends, strict=True)
+                    ],
+                )
+            )
+        return made

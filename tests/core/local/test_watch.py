@@ -1,0 +1,272 @@
+"""Who may see the live page of a run, what it costs, and what it is made of."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_support import DEADLINE, LocalRun
+from watched_jobs import watched
+
+from pipemorph.cli import main
+from pipemorph.errors import InputError
+from pipemorph.local import watch
+from pipemorph.local.results.traces import TraceIndex
+from pipemorph.local.watch import WatchServer, listen
+from pipemorph.watch.build import watch_view
+from pipemorph.watch.document import WatchView
+
+Answer = tuple[int, bytes, http.client.HTTPMessage]
+
+
+class Sight:
+    """Stands for a run: the same job, whatever is asked for."""
+
+    def __init__(self) -> None:
+        self.known, self.traces = watched(4, 12)
+        self.asked: list[tuple[int | None, int | None]] = []
+
+    def document(
+        self, column: int | None, iteration: int | None, *, number: int, live: bool
+    ) -> WatchView:
+        self.asked.append((column, iteration))
+        return watch_view(self.known, self.traces, column=0, number=number, live=live)
+
+
+@pytest.fixture
+def sight() -> Sight:
+    return Sight()
+
+
+@pytest.fixture
+def server(sight: Sight) -> Iterator[WatchServer]:
+    with listen(0) as listener, WatchServer(sight, listener) as made:  # type: ignore[arg-type]
+        yield made
+
+
+def ask(server: WatchServer, path: str, method: str = "GET", **headers: str) -> Answer:
+    address = server.url.split("/")[2]
+    connection = http.client.HTTPConnection(address, timeout=DEADLINE)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers
+    finally:
+        connection.close()
+
+
+def own(server: WatchServer, rest: str = "") -> str:
+    return "/" + server.url.split("/", 3)[3] + rest
+
+
+def test_the_page_and_its_documents(server: WatchServer) -> None:
+    status, page, headers = ask(server, own(server))
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert b"job-of-4" in page
+    assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    status, body, _ = ask(server, own(server, "view"))
+    view = WatchView.model_validate_json(body)
+    assert status == 200 and view.live
+    assert ask(server, own(server, f"view?after={view.number}"))[:2] == (200, b"null")
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/", "GET"),
+        ("/x/", "GET"),
+        ("/x/view", "GET"),
+        ("/{token}x/", "GET"),
+        ("/{token}", "GET"),
+        ("/{token}/report.json", "GET"),
+        ("/{token}/view/", "GET"),
+        ("/view?token={token}", "GET"),
+        ("/{token}/", "POST"),
+        ("/{token}/view", "PUT"),
+        ("/favicon.ico", "GET"),
+        ("/v1/job", "GET"),
+    ],
+)
+def test_anything_else_is_refused_and_told_nothing(
+    server: WatchServer, sight: Sight, path: str, method: str
+) -> None:
+    token = own(server).strip("/")
+    status, body, headers = ask(server, path.format(token=token), method, Authorization="Bearer x")
+    assert (status, body) == (401, b"")
+    assert sight.asked == [] and "WWW-Authenticate" not in headers
+
+
+def test_each_run_has_another_token(sight: Sight) -> None:
+    with listen(0) as one, listen(0) as other:
+        urls = {WatchServer(sight, each).url for each in (one, other)}  # type: ignore[arg-type]
+    tokens = {url.split("/")[3] for url in urls}
+    assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
+
+
+def test_only_this_machine_reaches_it() -> None:
+    with listen(0) as found:
+        assert found.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_port_in_use_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = LocalRun(tmp_path, {})
+    with listen(0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--watch {port}: port {port}.*cannot be used"):
+            listen(port)
+        os.chdir(tmp_path)
+        assert main(["run", "job.yaml", "--out", "out", "--watch", str(port)]) == 2
+    assert "cannot be used" in capsys.readouterr().err and not run.out.exists()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x", "²"])
+def test_a_port_is_a_number(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "job.yaml", "--out", "out", f"--watch={port}"])
+    assert ended.value.code == 2 and "is no port" in capsys.readouterr().err
+
+
+def test_all_who_look_share_a_document(server: WatchServer, sight: Sight) -> None:
+    numbers = {json.loads(ask(server, own(server, "view"))[1])["number"] for _ in range(20)}
+    assert len(sight.asked) == len(numbers) <= 2  # A second may begin meanwhile.
+
+
+def test_documents_have_a_budget(
+    server: WatchServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these takes two seconds of a core; the next one has to wait for 20 times as long."""
+    now = {"wall": time.monotonic(), "cpu": 0.0}
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(watch.time, "thread_time", lambda: now["cpu"])
+    made = sight.document
+
+    def costly(*args: Any, **more: Any) -> WatchView:
+        now["cpu"] += 2.0
+        return made(*args, **more)
+
+    monkeypatch.setattr(sight, "document", costly)
+    for _ in range(600):
+        now["wall"] += 1.0
+        server._document((None, None))
+    # What may be taken at once, and five per cent of ten minutes.
+    assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
+
+
+def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
+    ask(server, own(server, "view"))
+    last: list[WatchView] = []
+
+    def look() -> None:
+        while not last or last[-1].live:
+            last.append(WatchView.model_validate_json(ask(server, own(server, "view"))[1]))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    began = time.monotonic()
+    server.finish()
+    looking.join(DEADLINE)
+    assert not last[-1].live and time.monotonic() - began < watch.LAST_WORD + DEADLINE
+
+
+def test_nobody_is_waited_for_if_nobody_looks(server: WatchServer) -> None:
+    began = time.monotonic()
+    server.finish()
+    assert time.monotonic() - began < watch.LAST_WORD / 2
+
+
+def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, {})
+    host = run.start("--watch")
+    try:
+        assert host.stdout is not None
+        line = next(line for line in host.stdout if line.startswith("watch: "))
+        found = re.fullmatch(r"watch: http://(127\.0\.0\.1:\d+)(/[\w-]{32}/)\n", line)
+        assert found is not None, line
+        connection = http.client.HTTPConnection(found.group(1), timeout=DEADLINE)
+        connection.request("GET", found.group(2) + "view")
+        view = WatchView.model_validate_json(connection.getresponse().read())
+        connection.close()
+        assert (view.job, view.state, view.measured) == ("fake", "starting", None)
+    finally:
+        host.terminate()
+        host.communicate(timeout=DEADLINE)
+        for pid in run.processes():
+            os.kill(pid, 9)
+
+
+# --- traces that grow -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., None]:
+    def write(rank: int, *iterations: int, mode: str = "a", end: str = "\n") -> None:
+        with (tmp_path / f"ops-rank{rank}.jsonl").open(mode) as file:
+            for iteration in iterations:
+                line = {
+                    "rank": rank,
+                    "stage": rank,
+                    "replica": 0,
+                    "iteration": iteration,
+                    "plan_version": 0,
+                    "origin": 0.0,
+                    "ops": [["F", 0, iteration, 99]],
+                }
+                file.write(json.dumps(line) + end)
+
+    return write
+
+
+def test_an_index_follows_its_files(tmp_path: Path, write: Callable[..., None]) -> None:
+    index = TraceIndex()
+    index.update(tmp_path)
+    assert index.iterations() == []
+    write(0, 0, 1)
+    write(1, 0)
+    index.update(tmp_path)
+    assert index.iterations() == [0]
+    write(1, 1, 2)
+    write(0, 2, end="")  # It is still written.
+    index.update(tmp_path)
+    assert index.iterations() == [0, 1]
+    with (tmp_path / "ops-rank0.jsonl").open("a") as file:
+        file.write("\n")
+    index.update(tmp_path)
+    assert index.iterations() == [0, 1, 2]
+    assert [trace.ops[0].start for trace in index.read([2])[2]] == [2, 2]
+
+
+def test_an_index_notices_a_file_that_was_shortened(
+    tmp_path: Path, write: Callable[..., None]
+) -> None:
+    write(0, *range(20))
+    index = TraceIndex()
+    index.update(tmp_path)
+    path = tmp_path / "ops-rank0.jsonl"
+    shorter = path.with_suffix(".tmp")
+    shorter.write_text("".join(path.read_text().splitlines(keepends=True)[15:]))
+    shorter.replace(path)
+    write(0, *range(20, 60))  # Longer than before.
+    index.update(tmp_path)
+    assert index.iterations() == list(range(15, 60))
+    assert index.read([30])[30][0].iteration == 30
+
+
+def test_an_index_may_begin_near_the_end(tmp_path: Path, write: Callable[..., None]) -> None:
+    write(0, *range(1000))
+    index = TraceIndex(newest=1500)
+    index.update(tmp_path)
+    found = index.iterations()
+    assert 5 < len(found) < 20 and found[-1] == 999
+    assert index.read([found[0]])[found[0]][0].iteration == found[0]

@@ -1,0 +1,253 @@
+"""The live page in a real browser, where there is one (docs/testbeds.md says how to get it)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+from xml.etree import ElementTree
+
+import pytest
+from browser import Browser, browser_program
+from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
+
+from pipemorph.local.results.traces import TraceIndex
+from pipemorph.local.watch import WatchServer, listen
+from pipemorph.replay.contenders import Change, Replay, Trained
+from pipemorph.replay.page import render_page as render_replay
+from pipemorph.replay.trace import parse_trace
+from pipemorph.watch.build import watch_view
+from pipemorph.watch.document import WatchView
+from pipemorph.watch.page import render_page
+
+pytestmark = pytest.mark.skipif(browser_program() is None, reason="no chromium in the path")
+
+ROOT = Path(__file__).parents[3]
+LARGEST = (64, 256)
+SHOWN = "document.getElementById('now').textContent"
+INK = """(() => { const c = document.getElementById('ops');
+  const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  let n = 0; for (let i = 3; i < all.length; i += 4) n += all[i] > 0;
+  return n / (all.length / 4); })()"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_errors(browser: Browser) -> Iterator[None]:
+    browser.errors.clear()
+    browser.requests.clear()
+    yield
+    assert browser.errors == []
+
+
+class Sight:
+    """A run that goes on: each document has one more iteration."""
+
+    def __init__(self, stages: int, microbatches: int, case: Case = "adapted") -> None:
+        self.known, self.traces = watched(stages, microbatches, case)
+        self.begun = 30
+        self.index: TraceIndex | None = None
+        self.folder = Path()
+
+    def document(
+        self, column: int | None, iteration: int | None, *, number: int, live: bool
+    ) -> WatchView:
+        self.begun = min(self.begun + 1, len(self.known.samples))
+        if iteration is None:
+            iteration = self.known.samples[self.begun - 1].index
+        if self.index is not None:
+            self.index.update(self.folder)
+            newest = self.index.iterations()[-1]
+            found = self.index.read([newest])[newest]
+            return watch_view(self.known, found, column=0, number=number, live=live)
+        version = self.known.samples[iteration].plan_version
+        traces = [
+            Trace(each.rank, each.stage, 0, iteration, version, each.ops) for each in self.traces
+        ]
+        return watch_view(self.known, traces, column=0, number=number, live=live)
+
+
+def page_of(folder: Path, case: Case, stages: int = 4, microbatches: int = 12) -> str:
+    known, traces = watched(stages, microbatches, case)
+    path = folder / "page.html"
+    path.write_text(render_page(watch_view(known, traces, column=0, live=False)))
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [(4, 12), LARGEST])
+def test_it_fits_its_window(
+    browser: Browser, tmp_path: Path, width: int, dark: bool, size: tuple[int, int]
+) -> None:
+    browser.look(page_of(tmp_path, "adapted", *size), width=width, dark=dark)
+    assert browser.eval("document.documentElement.scrollWidth") == width
+    assert browser.eval(INK) > 0.2
+    back = browser.eval("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(20, 24, 29)") is dark
+    assert len(browser.requests) == 1, "it loads nothing"
+
+
+@pytest.mark.parametrize("case", get_args(Case))
+def test_every_case_is_drawn(browser: Browser, tmp_path: Path, case: Case) -> None:
+    browser.look(page_of(tmp_path, case, 8, 24))
+    assert browser.eval(INK) > 0.2
+    state = {"recovering": "recovering", "failed": "failed"}.get(case, "training")
+    assert browser.eval("document.getElementById('state').textContent") == state
+
+
+def test_keys_go_through_iterations_and_changes(browser: Browser, tmp_path: Path) -> None:
+    browser.look(page_of(tmp_path, "recovered"))
+
+    def at(iteration: int) -> bool:
+        return bool(browser.until(f"{SHOWN}.startsWith('iteration {iteration}:')"))
+
+    assert at(59)
+    for key, iteration in (
+        ("ArrowLeft", 58), ("ArrowLeft", 57), ("ArrowRight", 58), ("PageUp", RETURNED_AT),
+        ("PageUp", CHANGED_AT), ("PageDown", RETURNED_AT), ("Home", 0), ("ArrowLeft", 0),
+        ("End", 59),
+    ):  # fmt: skip
+        browser.press(key)
+        assert at(iteration), key
+
+
+def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
+    sight = Sight(4, 12)
+    number = "document.getElementById('now').textContent"
+    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        first = browser.eval(number)
+        browser.until(f"{number} !== {first!r}")
+        # Paused, it stays as it is, and asks for nothing.
+        browser.press(" ")
+        browser.until("document.getElementById('pause').textContent === 'go on'")
+        asked = sight.begun
+        held = browser.eval(f"new Promise(done => setTimeout(() => done({number}), 2500))")
+        assert sight.begun == asked and held == browser.eval(number)
+        browser.press("ArrowLeft")
+        browser.until(f"{number} !== {held!r}")
+        browser.press("End")
+        browser.press(" ")
+        browser.until("document.getElementById('pause').textContent === 'pause'")
+        server.finish()
+        browser.until("document.getElementById('pause').textContent === 'not live'")
+        assert all(url.startswith(server.url) for url in browser.requests)
+
+
+def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
+    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+    browser.until("!document.getElementById('gone').hidden")
+    assert "does not answer" in browser.eval("document.getElementById('gone').textContent")
+    browser.errors.clear()  # Those connections.
+
+
+def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_path: Path) -> None:
+    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        browser.press(" ")
+        text = browser.eval("pageText()")
+        told = browser.eval("document.getElementById('story').textContent")
+    browser.errors.clear()
+    browser.requests.clear()
+    saved = tmp_path / "saved.html"
+    saved.write_text(text)
+    browser.look(saved.as_uri())
+    assert browser.eval("document.getElementById('story').textContent") == told
+    assert browser.eval("document.getElementById('pause').textContent") == "not live"
+    assert browser.eval(INK) > 0.2
+    assert browser.eval("pageText()") == text and len(browser.requests) == 1
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_svg_is_one(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    browser.look(page_of(tmp_path, "failed"), dark=dark)
+    text = browser.eval("svgText()")
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg") and float(root.attrib["height"]) > 300
+    words = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert "as measured" in words and "plan of the start" in words and "+60 ms" in words
+    path = tmp_path / "saved.svg"
+    path.write_text(text)
+    browser.look(path.as_uri())
+
+
+@pytest.mark.quiet
+def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) -> None:
+    """64 stages × 256 microbatches, from the request to the picture, with the ranks' traces read
+    and the plan of the start simulated: 1 s."""
+    sight = Sight(*LARGEST)
+    for trace in sight.traces:
+        line = {
+            "rank": trace.rank, "stage": trace.stage, "replica": 0, "iteration": trace.iteration,
+            "plan_version": trace.plan_version, "origin": NOW, "waits": [],
+            "ops": [[op.kind.value, op.microbatch, round(op.start - NOW, 6),
+                     round(op.end - NOW, 6)] for op in trace.ops],
+        }  # fmt: skip
+        text = json.dumps(line) + "\n"
+        (tmp_path / f"ops-rank{trace.rank}.jsonl").write_text(20 * text)
+    sight.index, sight.folder = TraceIndex(), tmp_path
+    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        painted = browser.until("(performance.getEntriesByType('paint')[0] || {}).startTime")
+    browser.errors.clear()
+    assert painted < 1000, painted
+
+
+def test_the_page_of_a_replay_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
+    trained = {name: Trained((0.4,) * 40) for name in ("1f1b", "static", "adaptive", "oracle")}
+    found = Replay(40, trained, [Change(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29)])
+    trace = parse_trace('{"at_iteration": 2, "links": {"1": {"delay_ms": 20}}}', 3, replicas=1)
+    path = tmp_path / "replay.html"
+    path.write_text(render_replay(found, trace, "a trace"))
+    browser.look(path.as_uri(), width=390, height=844)
+    assert browser.eval("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_real_run_is_watched(browser: Browser, tmp_path: Path) -> None:
+    """An emulated job with a link that is slow for a while, from its start to its end."""
+    text = (ROOT / "examples/emulated-14b.yaml").read_text()
+    for old, new in (("iterations: 24", "iterations: 60"), ("toIteration: 16", "toIteration: 40")):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "job.yaml").write_text(text)
+    command = [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml", "--out", "out", "--watch"]
+    host = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    url = next(line for line in host.stdout if line.startswith("watch: ")).split()[1]
+    browser.look(url)
+    story = "document.getElementById('story').textContent"
+    for told in ("Link 6 (stage 6 to 7) is slow since iteration 5", "Plan v1 answers that since"):
+        browser.until(f"{story}.includes({told!r})")
+    browser.until("shot.alternative && shot.alternative.span_us > 1.3 * shot.measured.span_us")
+    browser.until(f"{story}.includes('No link is slow.')")
+    browser.until("view.state === 'completed' && !live")
+    assert browser.eval("view.saved.seconds") > 5
+    host.communicate(timeout=60)
+    assert host.returncode == 0
+
+
+@pytest.mark.soak
+def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
+    """Of the largest job, for a minute, each asking every second."""
+    sight = Sight(*LARGEST)
+    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+        began, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() - began < 60:
+            for column in range(10):
+                server._document((column % 2, None))
+            time.sleep(0.5)
+        took = time.process_time() - cpu
+    assert took < 3.0 + 0.05 * 60 + 1.0, took

@@ -1,0 +1,226 @@
+"""What the page of a running job is told, and that it is all that it needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from watched_jobs import (
+    CHANGED_AT,
+    LATE,
+    NOW,
+    SLOW_AT,
+    link_states,
+    situation_of,
+    watched,
+)
+
+from pipemorph.control.decide.forecast import Forecast
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.planning import Route
+from pipemorph.planning.analysis.bubbles import Cause
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.build import Watched, picture, watch_view, worst_column
+from pipemorph.watch.document import Row, WatchView
+from pipemorph.watch.idle import idle_times
+from pipemorph.watch.lanes import LaneLog
+from pipemorph.watch.page import render_page
+
+F, B, W = OpKind.F, OpKind.B, OpKind.W
+
+
+def view_of(*case: Any, **more: Any) -> WatchView:
+    known, traces = watched(*case, **more)
+    return watch_view(known, traces, column=0)
+
+
+def spans(row: Row) -> list[tuple[int, int]]:
+    """Start and end of each op, microseconds."""
+    found, at = [], 0
+    for gap, duration in zip(row.gaps, row.durations, strict=True):
+        found.append((at + gap, at + gap + duration))
+        at += gap + duration
+    return found
+
+
+def test_the_cause_of_every_idle_time() -> None:
+    ran = [
+        [(0, TimedOp(F, 0, 0, 2)), (0, TimedOp(B, 0, 9, 11)), (0, TimedOp(W, 0, 12, 13))],
+        [(1, TimedOp(F, 0, 3, 5)), (1, TimedOp(B, 0, 5, 7)), (1, TimedOp(W, 0, 7, 8))],
+    ]
+    assert idle_times(ran) == [
+        # Its B was computed at 7 and was there at 9; W needs nobody.
+        [(Cause.DEPENDENCY, 2, 7), (Cause.LINK, 7, 9), (Cause.ORDER, 11, 12)],
+        [(Cause.FILL, 0, 3), (Cause.DRAIN, 8, 13)],
+    ]
+
+
+def test_within_a_rank_nothing_is_on_a_link() -> None:
+    ran = [[(0, TimedOp(F, 0, 0, 2)), (1, TimedOp(F, 0, 3, 5)), (1, TimedOp(B, 0, 5, 6))]]
+    assert idle_times(ran) == [[(Cause.ORDER, 2, 3)]]
+
+
+def test_a_picture_has_every_op_at_its_time() -> None:
+    ran = [[(0, TimedOp(F, 0, 5.0, 5.002)), (0, TimedOp(B, 0, 5.003, 5.0045))],
+           [(1, TimedOp(F, 0, 5.002, 5.003))]]  # fmt: skip
+    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None))
+    first, second = made.rows
+    assert (first.kinds, first.microbatches, spans(first)) == (
+        "FB", [0, 0], [(0, 2000), (3000, 4500)]
+    )  # fmt: skip
+    assert spans(second) == [(2000, 3000)]
+    assert made.span_us == 4500
+    assert (first.in_flight, first.limit, second.limit) == (1, 2, None)
+    assert made.bubble == pytest.approx((1 + 3.5) / 9)
+    assert sum(made.causes.values()) == pytest.approx(made.bubble)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_the_same_iteration_under_the_plan_of_the_start(stages: int) -> None:
+    known, traces = watched(stages, 12)
+    view = watch_view(known, traces, column=0)
+    assert known.outlook is not None and view.measured and view.alternative
+    forecast = Forecast(known.outlook.rules, known.outlook.situation)
+    start, running = known.outlook.start, known.outlook.running
+    longer = forecast.of(start).seconds - forecast.of(running).seconds
+    assert longer > 0
+    # The model's errors cancel: what was measured, and what the other plan takes longer.
+    assert view.measured.seconds == known.samples[-1].seconds
+    assert view.alternative.seconds == pytest.approx(view.measured.seconds + longer)
+    assert view.alternative.span_us == pytest.approx(1e6 * forecast.of(start).seconds, abs=2)
+    assert view.alternative.iteration == view.measured.iteration
+    assert len(view.alternative.rows) == stages
+
+
+@pytest.mark.parametrize("case", ["healthy", "slow", "recovered"])
+def test_no_alternative_where_the_plan_of_the_start_runs(case: Any) -> None:
+    view = view_of(4, 12, case)
+    assert view.alternative is None and "plan of the start is in force" in view.no_alternative
+
+
+def test_an_older_iteration_has_the_links_of_then() -> None:
+    known, traces = watched(4, 12)
+    older = known.available[-5]
+    traces = [replace(trace, iteration=older) for trace in traces]
+    # Since then the link has become much slower.
+    log = known.lanes.copy()
+    late = link_states(4, {1: 4 * LATE}, older + 1)
+    log.take(older + 2, NOW, late, [Route.DIRECT, Route.DELEGATED, Route.DIRECT], {})
+    known = replace(known, lanes=log)
+    assert known.outlook is not None
+    known = replace(known, outlook=replace(known.outlook, situation=situation_of(4, {1: 4 * LATE})))
+    view = watch_view(known, traces, column=0)
+    then = Forecast(known.outlook.rules, situation_of(4, {1: LATE})).of(known.outlook.start)
+    assert view.alternative is not None
+    assert view.alternative.span_us == pytest.approx(1e6 * then.seconds, abs=2)
+
+
+def test_lanes_tell_what_each_link_was_like() -> None:
+    log, direct = LaneLog(), Route.DIRECT
+    well = LinkHealth(0, Health.HEALTHY, wire_time=0.001)
+    log.take(0, 1.0, [LinkHealth(0, Health.UNKNOWN)], [direct], {})
+    log.take(2, 2.0, [well], [direct], {})
+    slow = LinkHealth(0, Health.SLOW, delay=0.06, since_iteration=5)
+    log.take(7, 3.0, [slow], [direct], {})
+    log.take(8, 4.0, [replace(slow, delay=0.0605)], [direct], {})  # The same, to who looks.
+    log.take(9, 5.0, [slow], [Route.DELEGATED], {})
+    log.take(20, 6.0, [slow], [Route.DELEGATED], {0: "tcp"})
+    log.take(30, 7.0, [replace(slow, transfer=0.05)], [direct], {})
+    (lane,) = log.lanes(["link 0"])
+    assert [(span.begin, span.end, span.kind, span.text) for span in lane.spans] == [
+        (0, 2, "unknown", "unknown"),
+        (2, 5, "healthy", "healthy"),
+        (5, 9, "slow", "+60 ms"),
+        (9, 20, "delegated", "+60 ms, delegated"),
+        (20, 30, "fallen", "fell back to tcp, +60 ms, delegated"),
+        (30, None, "narrow", "+60 ms, narrow"),
+    ]
+    assert (lane.kind, lane.since_iteration, lane.since) == ("narrow", 30, 7.0)
+    ((now, first),) = log.slow()
+    assert (now.begin, first.begin, first.at) == (30, 5, 3.0)
+    assert [each.health for each in log.at(4)] == [Health.HEALTHY]
+    assert [each.delay for each in log.at(6)] == [0.06]
+
+
+def test_a_lane_is_bounded() -> None:
+    log = LaneLog()
+    for i in range(3000):
+        delay = 0.01 * (1 + i % 2)
+        log.take(i, 1.0 * i, [LinkHealth(0, Health.SLOW, delay=delay)], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    assert len(lane.spans) == 200 and lane.spans[-1].begin == 2999
+
+
+def test_the_story_says_which_link_since_when_what_was_done_and_what_it_saved() -> None:
+    first, second, third = view_of(8, 24).story
+    assert first.startswith(f"Link 3 (stage 3 to 4) is slow since iteration {SLOW_AT}, found at ")
+    assert "+60 ms, delegated (forward)" in first
+    assert second.startswith(f"Plan v1 answers that since iteration {CHANGED_AT}: ")
+    assert " became " in second and "promised" in second and "measured" in second
+    assert third.startswith("The plan changes saved ") and "±" in third
+
+
+@pytest.mark.parametrize(
+    ("case", "begins"),
+    [
+        ("healthy", "No link is slow."),
+        ("recovered", "No link is slow."),
+        ("recovering", "The ranks start again after a failure: rank 2 raised"),
+        ("failed", "It ended: rank 2 raised"),
+    ],
+)
+def test_the_story_begins_with_what_matters(case: Any, begins: str) -> None:
+    assert view_of(4, 12, case).story[0].startswith(begins)
+
+
+def test_the_story_says_why_nothing_is_done() -> None:
+    known, traces = watched(4, 12, "slow")
+    told = watch_view(replace(known, kept="it saves 0.3%"), traces, column=0).story
+    assert told[-1] == "Nothing was changed the last time: it saves 0.3%."
+
+
+def test_before_anything_is_known() -> None:
+    known, _ = watched(4, 12)
+    view = watch_view(Watched(known.job, NOW, "starting"), [], column=0)
+    assert view.measured is None and view.alternative is None and "trace" in view.no_alternative
+    assert (view.done, view.seconds, view.links, view.changes) == (0, None, [], [])
+    assert render_page(view)
+
+
+def test_it_looks_at_the_column_of_the_slowest_link() -> None:
+    known, _ = watched(4, 12)
+    log = LaneLog()
+    slow = [LinkHealth(i, Health.SLOW, delay=0.01 * (i + 1), replica=i) for i in range(3)]
+    log.take(1, NOW, slow, [Route.DIRECT] * 3, {})
+    assert worst_column(replace(known, lanes=log)) == 2
+    assert worst_column(replace(known, lanes=LaneLog())) == 0
+
+
+def test_the_document_has_a_schema_and_survives_its_json() -> None:
+    view = view_of(8, 24)
+    assert WatchView.model_validate_json(view.model_dump_json()) == view
+    schema = WatchView.model_json_schema()
+    assert schema["properties"]["version"]["const"] == 1
+    assert set(schema["required"]) <= set(json.loads(view.model_dump_json()))
+
+
+def test_the_largest_page_stays_small() -> None:
+    assert len(render_page(view_of(64, 256))) < 2_500_000
+
+
+def test_it_loads_nothing_and_no_text_becomes_markup() -> None:
+    known, traces = watched(4, 12, "failed")
+    page = render_page(
+        watch_view(replace(known, reason="</script><i>x<!--"), traces, column=0, live=False)
+    )
+    assert page.count("</script>") == 2
+    assert "<i>x" not in page and "<!--" not in page
+    text = page.split('type="application/json">')[1].split("</script>", maxsplit=1)[0]
+    assert json.loads(text)["view"]["reason"] == "</script><i>x<!--"
+    for reference in ("src=", "href=", "@import", "url(", "innerHTML"):
+        assert reference not in page, reference
+    assert page.count("http") == page.count("http://www.w3.org/2000/svg") == 1
+    assert page.count("fetch(") == page.count('fetch("view"') == 1

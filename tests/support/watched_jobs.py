@@ -1,0 +1,178 @@
+"""Jobs to look at, as a host knows them: ops of the simulator, plans of the planner, link states as
+an agent would report them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
+from pipemorph.control.first_plan import initial_plan, planning_rules
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.worth import Worth
+from pipemorph.planning import Plan, Route, StageTimes
+from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.build import Watched
+from pipemorph.watch.document import Recovered
+from pipemorph.watch.lanes import LaneLog
+from pipemorph.wire import AdaptationRecord, IterationSample
+
+NOW = 1_790_000_000.0
+WIRE, LATE = 0.001, 0.06
+SLOW_AT, CHANGED_AT, WELL_AT, RETURNED_AT = 12, 15, 40, 43
+Case = Literal["healthy", "slow", "adapted", "recovered", "recovering", "failed"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    rank: int
+    stage: int
+    replica: int
+    iteration: int
+    plan_version: int
+    ops: tuple[TimedOp, ...]
+
+
+def job(stages: int, microbatches: int, iterations: int = 100) -> PipeMorphJob:
+    times = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
+    return PipeMorphJob.model_validate(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": f"job-of-{stages}"},
+            "spec": {
+                "parallelism": {"stages": stages},
+                "schedule": {"microbatches": microbatches, "stageTimes": [times] * stages},
+                "trainer": {"module": "train", "iterations": iterations},
+            },
+        }
+    )
+
+
+def situation_of(stages: int, delays: dict[int, float]) -> Situation:
+    links = range(stages - 1)
+    times = StageTimes(forward=0.01, backward_input=0.0105, backward_weight=0.0055)
+    return Situation(
+        stages=(times,) * stages,
+        wire_times=tuple(WIRE + delays.get(i, 0.0) for i in links),
+        delays=tuple(delays.get(i, 0.0) for i in links),
+        slow=tuple(i in delays for i in links),
+        unknown=(False,) * len(links),
+    )
+
+
+def link_states(
+    stages: int, slow: dict[int, float], since: int | None, *, known: bool = True
+) -> list[LinkHealth]:
+    def state(i: int) -> LinkHealth:
+        if not known:
+            return LinkHealth(i, Health.UNKNOWN)
+        if i not in slow:
+            return LinkHealth(i, Health.HEALTHY, wire_time=WIRE, confidence=0.99)
+        return LinkHealth(
+            i, Health.SLOW, delay=slow[i], wire_time=WIRE + slow[i], confidence=0.99,
+            since_iteration=since,
+        )  # fmt: skip
+
+    return [state(i) for i in range(stages - 1)]
+
+
+def record(version: int, kind: Literal["adapt", "return"], at: int, plan: Plan, **more: object
+           ) -> AdaptationRecord:  # fmt: skip
+    given = {
+        "plan_version": version, "kind": kind, "detected_at": NOW - 60 + at,
+        "detected_at_iteration": at - 1, "detectable_at": at - 2, "applied_at_iteration": at,
+        "reason": "link 1 is slow" if kind == "adapt" else "a link recovered, none is slow",
+        "links": [], "warmup_before": [1], "warmup_after": list(plan.warmup),
+        "routes": list(plan.routes), "predicted_seconds_before": 1.0,
+        "predicted_seconds_after": 0.8,
+    }  # fmt: skip
+    return AdaptationRecord.model_validate(given | more)
+
+
+def watched(
+    stages: int, microbatches: int, case: Case = "adapted", *, delegated: bool = True
+) -> tuple[Watched, list[Trace]]:
+    """A job in the iteration before which the case has come about, and the ops of that."""
+    made = job(stages, microbatches)
+    rules, first = planning_rules(made.spec), initial_plan(made.spec)
+    link = stages // 2 - 1 if stages > 2 else 0
+    slow = {link: LATE}
+    ill, well = situation_of(stages, slow), situation_of(stages, {})
+    routes = tuple(
+        Route.DELEGATED if delegated and i == link else Route.DIRECT for i in range(stages - 1)
+    )
+    hurt = Forecast(rules, ill)
+    better = replace(hurt.best(hurt.fresh(routes)).plan, version=1)
+    usual, late, after = (
+        Forecast(rules, well).of(first).seconds,
+        hurt.of(first).seconds,
+        hurt.of(better).seconds,
+    )
+    phases = [(0, SLOW_AT, usual, 0)]
+    if case != "healthy":
+        phases.append((SLOW_AT, CHANGED_AT, late, 0))
+    if case not in ("healthy", "slow"):
+        phases.append((CHANGED_AT, WELL_AT, after, 1))
+    if case == "recovered":
+        phases.append((WELL_AT, RETURNED_AT, Forecast(rules, well).of(better).seconds, 1))
+        phases.append((RETURNED_AT, 60, usual, 2))
+    samples = [
+        IterationSample(
+            index=i, seconds=seconds * (1 + 0.01 * (i % 3)), loss=None, plan_version=version,
+            bubble_fraction=0.1,
+        )
+        for begin, end, seconds, version in phases
+        for i in range(begin, end)
+    ]  # fmt: skip
+    lanes, direct = LaneLog(), first.routes
+    lanes.take(0, NOW - 60, link_states(stages, {}, None, known=False), direct, {})
+    lanes.take(1, NOW - 59, link_states(stages, {}, None), direct, {})
+    changes, version, situation, running = [], 0, well, first
+    if case != "healthy":
+        lanes.take(SLOW_AT + 1, NOW - 48, link_states(stages, slow, SLOW_AT), direct, {})
+        situation = ill
+    if case not in ("healthy", "slow"):
+        lanes.take(CHANGED_AT, NOW - 45, link_states(stages, slow, SLOW_AT), routes, {})
+        change = record(
+            1, "adapt", CHANGED_AT, better, promised=1 - after / late,
+            measured=1.02 * (1 - after / late), iteration_seconds_before=late,
+            iteration_seconds_after=after, saving=late - after,
+        )  # fmt: skip
+        changes, version, running = [change], 1, better
+    if case == "recovered":
+        lanes.take(WELL_AT + 1, NOW - 20, link_states(stages, {}, WELL_AT), routes, {})
+        lanes.take(RETURNED_AT, NOW - 17, link_states(stages, {}, WELL_AT), direct, {})
+        changes.append(record(2, "return", RETURNED_AT, first, saving=0.0))
+        version, situation, running = 2, well, replace(first, version=2)
+    recoveries = []
+    if case in ("recovering", "failed"):
+        recoveries = [
+            Recovered(at=NOW - 30, cause="rank 3 was killed by SIGKILL", iteration=28, seconds=2.3,
+                      repeated=0)
+        ]  # fmt: skip
+    saved = (late - after) * 25 if version else 0.0
+    known = Watched(
+        job=made,
+        now=NOW,
+        state=case if case in ("recovering", "failed") else "training",
+        reason="rank 2 raised RuntimeError: CUDA out of memory"
+        if case in ("recovering", "failed")
+        else "",
+        samples=samples,
+        changes=changes,
+        lanes=lanes,
+        worth=Worth(saved, 0.15 * saved),
+        plan_version=version,
+        recoveries=recoveries,
+        available=[sample.index for sample in samples],
+        outlook=Outlook(rules, situation, first, running),
+    )
+    ran = Forecast(rules, situation).simulated(running)
+    traces = [
+        Trace(rank, rank, 0, samples[-1].index, version,
+              tuple(op._replace(start=NOW + op.start, end=NOW + op.end) for _, op in row))
+        for rank, row in enumerate(ran)
+    ]  # fmt: skip
+    return known, traces
