@@ -87,9 +87,15 @@ def part_of(model: Part, stage: int, stages: int) -> Part:
     return part
 
 
-def distribute(part: Part, mesh: DeviceMesh, *, hybrid: bool = True) -> Part:
+def distribute(
+    part: Part,
+    mesh: DeviceMesh,
+    *,
+    hybrid: bool = True,
+    reshard: tuple[bool | int | None, bool | int | None] = (None, None),
+) -> Part:
     """Distribute a stage over the dimensions of the mesh, as torch's trainers do. ``hybrid``: FSDP
-    averages over replicas, too."""
+    averages over replicas, too. ``reshard``: after the forward, of layers and of the rest."""
     names = mesh.mesh_dim_names or ()
     if "tp" in names and part.tied:
         # Each rank has a part of the vocabulary, of which 11 are no even parts.
@@ -117,8 +123,8 @@ def distribute(part: Part, mesh: DeviceMesh, *, hybrid: bool = True) -> Part:
         over = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
         data: Any = mesh[over]
         for layer in part.layers.values():
-            fully_shard(layer, mesh=data)
-        fully_shard(part, mesh=data)
+            fully_shard(layer, mesh=data, reshard_after_forward=reshard[0])
+        fully_shard(part, mesh=data, reshard_after_forward=reshard[1])
     return part
 
 

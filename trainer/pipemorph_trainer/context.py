@@ -200,6 +200,11 @@ class TrainerContext:
             placement=placement or "interleaved",
         )
 
+    @property
+    def iterations(self) -> int:
+        """Iterations of the manifest; 0 without one."""
+        return self.job.spec.trainer.iterations if self.job is not None else 0
+
     def layout(self, mesh: MeshShape) -> Layout:
         """Where the ranks of ``mesh`` are. Raises :class:`InputError` if the launcher did not tell
         one place for each."""

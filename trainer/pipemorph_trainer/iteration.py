@@ -1,4 +1,4 @@
-"""Runs the iterations of one rank, and prepares plans meanwhile.
+"""Runs the iterations of one rank.
 
 The section "An iteration" of ``docs/trainer.md`` lists the steps in order.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic, time
 from typing import Any
 
@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP
-from pipemorph.errors import InputError
-from pipemorph.planning import Plan
-from pipemorph.wire import IterationSample, ReductionSample
+from pipemorph.wire import ReductionSample
 from pipemorph_trainer.agent.messages import ControlClient
-from pipemorph_trainer.agent.rank_plan import RankPlan, cut
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.call import name_call
@@ -34,6 +32,7 @@ from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Links
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.plans.agreement import Agreement
+from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
@@ -42,7 +41,7 @@ from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.reporter import Reporter
-from pipemorph_trainer.telemetry.rounds import Rounds
+from pipemorph_trainer.telemetry.reports import IterationReports
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.world import World
 from pipemorph_trainer.trackers.listeners import Listeners
@@ -104,8 +103,7 @@ class Iterations:
         self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
         self._reducer, self._ring, self._steps = reducer, ring, steps
-        self._control, self._reporter, self._traces = control, reporter, traces
-        self._listeners = listeners
+        self._reporter, self._traces = reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
@@ -124,7 +122,7 @@ class Iterations:
             between=self._between_ops,
         )  # fmt: skip
         self._last_op = None if reducer is None else LastOpOfRank(reducer, len(stages))
-        self._agreements: dict[int, Agreement] = {}
+        agreements: dict[int, Agreement] = {}
         executors: dict[int, Executor] = {}
         tokens: dict[int, TokenPass] = {}
         for stage, own in stages.items():
@@ -148,33 +146,36 @@ class Iterations:
                 last_op=self._last_op,
             )
             up, down = neighbours.upstream, neighbours.downstream
-            self._agreements[stage] = Agreement(
+            agreements[stage] = Agreement(
                 plans,
                 None if up is None else up.socket,
                 None if down is None else down.socket,
                 together=world.together,
                 wait=wait,
             )
-            tokens[stage] = TokenPass(coordinate, neighbours, self._mail, self._agreements[stage])
+            tokens[stage] = TokenPass(coordinate, neighbours, self._mail, agreements[stage])
         on_device = first.accelerator is not None
         self._turns = Turns(
             self._coordinate, executors, tokens, self._mail,
             links.ends if on_device and len(stages) > 1 else (),
         )  # fmt: skip
-        self.rounds = Rounds(world=world, wait=wait, report=self._report)
-        """Results of the iterations. Its caller ends each iteration."""
+        self.reports = IterationReports(
+            world=world, wait=wait, reporter=reporter, listeners=listeners
+        )
+        self._rounds = self.reports.rounds
         self._deadline = deadline
         self._warm = first.emulated
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
-        self._left: list[IterationSample] = []
-        """What an earlier generation of ranks may not have reported."""
+        self.arriving = ArrivingPlans(
+            coordinate=self._coordinate, ends=links.ends, plans=plans,
+            agreements=agreements.values(), control=control, reporter=reporter,
+            listeners=listeners, warm=self._warm,
+        )  # fmt: skip
         self.synchronizes = True
         """Whether gradients are summed and averaged after an iteration."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
-        self._postponed: RankPlan | None = None
-        """A plan that is prepared at the end of the iteration."""
 
     def run(
         self,
@@ -196,8 +197,8 @@ class Iterations:
         if not self._warm:
             self._allow(self._deadline * self._coordinate.stages)
         self._mail.call = name_call(iteration, evaluation=False)
-        self.rounds.begin(iteration, at=monotonic())
-        self._take_plan(page_lock=True)
+        self._rounds.begin(iteration, at=monotonic())
+        self.arriving.take(page_lock=True)
         self._steps.begin()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]
@@ -230,7 +231,7 @@ class Iterations:
             self._steps.rewind()
             return None
         if self._loss.refused:
-            self.rounds.drop(iteration)
+            self._rounds.drop(iteration)
             raise self._refused(f"step() of iteration {iteration}", refusal)
         self._synchronize(iteration)
         for own in self._stages.values():
@@ -359,22 +360,6 @@ class Iterations:
         if self._device_times is not None:
             self._device_times.forget()
 
-    def install(self, plan: Plan) -> None:
-        """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
-        does not fit this job."""
-        at = self._coordinate
-        (mine,) = cut(plan.of_replica(at.replica), at.mesh, [at.along("pp")])
-        self._prepare(mine, page_lock=True)
-
-    def _prepare(self, plan: RankPlan, *, page_lock: bool) -> bool:
-        """Prepare a plan, and tell the stages above; see :meth:`PlanBook.prepare`."""
-        prepared = self._plans.prepare(plan, page_lock=page_lock)
-        if prepared:
-            self._reporter.prepared = self._plans.newest
-            for agreement in self._agreements.values():
-                agreement.tell()
-        return prepared
-
     def _begin(self, iteration: int, version: int) -> RankPlan:
         """Commit the version that the column runs in this iteration, and select the links'
         routes."""
@@ -408,10 +393,10 @@ class Iterations:
         reduction = None
         if self._reducer is not None and self.synchronizes:
             reduction = self._reducer.measure()
-        self._prepare_postponed()
-        self.rounds.offer(iteration, plan.version, ops, loss)
+        self.arriving.prepare_postponed()
+        self._rounds.offer(iteration, plan.version, ops, loss)
         if profiling():
-            self.rounds.wait(iteration)
+            self._rounds.wait(iteration)
         if not self._warm:
             # The self-tests take different times. After this, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
@@ -428,7 +413,7 @@ class Iterations:
                 iteration, plan.version, origin, outcome, reduction if first else None
             )
         if not self._warm:
-            self._warm = True
+            self._warm = self.arriving.warm = True
             self._allow(self._deadline)
 
     def _reduction_sample(self) -> ReductionSample | None:
@@ -479,37 +464,9 @@ class Iterations:
             return
         self._polled_at = now
         self._loss.between_ops()
-        self.rounds.advance()
-        self._take_plan(page_lock=False)
+        self._rounds.advance()
+        self.arriving.take(page_lock=False)
         self._reporter.between_ops()
-
-    def _take_plan(self, *, page_lock: bool) -> None:
-        """Prepare a plan that has arrived, and look what the stages below hold.
-
-        Between ops, no memory may be page-locked, since that may wait for all work of the device,
-        and with it for a posted receive. Before the first iteration's self-test it is not known
-        what the stage can do. Then the plan waits for the end of the iteration.
-        """
-        for end in self._ends:
-            end.socket.pump()
-        plan = self._control.newest_plan()
-        if plan is not None:
-            self._listeners.heard(plan)
-            self._postponed = plan
-            if self._warm:
-                self._prepare_postponed(page_lock=page_lock)
-
-    def _prepare_postponed(self, *, page_lock: bool = True) -> None:
-        plan = self._postponed
-        if plan is None:
-            return
-        try:
-            if not self._prepare(plan, page_lock=page_lock):
-                return
-        except InputError as error:
-            log.warning("%s: plan %d refused: %s", self._coordinate, plan.version, error)
-            self._reporter.publish(message=f"plan {plan.version} refused: {error}")
-        self._postponed = None
 
     def ask(self, asked: Callable[[], bool], to_move: Callable[[], bool]) -> None:
         """Have ``asked`` tell whether this rank is asked to end, see :attr:`leaving`, and
@@ -527,32 +484,3 @@ class Iterations:
         """Whether a rank was asked to end when it shared the loss of an iteration that has ended.
         All ranks find it after the same one."""
         return self._loss.leaving
-
-    def adopt(self, samples: Iterable[IterationSample]) -> None:
-        """Report iterations that an earlier generation of ranks may not have reported, after the
-        first of this one: what is reported first tells what it went on with."""
-        self._left = list(samples)
-
-    def unreported(self) -> list[IterationSample]:
-        """The iterations that may not be reported if rank 0 ends now."""
-        return [*self._left, *self.rounds.unreported(monotonic())]
-
-    def finish_reports(self) -> None:
-        """Report all iterations. Waits for their ranks."""
-        self.rounds.finish_all()
-        self._report_left()
-
-    def _report_left(self) -> None:
-        left, self._left = self._left, []
-        for sample in left:
-            self._tell(sample)
-
-    def _report(self, sample: IterationSample) -> None:
-        """On rank 0, publish an iteration after the times of all ranks have arrived."""
-        if self._coordinate.rank == 0:
-            self._tell(sample)
-            self._report_left()
-
-    def _tell(self, sample: IterationSample) -> None:
-        self._reporter.publish(finished=sample)
-        self._listeners.finished(sample)

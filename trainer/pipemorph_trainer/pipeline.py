@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
-from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, leave_file, stay_file
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
@@ -28,22 +27,22 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
+from pipemorph_trainer.leaving import Departure, Leaving
 from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.preparation import MakeOptimizer, MakeState, StageOrBuilder, State
+from pipemorph_trainer.saving import Saving
 from pipemorph_trainer.settings import (
     DuplexChoice,
     EngineChoice,
     RecomputeChoice,
     RouteChoice,
 )
-from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
 from pipemorph_trainer.telemetry.progress import Progress
 from pipemorph_trainer.trackers.listeners import OnIteration
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.state.checkpoint import Checkpoints
     from pipemorph_trainer.state.scaler import GradScaler
 
 log = logging.getLogger("pipemorph.trainer")
@@ -183,22 +182,8 @@ class Pipeline:
             on_iteration=on_iteration,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
-        saves = self._parts.checkpoints is not None
-        self._last_word = LastWord(
-            self.current_wait, self._leave_traces, context.grace_seconds if saves else 0.0
-        )
-        kept, generation = context.kept_dir, context.generation
-        leave = None if kept is None else kept / leave_file(generation)
-        self._parts.iterations.ask(
-            lambda: self._last_word.asked, lambda: leave is not None and leave.exists()
-        )
-        self._leaving = self._moving = False
-        """Whether all ranks save before the next iteration and end, and whether they leave for
-        other places, as one of them was asked to."""
         self._last_activity = monotonic()
         self._closed = False
-        self._synchronized = True
-        """Whether the gradients of the last step were averaged over replicas."""
         self._met = self._went_on = False
         """Whether all stages have waited for each other since the last step, and whether the
         optimizer stepped without that."""
@@ -206,18 +191,20 @@ class Pipeline:
         self._switch_interval = sys.getswitchinterval()
         resumed = self._parts.resume()
         self.start_iteration = resumed.iteration
-        self._parts.iterations.adopt(resumed.unreported)
-        self.iteration = self._over = self._saved = self.start_iteration
-        if resumed.from_memory and self.start_iteration > 0:
-            # If a checkpoint of this iteration is due, it may not have been finished.
-            self._saved -= 1
-        self._mark()
+        self._parts.iterations.reports.adopt(resumed.unreported)
+        self.iteration = self._over = self.start_iteration
+        self._saving = Saving(self._parts, resumed)
+        self._leaving = Leaving(
+            self._parts, self._saving, context,
+            describe=self.current_wait, last=self._leave_traces,
+        )  # fmt: skip
+        self._saving.mark(self.iteration)
         if not resumed.from_memory:
-            self._keep()
+            self._saving.keep(self.iteration)
         self._parts.meet_neighbours()
         self._progress = Progress(context.progress_dir, context.rank, self.iteration)
         sys.setswitchinterval(SWITCH_SECONDS)
-        self._last_word.install()
+        self._leaving.install()
         self._parts.reporter.publish(message=self._told(resumed))
 
     # --- public methods -----------------------------------------------------------------
@@ -268,8 +255,7 @@ class Pipeline:
         """
         self._check_open("step")
         check_grad_mode(self.coordinate)
-        job = self.context.job
-        if job is not None and self.iteration >= job.spec.trainer.iterations:
+        if self.context.job is not None and self.iteration >= self.context.iterations:
             raise InputError(
                 f"{self.coordinate}: step() was called after all {self.iteration} iterations of "
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
@@ -279,15 +265,14 @@ class Pipeline:
         with self._failing():
             self._keep()
             self._end_iteration(monotonic())
-            self._save_if_due()
-            self._leave_if_asked()
-            self._move_if_asked()
+            self._saving.save_if_due(self.iteration)
+            self._leave(self._leaving.saved_to_end(self.iteration))
+            self._leave(self._leaving.sealed_to_move(self.iteration))
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
             self._progress.finished(self.iteration)
-            self._synchronized = self._parts.iterations.synchronizes
-            self._leaving = self._parts.iterations.leaving and self._synchronized
-            self._moving = self._parts.iterations.moving and self._synchronized
+            self._saving.synchronized = self._parts.iterations.synchronizes
+            self._leaving.hear()
             self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
@@ -384,7 +369,7 @@ class Pipeline:
         Raises :class:`InputError` after a step in :meth:`no_sync`.
         """
         self._check_open("clip_and_step")
-        if not self._synchronized:
+        if not self._saving.synchronized:
             raise InputError(
                 f"{self.coordinate}: clip_and_step() was called after a step in no_sync(), when "
                 "gradients differ between replicas; call it after a step outside"
@@ -429,14 +414,14 @@ class Pipeline:
                 f"{self.coordinate}: save() needs a folder: give Pipeline checkpoint=, or the "
                 "manifest spec.checkpoint"
             )
-        if not self._synchronized:
+        if not self._saving.synchronized:
             raise InputError(
                 f"{self.coordinate}: save() was called after a step in no_sync(), when gradients "
                 "differ between replicas; call it after a step outside"
             )
         with self._failing():
             self._end_iteration(monotonic())
-            return self._save(self._parts.checkpoints)
+            return self._saving.save(self._parts.checkpoints, self.iteration)
 
     def current_wait(self) -> str:
         """What this rank is waiting for, or why it failed, as text. Callable from any thread."""
@@ -515,7 +500,7 @@ class Pipeline:
 
         Raises :class:`InputError` if it does not fit this job.
         """
-        self._parts.iterations.install(plan)
+        self._parts.iterations.arriving.install(plan)
 
     def close(self) -> None:
         """Wait for all ranks, end the connections, and release everything. Idempotent.
@@ -529,12 +514,12 @@ class Pipeline:
             self._keep()
             self._end_iteration(self._last_activity)
             self._settle()
-            self._save_if_due()
-            self._leave_if_asked()
-            self._finish_writing()
-            self._parts.iterations.finish_reports()
+            self._saving.save_if_due(self.iteration)
+            self._leave(self._leaving.saved_to_end(self.iteration))
+            self._saving.finish_writing()
+            self._parts.iterations.reports.finish()
         self._closed = True
-        wanted = self._wanted()
+        wanted = self.context.iterations
         early = ""
         if self.iteration < wanted:
             early = (
@@ -619,7 +604,7 @@ class Pipeline:
         """End the last iteration at the time ``at``, once even if a step is refused."""
         if self.iteration > self._over:
             self._over = self.iteration
-            self._parts.iterations.rounds.end(self.iteration - 1, at, self._barrier())
+            self._parts.iterations.reports.rounds.end(self.iteration - 1, at, self._barrier())
             self._met = self._went_on = False
 
     def _barrier(self) -> bool | None:
@@ -633,29 +618,11 @@ class Pipeline:
         return False if all(own.emulated or own.module is not None for own in stages) else None
 
     def _mark(self) -> None:
-        """Say that the batch of the next iteration has not been drawn yet."""
-        keeper = self._parts.keeper
-        if keeper is not None and keeper.mark(self.iteration, moving=self._moving):
-            return
-        if self._leaving or self._due(self.iteration, after=self._saved):
-            self._parts.extra.mark()
-        else:
-            self._parts.extra.unmark()
+        leaving = self._leaving
+        self._saving.mark(self.iteration, leaving=leaving.ending, moving=leaving.moving)
 
     def _keep(self) -> None:
-        """Copy the state before the next iteration. Before anybody is told that the last one is
-        over, so that no iteration that has been reported is repeated."""
-        if self._moving:
-            self._settle()
-        if self._parts.keeper is not None:
-            tells = self.coordinate.rank == 0
-            self._parts.keeper.begin(
-                self.iteration,
-                self._parts.iterations.unreported() if tells else (),
-                synchronized=self._synchronized,
-                pending=self._parts.steps.pending,
-                moving=self._moving,
-            )
+        self._saving.keep(self.iteration, moving=self._leaving.moving)
 
     def _told(self, resumed: Resumed) -> str | None:
         """Tell where the state comes from. Returns the message of rank 0."""
@@ -667,95 +634,26 @@ class Pipeline:
             leave_word(context.kept_dir, context.generation, resumed)
         return str(resumed)
 
-    def _save_if_due(self) -> None:
-        """Save a checkpoint if one is due. Right before the next step, so after the optimizer's
-        step."""
-        parts = self._parts
-        if parts.checkpoints is None or not self._synchronized:
-            return
-        if self._due(self.iteration, after=self._saved):
-            self._save(parts.checkpoints)
-
-    def _leave_if_asked(self) -> None:
-        """End this rank if all are to end: save, unless all iterations are done or the checkpoint
-        that was due is that of this iteration. Raises :class:`SystemExit`, so that the script's
-        ``finally`` and ``with`` run."""
-        wanted, parts = self._wanted(), self._parts
-        if not self._leaving or (wanted and self.iteration >= wanted):
-            return
-        assert parts.checkpoints is not None
-        if self._saved != self.iteration:
-            self._save(parts.checkpoints)
-        self._finish_writing()
-        self._last_word.saved = True
-        self._leave(
-            f"saved the checkpoint of iteration {self.iteration}, since a rank was asked to end",
-            EXIT_SAVED,
-        )
-
-    def _move_if_asked(self) -> None:
-        """End this rank if all are to leave for other places, each with a copy of its state. If
-        one of them has none, all go on, and rank 0 says so."""
-        wanted, context = self._wanted(), self.context
-        if not self._moving or (wanted and self.iteration >= wanted):
-            return
-        keeper, folder = self._parts.keeper, context.kept_dir
-        why = "it keeps no state" if keeper is None else keeper.seal(self.iteration)
-        lacks = [f"rank {r}: {w}" for r, w in enumerate(self._parts.world.tell_all(why)) if w]
-        if not lacks:
-            self._leave(f"left at iteration {self.iteration}, for other places", EXIT_MOVES)
-        if self.coordinate.rank == 0 and folder is not None:
-            log.warning("ranks do not change places: %s", lacks[0])
-            (folder / stay_file(context.generation)).write_text(lacks[0])
-            (folder / leave_file(context.generation)).unlink(missing_ok=True)
-
-    def _leave(self, text: str, code: int) -> NoReturn:
-        """End this rank, as all do."""
-        parts = self._parts
-        self._finish_writing()
-        parts.iterations.finish_reports()
-        self._closed = True
-        if self.coordinate.rank == 0:
-            print(text, file=sys.stderr, flush=True)
-        parts.reporter.publish(message=text)
-        self._release(goodbye=True)
-        raise SystemExit(code)
-
-    def _wanted(self) -> int:
-        """The iterations of the manifest; 0 without one."""
-        return self.context.job.spec.trainer.iterations if self.context.job is not None else 0
-
-    def _due(self, iteration: int, *, after: int) -> bool:
-        """Whether a checkpoint is due before an iteration, with that of ``after`` saved."""
-        asked = self._parts.settings.checkpoint
-        return asked is not None and iteration // asked.every > after // asked.every
-
-    def _save(self, checkpoints: Checkpoints) -> Path:
-        parts = self._parts
-        parts.steps.settle()
-        self._finish_writing()
-        self._saved = self.iteration
-        parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
-        if parts.replicas is not None:
-            # Each replica writes a part of the checkpoint.
-            parts.replicas.share_buffers()
-        folder = checkpoints.save(self.iteration)
-        parts.waiting.end()
-        return folder
-
-    def _finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
-        checkpoints, waiting = self._parts.checkpoints, self._parts.waiting
-        if checkpoints is not None and checkpoints.writing is not None:
-            waiting.begin(f"all ranks to write {checkpoints.writing}")
-            checkpoints.finish()
-            waiting.end()
-
     # --- taking down --------------------------------------------------------------------------
 
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise PipelineError(f"{self.coordinate}: {call}() after close()")
+
+    def _leave(self, departure: Departure | None) -> None:
+        """End this rank, as all do. Raises :class:`SystemExit`, so that the script's ``finally``
+        and ``with`` run."""
+        if departure is None:
+            return
+        parts = self._parts
+        self._saving.finish_writing()
+        parts.iterations.reports.finish()
+        self._closed = True
+        if self.coordinate.rank == 0:
+            print(departure.text, file=sys.stderr, flush=True)
+        parts.reporter.publish(message=departure.text)
+        self._release(goodbye=True)
+        raise SystemExit(departure.code)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -797,5 +695,5 @@ class Pipeline:
     def _release(self, *, goodbye: bool) -> None:
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
         self._progress.close()
-        self._last_word.remove()
+        self._leaving.remove()
         sys.setswitchinterval(self._switch_interval)

@@ -34,7 +34,6 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import call, dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
-from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
@@ -49,6 +48,7 @@ from pipemorph_trainer.links.message import (
 )
 from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.trackers.listeners import Listeners
 
@@ -158,19 +158,16 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         assert had, "the first plan has slots"
         receive = device.post_receive("F of microbatch 3")
         arrived: list[RankPlan] = []
-        iterations = object.__new__(Iterations)
-        told: Any = SimpleNamespace(between_ops=lambda: None, advance=lambda: None, prepared=0)
-        vars(iterations).update(
-            _ends=[], _cutting=[], _turns=told, _reporter=told, _loss=told, rounds=told,
-            _polled_at=0.0, _training_began=0.0, _warm=True, _postponed=None, _plans=book,
-            _agreements={}, _listeners=Listeners(()),
-            _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),
+        told: Any = SimpleNamespace(prepared=0)
+        control: Any = SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None)
+        arriving = ArrivingPlans(
+            coordinate=mesh.coordinate(1), ends=[], plans=book, agreements=(), control=control,
+            reporter=told, listeners=Listeners(()), warm=True,
         )  # fmt: skip
 
         def between_ops(plan: RankPlan) -> None:
             arrived.append(plan)
-            iterations._polled_at = 0.0
-            iterations._between_ops()
+            arriving.take(page_lock=False)
             assert not arrived
 
         between_ops(same)
@@ -179,9 +176,9 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         assert book.held() == {1}
         assert len(device.registered) == had
         with pytest.raises(RuntimeError, match=f"cudaHostRegister {NEVER}F of microbatch 3"):
-            iterations._prepare_postponed()
+            arriving.prepare_postponed()
         device.deliver(receive)
-        iterations._prepare_postponed()
+        arriving.prepare_postponed()
         assert book.held() == {1, 2}
         assert len(device.registered) > had
 

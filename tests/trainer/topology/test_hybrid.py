@@ -62,6 +62,8 @@ class Case:
     placement: StagePlacement = "interleaved"
     tied: bool = False
     """Whether the output layer's weight is that of the embedding."""
+    frees: bool = False
+    """Whether FSDP frees parameters after each use."""
 
     @property
     def stages(self) -> int:
@@ -88,7 +90,7 @@ class Case:
 CASES = {
     "pp2 tp2 dp2": Case({"dp_replicate": 2, "pp": 2, "tp": 2}, delegated=True, tied=True, save="a"),
     "pp2 fsdp4": Case({"pp": 2, "dp_shard": 4}, delegated=True),
-    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True, recomputes=True),
+    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True, recomputes=True, frees=True),
     "pp2 hsdp2x2": Case(
         {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, delegated=True, tied=True, resume="a"
     ),
@@ -100,7 +102,7 @@ CASES = {
     ),
     "pp2v2 hsdp2x2": Case(
         {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, each=2, placement="v", delegated=True,
-        tied=True, resume="c",
+        tied=True, resume="c", frees=True,
     ),
 }  # fmt: skip
 SAVES_TIED = "pp2x2 fsdp2 tp2"
@@ -153,7 +155,12 @@ def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
     whole = whole_model(tied=case.tied)
     coordinate = shape_of(mesh, RANKS, case.each, case.placement).coordinate(context.rank)
     parts = {
-        stage: distribute(part_of(whole, stage, stages), mesh, hybrid=case.hybrid)
+        stage: distribute(
+            part_of(whole, stage, stages),
+            mesh,
+            hybrid=case.hybrid,
+            reshard=(True, True) if case.frees else (None, None),
+        )
         for stage in coordinate.held
     }
     named = [(f"{s}.", n, p) for s, part in parts.items() for n, p in part.named_parameters()]

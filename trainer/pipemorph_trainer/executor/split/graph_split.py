@@ -142,6 +142,10 @@ class GraphSplit(Splitter):
         self.in_b: set[str] = set()
         """Parameters below several nodes, whose gradients B computes."""
 
+    @property
+    def uses_values(self) -> bool:
+        return True
+
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
         flight.outputs = ()

@@ -39,6 +39,7 @@ class ModuleSplit(Splitter):
         self.layers = layers
         self._sink = Sink()
         self._patch = Patch(layers, self._sink)
+        self._held: list[tuple[Layer, str, nn.Parameter]] | None = None
         self._before: list[tuple[Layer, str, nn.Parameter, int | None]] = []
         self._whole: dict[str, str] = {}
         """Parameters of compiled code whose gradients B has computed, each with the reason."""
@@ -72,6 +73,20 @@ class ModuleSplit(Splitter):
             if name not in self.deferred
         }
 
+    def hold_parameters(self) -> None:
+        self._held = self._parameters()
+
+    @property
+    def uses_values(self) -> bool:
+        """That of a Linear is a product of its input and the output's gradient."""
+        return any(
+            isinstance(layer, CompiledLayer) or not isinstance(layer.module, nn.Linear)
+            for layer in self.layers
+        )
+
+    def _parameters(self) -> list[tuple[Layer, str, nn.Parameter]]:
+        return [(layer, *each) for layer in self.layers for each in layer.parameters()]
+
     def patch_for_good(self) -> None:
         """Patch the layers for good, for a caller that neither runs F nor B."""
         self._patch.install()
@@ -81,8 +96,7 @@ class ModuleSplit(Splitter):
         # Number of writes to each deferred parameter's `.grad`; None without a gradient.
         self._before = [
             (layer, name, parameter, None if parameter.grad is None else version(parameter.grad))
-            for layer in self.layers
-            for name, parameter in layer.parameters()
+            for layer, name, parameter in self._held or self._parameters()
         ]
         self._sink.open({id(each[2]): each[:2] for each in self._before})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,8 @@ class StageRunner:
         recompute: the self-test also tries whether the stage can run a forward again.
 
     A stage that ``fully_shard`` has sharded is gathered from :meth:`begin_iteration` to
-    :meth:`end_iteration`, which reduces its gradients; both are collective.
+    :meth:`end_iteration`, which reduces its gradients; both are collective. So are the ops, if
+    modules of the stage ask to be sharded again after each use.
 
     Raises :class:`SplitError` if the split ``mode`` is not possible for the stage's modules.
     """
@@ -97,6 +99,7 @@ class StageRunner:
         if mode != "auto":
             with self._sharded.gathered():
                 self._splitter, self.report = asked_for(mode, module)
+                self._hold_parameters()
         self._samples: list[Sample] = []
         """Copies of the first microbatches, until the self-test."""
         self._has_run = False
@@ -172,6 +175,10 @@ class StageRunner:
         self._sharded.reduce()
         place_gradients(self.module)
 
+    def _hold_parameters(self) -> None:
+        if self._sharded.frees:
+            self._splitter.hold_parameters()
+
     def _splits(self, microbatch: int) -> Splitter:
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.
         whole = microbatch in self._fused and not self._splitter.tolerance
@@ -207,6 +214,7 @@ class StageRunner:
                 self._call, samples, self._store, self._agree, recompute=self._recompute
             )
             self._splitter, self.report = test.run()
+            self._hold_parameters()
         self._samples = []
         return self.report
 
@@ -334,8 +342,14 @@ class StageRunner:
     def backward_weight(self, microbatch: int) -> None:
         """Run W: add this microbatch's gradients to ``.grad``, and drop the microbatch."""
         self._expect("W", microbatch)
-        self._splits(microbatch).backward_weight(self._flights[microbatch])
+        splitter = self._splits(microbatch)
+        with self._sharded.gathered_for_weights() if self._gathers(splitter) else nullcontext():
+            splitter.backward_weight(self._flights[microbatch])
         self._finish(microbatch)
+
+    def _gathers(self, splitter: Splitter) -> bool:
+        """Whether W gathers parameters for itself."""
+        return self._sharded.frees and splitter.uses_values
 
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
@@ -344,7 +358,13 @@ class StageRunner:
         self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
         self._keep_output_grads(microbatch, output_grads)
-        grads = self._splits(microbatch).backward(self._flights[microbatch], output_grads)
+        splitter, flight = self._splits(microbatch), self._flights[microbatch]
+        if self._gathers(splitter):
+            grads = splitter.backward_input(flight, output_grads)
+            with self._sharded.gathered_for_weights():
+                splitter.backward_weight(flight)
+        else:
+            grads = splitter.backward(flight, output_grads)
         self._next["B"] += 1
         self._finish(microbatch)
         return grads

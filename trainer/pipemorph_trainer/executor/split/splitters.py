@@ -31,6 +31,15 @@ class Splitter:
         """How much gradients may differ from those of an unsplit backward, relative to the largest
         element: 0 unless compiled code was cut, which may round elsewhere then."""
 
+    def hold_parameters(self) -> None:
+        """Go on with the stage's parameters as they are now: later they may be other objects, while
+        FSDP has them sharded."""
+
+    @property
+    def uses_values(self) -> bool:
+        """Whether W may use the values of parameters."""
+        return False
+
     def forward(
         self,
         call: StageCall,

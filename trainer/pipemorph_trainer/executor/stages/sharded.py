@@ -1,9 +1,9 @@
 """Gathers the parameters and reduces the gradients of a distributed stage.
 
 Of a stage that ``fully_shard`` has sharded (FSDP2), parameters stay gathered from the first op of
-an iteration to its last W. Their gradients add up unsharded on each rank, and are reduce-scattered
-once. Between iterations the stage is sharded, as the optimizer, the gradient norm and checkpoints
-need it.
+an iteration to its last W, or, of modules that ask for it, only while an op is inside them. Their
+gradients add up unsharded on each rank, and are reduce-scattered once. Between iterations the stage
+is sharded, as the optimizer, the gradient norm and checkpoints need it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from pipemorph.errors import InputError
+from pipemorph_trainer.executor.stages.resharding import Resharding
 from pipemorph_trainer.topology.placement import loaded, misplaced
 
 
@@ -38,17 +39,20 @@ class Sharded:
                     " module before it was sharded"
                 )
             root.set_manual_backward_finalization(True)
-            # Else every F and B of a microbatch gathers again.
-            root.set_reshard_after_forward(False)
+        self._resharding = Resharding(self._modules)
+
+    @property
+    def frees(self) -> bool:
+        """Whether there are modules that are gathered only while an op is inside them."""
+        return bool(self._resharding.freed)
 
     def gather(self) -> None:
-        """Gather the parameters, for any number of F, B and W."""
+        """Gather the parameters, for any number of F, B and W, but those that each op gathers."""
         for root in self._roots:
             root.set_requires_gradient_sync(False)
-            root.set_reshard_after_backward(False)
-        for handle in [module.unshard(async_op=True) for module in self._modules]:
-            if handle is not None:
-                handle.wait()
+        for module in self._resharding.kept:
+            module.set_reshard_after_backward(False, recurse=False)
+        _unshard(self._resharding.kept)
 
     def reduce(self) -> None:
         """Reduce the gradients, add them to those of the shards, and shard the parameters again.
@@ -63,12 +67,31 @@ class Sharded:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the parameters, and shard them again at the end."""
-        self.gather()
+        """Gather all parameters, and shard them again at the end."""
+        with self._resharding.suspended():
+            self.gather()
+            _unshard(self._resharding.freed)
+            try:
+                yield
+            finally:
+                self.reduce()
+
+    @contextmanager
+    def gathered_for_weights(self) -> Iterator[None]:
+        """Gather, for a W that uses their values, what ops gather only for themselves."""
+        _unshard(self._resharding.freed)
         try:
             yield
         finally:
-            self.reduce()
+            for module in self._resharding.freed:
+                module.reshard()
+
+
+def _unshard(modules: list[Any]) -> None:
+    """Gather modules, each while others are on the way."""
+    for handle in [module.unshard(async_op=True) for module in modules]:
+        if handle is not None:
+            handle.wait()
 
 
 def is_sharded(stage: nn.Module) -> bool:

@@ -1,0 +1,107 @@
+"""Ends the ranks of a pipeline between two iterations when one of them was asked to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, leave_file, stay_file
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.parts import Parts
+from pipemorph_trainer.saving import Saving
+from pipemorph_trainer.signals import LastWord
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+class Departure(NamedTuple):
+    """How all ranks end: what rank 0 says, and the exit code of each."""
+
+    text: str
+    code: int
+
+
+class Leaving:
+    """Knows whether all ranks are to end, and prepares for it. Main thread only.
+
+    A rank is asked by SIGTERM to save and to end, or by a file of its host to leave for another
+    place. All ranks hear of it with the loss of an iteration.
+
+    ``describe``: what this rank is waiting for; ``last``: called before a signal ends the process.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        saving: Saving,
+        context: TrainerContext,
+        *,
+        describe: Callable[[], str],
+        last: Callable[[], None],
+    ) -> None:
+        self._parts, self._saving, self._context = parts, saving, context
+        saves = parts.checkpoints is not None
+        self._last_word = LastWord(describe, last, context.grace_seconds if saves else 0.0)
+        kept, generation = context.kept_dir, context.generation
+        leave = None if kept is None else kept / leave_file(generation)
+        parts.iterations.ask(
+            lambda: self._last_word.asked, lambda: leave is not None and leave.exists()
+        )
+        self.ending = False
+        """Whether all ranks save before the next iteration and end."""
+        self.moving = False
+        """Whether all ranks leave for other places before the next iteration."""
+
+    def install(self) -> None:
+        """Handle signals from now on."""
+        self._last_word.install()
+
+    def remove(self) -> None:
+        """No longer handle signals. Idempotent."""
+        self._last_word.remove()
+
+    def hear(self) -> None:
+        """Take over what all ranks have heard in the iteration that has ended. Between the steps of
+        an accumulation none of them leaves."""
+        iterations, may = self._parts.iterations, self._saving.synchronized
+        self.ending = iterations.leaving and may
+        self.moving = iterations.moving and may
+
+    def saved_to_end(self, iteration: int) -> Departure | None:
+        """If all ranks are to end, save before the iteration that they do not begin, unless its
+        checkpoint is saved. None if they are not, or have done all iterations."""
+        if not self.ending or self._complete(iteration):
+            return None
+        checkpoints = self._parts.checkpoints
+        assert checkpoints is not None, "only a rank that can save waits for it after a SIGTERM"
+        if self._saving.saved != iteration:
+            self._saving.save(checkpoints, iteration)
+        self._saving.finish_writing()
+        self._last_word.saved = True
+        return Departure(
+            f"saved the checkpoint of iteration {iteration}, since a rank was asked to end",
+            EXIT_SAVED,
+        )
+
+    def sealed_to_move(self, iteration: int) -> Departure | None:
+        """If all ranks are to leave for other places, see that each has a copy of its state. None
+        if they are not; also if one of them has no copy: then all go on, and rank 0 says so."""
+        context = self._context
+        if not self.moving or self._complete(iteration):
+            return None
+        keeper, folder = self._parts.keeper, context.kept_dir
+        why = "it keeps no state" if keeper is None else keeper.seal(iteration)
+        lacks = [f"rank {r}: {w}" for r, w in enumerate(self._parts.world.tell_all(why)) if w]
+        if not lacks:
+            return Departure(f"left at iteration {iteration}, for other places", EXIT_MOVES)
+        if self._parts.coordinate.rank == 0 and folder is not None:
+            log.warning("ranks do not change places: %s", lacks[0])
+            (folder / stay_file(context.generation)).write_text(lacks[0])
+            (folder / leave_file(context.generation)).unlink(missing_ok=True)
+        return None
+
+    def _complete(self, iteration: int) -> bool:
+        """Whether all iterations of the manifest are done."""
+        wanted = self._context.iterations
+        return 0 < wanted <= iteration
