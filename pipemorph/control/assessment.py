@@ -111,14 +111,21 @@ class Assessment:
 
     # --- finished iterations ----------------------------------------------------------------
 
-    def weigh_routes(self) -> None:
+    def weigh_routes(self, now: float) -> None:
         """Compare op times on delegated links with those on direct ones."""
         last, observed, plans = self._ledger.last_iteration, self._observed.stages, self._plans
         if not observed.measured or plans.unknown or not self._route_costs.due(last):
             return
         if (stages := observed.times()) is not None:
             iterations = len(self._ledger.under(plans.wanted.version))
-            self._route_costs.observe(stages, plans.wanted, iterations=iterations, last=last)
+            links = self._observed.links.states(now)
+            self._route_costs.observe(
+                stages,
+                plans.wanted,
+                iterations=iterations,
+                last=last,
+                failed_over=any(link.failed_over for link in links),
+            )
 
     def compare(self, now: float) -> Verdict | None:
         """Compare newly finished iterations with predictions. Returns what the last change brought,

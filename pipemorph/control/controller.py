@@ -230,7 +230,7 @@ class JobController:
             decider.say_crowded(now)
         plans.applied(observed.applied_plan_version)
         if report.iterations:
-            self._assessment.weigh_routes()
+            self._assessment.weigh_routes(now)
             decider.compare(now)
         decider.consider(now)
         if self._on_report is not None:
