@@ -1,11 +1,13 @@
 """The control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
 
-``observe`` processes reports: ``detector`` judges one direction of a link, ``link_health`` a job's
-links, ``stage_profile`` its stages, ``reductions`` their gradient reductions. ``decide`` makes
-decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times, ``replan`` proposes a
-plan with its ``findings``, ``reasons`` turns them into text. ``controller`` runs the loop and
-issues plans, ``history`` records the effect of each, ``snapshot`` is the state that survives a
-restart of the host.
+``controller`` is what hosts call. ``assessment`` is what is known of a job, as far as measured
+iterations confirm it; ``decider`` asks for a proposal where that gives cause, and issues the plan;
+``plans`` are those that ranks run, should run, or return to. ``journal`` and ``records`` say what
+was decided and why, ``history`` what came of it; ``snapshot`` survives a restart of the host.
+
+``observe`` runs in the agent, and judges what ranks measure; ``observed`` is what it has told.
+``decide`` makes decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times,
+``replan`` proposes a plan with its ``findings``, ``reasons`` turns them into text.
 """
 
 from pipemorph.control.controller import JobController

@@ -193,6 +193,7 @@ class AdaptiveTrainer:
                         queued=median(held[where]),
                         spacing=spaced.get((window, where)),
                         latency=latencies.get((window, where)),
+                        failed_over=where.route is Route.DELEGATED and where.link in gone,
                     )
                     for where, rows in sorted(found.items())
                 ],
@@ -234,6 +235,7 @@ class AdaptiveTrainer:
         queued: float,
         spacing: float | None,
         latency: float | None,
+        failed_over: bool,
     ) -> LinkSample:
         exact = [wire for wire, known in rows if known]
         values = sorted(exact or [wire for wire, _ in rows])
@@ -256,6 +258,7 @@ class AdaptiveTrainer:
             queue_p50=queued,
             spacing=spacing,
             latency=latency,
+            failed_over=failed_over,
         )
 
     def _profile(self, stage: int, replica: int, plan: Plan, ran: Simulation) -> StageProfile:

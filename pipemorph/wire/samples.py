@@ -56,6 +56,9 @@ class LinkSample(WireModel):
     waited: Seconds | None = None
     """Time for which threads of the receiver have waited for a processor in this window, added up;
     None if unknown. A message may seem late by as much."""
+    failed_over: bool = False
+    """Whether the link's direct route broke, so that its messages are delegated whatever plans
+    say."""
     rtt_min: Seconds | None = None
     """Shortest round trip on the engine's control connection; None if not measured."""
 

@@ -54,6 +54,8 @@ class LinkState(WireModel):
     column: Count = 0
     direction: Direction = "forward"
     """Where the wire time is the longest."""
+    failed_over: bool = False
+    """Whether the direct route of any direction broke, see :class:`~pipemorph.wire.LinkSample`."""
 
 
 class DirectionState(WireModel):
@@ -74,6 +76,7 @@ class DirectionState(WireModel):
     in_doubt: bool = False
     since_iteration: Count | None = None
     recent: Annotated[tuple[Seconds, ...], Field(max_length=256)] = ()
+    failed_over: bool = False
     bases: RouteTimes = Field(default_factory=dict)
     """Normal wire time per route, for an agent that starts anew."""
 

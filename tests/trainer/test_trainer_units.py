@@ -191,6 +191,18 @@ def test_a_change_of_route_closes_the_window() -> None:
     sample = recorder.drain()
     assert sample is not None
     assert (sample.route, sample.transport, sample.iteration) == (Route.DELEGATED, "shm", 4)
+    assert not sample.failed_over
+
+
+def test_samples_say_that_the_direct_route_broke() -> None:
+    recorder = LinkRecorder(0, 0, Direction.BACKWARD)
+    recorder.begin(Route.DIRECT, "gloo", 4)
+    recorder.add(0.001, 0.0, 1, exact=True)
+    left = recorder.begin(Route.DELEGATED, "tcp", 4, failed_over=True)
+    assert left is not None and not left.failed_over
+    recorder.add(0.001, 0.0, 1, exact=True)
+    sample = recorder.drain()
+    assert sample is not None and sample.failed_over
 
 
 # --- the control socket --------------------------------------------------------------------

@@ -306,6 +306,7 @@ class Parts:
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct route broke: reserve slots, since its messages now go through the engine."""
         self.plans.reserve(self.plans.in_force)
+        self.reporter.reroute(end)
         self.reporter.publish(message=f"{self.coordinate}: {end}: the direct route broke: {why}")
 
     def resume(self) -> Resumed:

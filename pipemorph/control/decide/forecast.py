@@ -101,11 +101,21 @@ class Situation:
     """Empty if there is one replica, or all links are well."""
     route_cost: RouteCost = field(default_factory=RouteCost)
     """What delegating takes of the op times in ``stages``."""
+    failed_over: tuple[bool, ...] = ()
+    """Which links are delegated whatever the plan says, since their direct route broke; empty if
+    none is."""
     assumed: bool = False
     """Whether only the ratios of the op times mean anything, since nothing was known of them."""
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
+
+    def carried(self, routes: Sequence[Route]) -> tuple[Route, ...]:
+        """The routes that are in force under a plan with ``routes``."""
+        if not self.failed_over:
+            return tuple(routes)
+        pairs = zip(routes, self.failed_over, strict=True)
+        return tuple(Route.DELEGATED if failed else route for route, failed in pairs)
 
     def varies(self, link: int) -> bool:
         return bool(self.recent and self.recent[link])
@@ -145,6 +155,7 @@ class Situation:
             unknown=links.unknown,
             transfers=links.transfers,
             recent=links.recent,
+            failed_over=links.failed_over,
             own=(),
         )
 
@@ -158,6 +169,7 @@ class Situation:
             unknown=self.unknown,
             transfers=self.transfers or (0.0,) * len(self.delays),
             recent=self.recent,
+            failed_over=self.failed_over,
         )
 
     def of(self, replicas: Sequence[int]) -> Situation:
@@ -254,6 +266,7 @@ class Forecast:
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
         situation = self._situation
+        routes = situation.carried(routes)
         transfers = [situation.transfer(i) for i in range(len(routes))]
         problem = problem_for(
             self._spec.schedule.microbatches,
@@ -374,7 +387,8 @@ class Forecast:
     def _may_go_online(self, routes: tuple[Route, ...]) -> bool:
         """Only while links are slow and delegated. On a direct route a late send holds up whatever
         op comes next, and arrivals that say how slow the link is are seen later."""
-        slow = [route for route, slow in zip(routes, self._situation.slow, strict=True) if slow]
+        carried = self._situation.carried(routes)
+        slow = [route for route, slow in zip(carried, self._situation.slow, strict=True) if slow]
         return (
             self._spec.schedule.dispatch == "auto"
             and self._spec.parallelism.mesh.lockstep == 1
@@ -411,7 +425,7 @@ class Forecast:
         """The distinct routes of all links that the spec allows.
 
         ``auto`` may delegate slow links only, since a healthy link is fastest direct. A link
-        without recent samples keeps its route.
+        without recent samples keeps its route, and one whose direct route broke has no other.
         """
         if self._spec.transport.route != "auto" or not self._spec.adaptation.allow_delegation:
             return [initial]
@@ -424,7 +438,7 @@ class Forecast:
             Route.DELEGATED if slow else route
             for route, slow in zip(back, situation.slow, strict=True)
         )
-        return list(dict.fromkeys([current, back, moved]))
+        return list(dict.fromkeys(map(situation.carried, (current, back, moved))))
 
 
 def runnable(plan: Plan) -> str | None:

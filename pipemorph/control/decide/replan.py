@@ -365,6 +365,6 @@ def _keeps_slow(option: Option, forecast: Forecast) -> bool:
     return all(
         route is Route.DELEGATED
         for plan, part in forecast.shared_out(option.plan)
-        for route, slow in zip(plan.routes, part.slow, strict=True)
+        for route, slow in zip(part.carried(plan.routes), part.slow, strict=True)
         if slow
     )

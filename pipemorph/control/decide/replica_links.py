@@ -29,6 +29,7 @@ class ReplicaLinks:
     unknown: tuple[bool, ...]
     transfers: tuple[float, ...]
     recent: tuple[tuple[float, ...], ...] = ()
+    failed_over: tuple[bool, ...] = ()
 
     @property
     def late(self) -> float:
@@ -56,6 +57,7 @@ class ReplicaLinks:
             unknown=tuple(a and b for a, b in zip(self.unknown, other.unknown, strict=True)),
             transfers=tuple(map(max, self.transfers, other.transfers)),
             recent=self._recent_of_worst(other),
+            failed_over=either(self.failed_over, other.failed_over),
         )
 
     def _recent_of_worst(self, other: ReplicaLinks) -> tuple[tuple[float, ...], ...]:
@@ -67,6 +69,13 @@ class ReplicaLinks:
             mine if self.delays[i] >= other.delays[i] else theirs
             for i, (mine, theirs) in enumerate(pairs)
         )
+
+
+def either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Per link, whether one of two holds. An empty one holds for none."""
+    if not one or not other:
+        return one or other
+    return tuple(a or b for a, b in zip(one, other, strict=True))
 
 
 def folded(own: Iterable[ReplicaLinks], *, least: float, most: int) -> list[ReplicaLinks]:

@@ -80,14 +80,21 @@ class RouteCosts:
         return RouteCost(self._part, self._measured_on)
 
     def observe(
-        self, stages: tuple[StageTimes, ...], plan: Plan, *, iterations: int, last: int
+        self,
+        stages: tuple[StageTimes, ...],
+        plan: Plan,
+        *,
+        iterations: int,
+        last: int,
+        failed_over: bool = False,
     ) -> None:
         """Note op times. ``iterations``: how many have run under this plan; ``last``: the index of
-        the newest. Replicas with plans of their own have other routes, and teach nothing.
+        the newest. Replicas with plans of their own have other routes, and teach nothing; nor do
+        routes that are others than the plan's, since a direct one broke (``failed_over``).
 
         Only op times from shortly before a change and from shortly after it are compared: what
         makes a stage slow later is not what delegating takes."""
-        if plan.own:
+        if plan.own or failed_over:
             self._measured_on = ()
             return
         if iterations < MOSTLY:

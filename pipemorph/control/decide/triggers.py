@@ -321,6 +321,10 @@ def _seen(situation: Situation, links: Sequence[LinkHealth], before: Situation) 
     recent = tuple(
         link.recent if known[i] or before.varies(i) else () for i, link in enumerate(links)
     )
+    failed_over = tuple(
+        link.failed_over if known[i] else bool(before.failed_over and before.failed_over[i])
+        for i, link in enumerate(links)
+    )
     return replace(
         situation,
         wire_times=tuple(
@@ -336,6 +340,7 @@ def _seen(situation: Situation, links: Sequence[LinkHealth], before: Situation) 
             link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
         ),
         recent=recent if any(recent) else (),
+        failed_over=failed_over if any(failed_over) else (),
     )
 
 

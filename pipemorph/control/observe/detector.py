@@ -161,6 +161,8 @@ class DelayDetector:
         """Windows since the link recovered."""
         self._carried = (0.0, 0.0, 0.0)
         """Base, delay and noise of the previous route."""
+        self._expected: float | None = None
+        """What is normal on the next route without a base, see :meth:`expect`."""
 
     # --- estimates ------------------------------------------------------------------------
 
@@ -338,11 +340,20 @@ class DelayDetector:
         else:
             self._observe_healthy(known, value, within, mark, weight)
 
+    def expect(self, base: float) -> None:
+        """Judge the next route that has no base by ``base``, unless its first windows are near it:
+        the link was moved there since its route broke, not since this one is quick."""
+        self._expected = base
+
     def lower_base(self, base: float) -> bool:
         """Use ``base``, from the link's peers, as the normal wire time if it is much lower.
 
         For a link that was slow before its base was learned. Returns whether it was used.
         """
+        # Receivers that compute may need iterations to learn it, of which the last ones were slow.
+        return self._lower(base, self._learned_at)
+
+    def _lower(self, base: float, since: int | None) -> bool:
         known = self._bases.get(self.route) if self.route is not None else None
         if known is None or not known.exact or self.level is not Level.HEALTHY:
             return False
@@ -352,8 +363,7 @@ class DelayDetector:
             return False
         self._since = deque([Within.exactly(known.value)] * LEARN, RECENT)
         known.value = base
-        # Receivers that compute may need iterations to learn it, of which the last ones were slow.
-        self._become(Level.SLOW, self._learned_at)
+        self._become(Level.SLOW, since)
         return True
 
     def restore_base(self, route: str, base: float) -> None:
@@ -429,7 +439,9 @@ class DelayDetector:
             self._bases[self.route] = _Base(level, spread, exact=bool(true))
             self.changed_at, self._learned_at = self._suspected_at, mark
             self.level = Level.HEALTHY
-        self._suspected_at = None
+            if self._expected is not None:
+                self._lower(self._expected, self._suspected_at)
+        self._suspected_at = self._expected = None
 
     def _observe_healthy(
         self, known: _Base, value: float, within: Within, mark: int, weight: float

@@ -99,6 +99,8 @@ class _Series:
     """Whether the link was narrow when that was last sure."""
     unsure: int = 0
     """Windows left in which it is not."""
+    failed_over: bool = False
+    """Whether its direct route broke, as of the newest window."""
 
     @property
     def transfer(self) -> float:
@@ -173,6 +175,7 @@ class _Window(NamedTuple):
     slack: float
     latency: float | None
     spacing: float | None
+    failed_over: bool
     sender: tuple[int, int]
     receiver: tuple[int, int]
     """Their ranks: stage and column."""
@@ -256,6 +259,8 @@ class LinkBook:
         for window, late in zip(windows, late_ones, strict=True):
             doubted = late and (common or self._is_explained(window, now, ends))
             detector, was = window.series.detector, window.series.detector.level
+            if window.failed_over != window.series.failed_over:
+                self._fail_over(window)
             detector.observe(
                 window.value,
                 mark=window.mark,
@@ -285,6 +290,7 @@ class LinkBook:
                 series is None
                 or not wire.exact
                 or key in waiting
+                or sample.failed_over != series.failed_over
                 or now - series.seen_at > self._stale_after
                 or not series.detector.passes(wire.p50, sample.route)
             ):
@@ -348,6 +354,7 @@ class LinkBook:
             slack,
             sample.latency,
             sample.spacing,
+            sample.failed_over,
             sender,
             receiver,
         )
@@ -358,6 +365,25 @@ class LinkBook:
         series = _Series(key, DelayDetector(self._thresholds), now)
         self._series[key[0]][key] = series
         return series
+
+    def _fail_over(self, window: _Window) -> None:
+        """Note that the direct route of a direction broke, or is back. The route that replaces it
+        may be slow from its first message on, so it is compared with links that use it already, or
+        else with the route that broke. Walks all series: it happens once to a link."""
+        series, route = window.series, window.route
+        series.failed_over = window.failed_over
+        self._turned[series.key[0]] = None
+        if not series.failed_over:
+            return
+        used = [
+            base
+            for each in self._all()
+            if each.key[0] != series.key[0] and each.detector.route == route
+            if (base := each.detector.base) is not None
+        ]
+        expected = sorted(used)[(len(used) - 1) // 4] if used else series.detector.base
+        if expected is not None:
+            series.detector.expect(expected)
 
     def _is_explained(self, window: _Window, now: float, ends: Ends) -> bool:
         """Whether a window may be late because one of its ranks had no processor. Nothing delays
@@ -519,6 +545,7 @@ class LinkBook:
             in_doubt=found.suspected_at is not None or series.in_doubt,
             since_iteration=found.changed_at,
             recent=() if transfer else tuple(round(each, DIGITS) for each in found.recent),
+            failed_over=series.failed_over,
             bases={route: round(base, DIGITS) for route, base in found.bases().items()},
         )
 
@@ -529,6 +556,7 @@ class LinkBook:
 
     def _rest(self, link: int, now: float) -> LinkState:
         worst, least, longest, newest = None, 1.0, -1.0, None
+        failed_over = False
         for series in self._series[link].values():
             found = series.detector
             if found.level is not Level.HEALTHY or not self._is_fresh(series, now):
@@ -537,6 +565,7 @@ class LinkBook:
             if wire > longest:
                 worst, longest = series, wire
             least = min(least, found.confidence)
+            failed_over |= series.failed_over
             if found.changed_at is not None and (newest is None or found.changed_at > newest):
                 newest = found.changed_at
         if worst is None:
@@ -549,6 +578,7 @@ class LinkBook:
             since_iteration=newest,
             column=worst.key[1],
             direction=worst.key[2],
+            failed_over=failed_over,
         )
 
     def restore(self, rows: Iterable[SlowDirection], now: float) -> None:
@@ -587,10 +617,11 @@ def _links(times: Sequence[float], since: float, elsewhere: Collection[int]) -> 
 
 
 def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
-    worst, least, newest, several = None, 1.0, None, False
+    worst, least, newest, several, failed_over = None, 1.0, None, False, False
     for state in states:
         if state.health != "healthy":
             continue
+        failed_over |= state.failed_over
         if worst is None:
             worst, least, newest = state, state.confidence, state.since_iteration
             continue
@@ -613,6 +644,7 @@ def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
         since_iteration=newest,
         column=worst.column,
         direction=worst.direction,
+        failed_over=failed_over,
     )
 
 

@@ -621,6 +621,8 @@ class Observer:
     def _direction_differs(self, told: DirectionState, new: DirectionState) -> Change:
         if new.health != told.health or bool(new.recent) != bool(told.recent):
             return Change.NOW
+        if new.failed_over != told.failed_over:
+            return Change.NOW
         least = max(self._settings.min_delay / 4, MATERIAL * told.delay)
         moved = max(abs(new.delay - told.delay), abs(new.transfer - told.transfer))
         if moved > least or (told.in_doubt and not new.in_doubt):
@@ -632,6 +634,7 @@ def _link_differs(told: LinkState, new: LinkState) -> Change:
     if new.health != told.health:
         return Change.NOW
     same = new.since_iteration == told.since_iteration
+    same = same and new.failed_over == told.failed_over
     same = same and abs(new.confidence - told.confidence) <= NOTICEABLE
     moved = abs(new.wire_time - told.wire_time) > PLANNED * told.wire_time
     return Change.LATER if moved or not same else Change.NONE

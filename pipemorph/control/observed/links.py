@@ -55,6 +55,8 @@ class LinkHealth:
     recent: tuple[float, ...] = ()
     """Delays of the newest windows, oldest first, if they vary; else empty. See
     :attr:`~pipemorph.control.observe.detector.DelayDetector.recent`."""
+    failed_over: bool = False
+    """Whether its direct route broke, so that it is delegated whatever plans say."""
     column: str = ""
     """The column's name for messages; empty if there is only one."""
 
@@ -222,6 +224,7 @@ class LinkTable:
                 wire_time=rest.wire_time,
                 confidence=rest.confidence,
                 since_iteration=rest.since_iteration,
+                failed_over=rest.failed_over,
                 replica=rest.column,
                 direction=rest.direction,
                 column=self._mesh.column_name(rest.column),
@@ -240,6 +243,7 @@ class LinkTable:
             confidence=max(row.confidence for row in slow),
             in_doubt=any(row.in_doubt for row in slow),
             since_iteration=min(since) if since else None,
+            failed_over=any(row.failed_over for row in slow),
             replica=worst.column,
             direction=worst.direction,
             column=self._mesh.column_name(worst.column),

@@ -13,6 +13,7 @@ from plant_support import BASE, OP, Plant, settle, spec
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
+from pipemorph.control.decide.triggers import Judgement
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
@@ -105,13 +106,13 @@ def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Op times that changed with the link can be what is looked at first."""
-    seen = JobController._cause
+    seen = Judgement.cause
 
-    def cause(controller: JobController, now: Any) -> Any:
-        found = seen(controller, now)
+    def cause(*given: Any, **more: Any) -> Any:
+        found = seen(*given, **more)
         return "profile" if found == "recovered" else found
 
-    monkeypatch.setattr(JobController, "_cause", cause)
+    monkeypatch.setattr(Judgement, "cause", cause)
     plant = Plant(spec())
     plant.run(6)
     plant.delays[1] = 0.060
@@ -418,7 +419,7 @@ def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: b
     assert plant.controller.snapshot() == before.snapshot() | {"footprints": saved["footprints"]}
     plant.decides = False
     plant.run(1)
-    assert not plant.controller._attentive(), "it knows whether there is a barrier"
+    assert not plant.controller._assessment.attentive, "it knows whether there is a barrier"
     plant.run(23)
     assert plant.controller.replan is None
     plant.ops[1] = StageTimes(forward=0.05, backward_input=0.05, backward_weight=0.05)

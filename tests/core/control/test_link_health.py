@@ -338,3 +338,45 @@ def test_a_slow_link_whose_receiver_waits_for_a_processor_is_not_slower() -> Non
         sample = job.sample(3, 0, 0.06).model_copy(update={"waited": 0.025})
         job.report([sample, job.sample(3, 1, 0.03)])
     assert job.states()[3].delay == pytest.approx(0.03, abs=0.002)
+
+
+def failed_over(job: Job, wire: float, windows: int, link: int = 2) -> None:
+    """The direct route of a link has broken; the one that replaces it takes ``wire`` seconds."""
+    fields = {"route": Route.DELEGATED, "transport": "tcp", "failed_over": True}
+    for _ in range(windows):
+        job.now += 0.05
+        job.windows += 1
+        job.report([job.sample(link, d, wire - BASE).model_copy(update=fields) for d in (0, 1)])
+
+
+def test_a_route_that_replaces_a_broken_one_is_compared_with_that() -> None:
+    job = Job()
+    began = job.windows + 1
+    failed_over(job, BASE + 0.030, 6)
+    state = job.states()[2]
+    assert (state.health, state.failed_over) == (Health.SLOW, True)
+    assert state.delay == pytest.approx(0.030, abs=0.002)
+    assert state.since_iteration == began
+    assert job.slow() == {2}
+    failed_over(job, BASE, 12)
+    state = job.states()[2]
+    assert (state.health, state.failed_over) == (Health.HEALTHY, True)
+    assert [each.failed_over for each in job.states()] == [i == 2 for i in range(LINKS)]
+
+
+def test_a_route_that_replaces_a_broken_one_is_no_slower_than_others_that_are_used() -> None:
+    """What is normal on it shows on other links: as the route that broke it need not be."""
+    job = Job()
+    for _ in range(20):
+        job.now += 0.05
+        samples = [
+            job.sample(4, d, 0.030).model_copy(update={"route": Route.DELEGATED}) for d in (0, 1)
+        ]
+        job.report(samples)
+    assert job.slow() == set(), "moved by a plan: it takes as long as it takes"
+    failed_over(job, BASE + 0.030, 8)
+    assert job.slow() == set()
+    assert job.states()[2].failed_over
+    job = Job()
+    failed_over(job, BASE + 0.001, 8)
+    assert job.slow() == set(), "not by as much as counts"

@@ -140,7 +140,7 @@ def judged(promised: Promise, part: float, *after: float) -> bool | None:
     began, the only one of the plan before, and ``after`` those under the new one."""
     plant = Plant(spec())
     truth, ledger = TruthCheck(), Ledger()
-    situation = plant.controller._judgement.situation
+    situation = plant.controller._assessment.judgement.situation
     truth.begin(Trial(1, plant.plan, plant.plan, frozenset({1}), promised, situation, since=20))
     ledger.add(
         [

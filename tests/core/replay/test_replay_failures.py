@@ -12,13 +12,14 @@ from statistics import fmean, pstdev
 import pytest
 
 from pipemorph.cli import main
+from pipemorph.control import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes, plan
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.replay.contenders import late_share, replay
 from pipemorph.replay.links import NOTICED, Links, NoRouteError, in_seconds, job_spec
 from pipemorph.replay.trace import LinkTrace, parse_trace
-from pipemorph.replay.trainer import AdaptiveTrainer
+from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
@@ -228,6 +229,53 @@ def test_samples_of_a_failed_route_are_of_the_engine(monkeypatch: pytest.MonkeyP
     assert routes == [{"direct"}] * 10 + [{"delegated"}] * 4
     # What a message waited for the route is no time on the wire.
     assert max(wire for k, _, wire in seen if k >= 10) < 0.01
+
+
+EIGHT = Problem(microbatches=24, stages=(TIMES,) * 8, links=(Link(delay=1),) * 7)
+SLOW_PORT = "\n".join(
+    json.dumps({"at_iteration": k, "links": links})
+    for k, links in {20: down(5, delay_ms=30), 50: down(5), 70: {}}.items()
+)
+"""A direct route breaks, and the one that replaces it is slow from its first message on."""
+
+
+@pytest.mark.parametrize("telemetry", ["exact", "device"])
+def test_a_route_that_replaces_a_broken_one_is_found_slow_and_planned_for(
+    telemetry: Telemetry,
+) -> None:
+    found = replay(EIGHT, parse_trace(SLOW_PORT, 7), telemetry=telemetry, iterations=75)
+    adaptive, oracle = (found.trained[name].steps for name in ("adaptive", "oracle"))
+    assert max(oracle[20:50]) > 1.04 * oracle[0]
+    # The iteration in which the route breaks shows it: the next one has the plan for it.
+    assert max(adaptive[21:50]) <= 1.005 * max(oracle[21:50])
+    assert max(adaptive[56:]) <= 1.005 * oracle[0], "there is no direct route to go back to"
+    first, back = found.changes
+    assert first.iteration == 21 and "link 5 is slow by 30." in first.reason
+    assert "link 5 delegated" in first.reason
+    assert "a link recovered" in back.reason
+
+
+def test_the_iteration_is_predicted_on_the_route_in_force() -> None:
+    """On a direct route, whose messages go one at a time, 30 ms would take much longer."""
+    job = job_spec(EIGHT, Dispatch.STATIC)
+    trainer = AdaptiveTrainer(
+        job, [Links(in_seconds(EIGHT), parse_trace(SLOW_PORT, 7))], "exact", 0
+    )
+    steps = [trainer.step().seconds for _ in range(30)]
+    (record,) = trainer.controller.records
+    assert record.predicted_seconds_after == pytest.approx(steps[-1], rel=0.01)
+    static = Links(in_seconds(EIGHT), parse_trace(SLOW_PORT, 7)).run(
+        initial_plan(job), 30, 0.0, gone={5: 0.0}
+    )
+    assert record.predicted_seconds_before == pytest.approx(static.makespan, rel=0.03)
+
+
+def test_what_broke_in_one_replica_is_planned_for_there() -> None:
+    text = SLOW_PORT.replace('"5"', '"5@1"')
+    trace = parse_trace(text, 7, replicas=2)
+    found = replay(EIGHT, trace, replicas=2, iterations=48)
+    adaptive, oracle = (found.trained[name].steps for name in ("adaptive", "oracle"))
+    assert max(adaptive[22:48]) <= 1.01 * max(oracle[22:48])
 
 
 # Iterations without a barrier are planned as such when nearly as many as here have had none.

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
-from pipemorph.control.controller import HAND_IN_SECONDS
+from pipemorph.control.plans import HAND_IN_SECONDS
 from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
@@ -454,7 +454,7 @@ def test_op_times_that_were_decided_on_are_saved_for_the_next_ingest() -> None:
         controller.report(report(1), now)
         await store.look(("team", "gpt"))
         assert api.asked == ["apply"], "versions are reserved"
-        controller._judgement.profiled_at = 17
+        controller._assessment.judgement.profiled_at = 17
         for sequence in range(2, 2 + int(write_budget.SPACING_SECONDS)):
             now += 1
             controller.report(report(sequence), now)

@@ -12,10 +12,13 @@ from launch import Ranks
 from trainer_jobs import Job, Record, assert_same, reference, train
 
 from pipemorph.api.spec import Fault
+from pipemorph.planning import Route
+from pipemorph.wire import LinkSample
 from pipemorph_trainer import TrainerContext, turns
 from pipemorph_trainer import iteration as iterations
 from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.links.channels import direct, failover
+from pipemorph_trainer.links.recorder import LinkRecorder
 
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -37,6 +40,32 @@ def given_up(outputs: list[str]) -> set[tuple[int, int]]:
     ends = [(int(rank), int(link)) for rank, link, _ in found]
     assert len(ends) == len(set(ends)), f"an end gave up twice: {found}"
     return set(ends)
+
+
+def watched(context: TrainerContext, job: Job) -> tuple[Record, list[LinkSample]]:
+    """Train; also returns all samples of links that this rank has published."""
+    seen: list[LinkSample] = []
+    drain = LinkRecorder.drain
+
+    def keep(self: Any, waited: float | None = None) -> LinkSample | None:
+        sample = drain(self, waited)
+        seen.extend([sample] if sample is not None else [])
+        return sample
+
+    LinkRecorder.drain = keep  # type: ignore[method-assign]
+    return train(context, job), seen
+
+
+def test_samples_tell_of_the_route_that_replaces_a_broken_one() -> None:
+    """From the iteration in which it broke, so that what it is like is known in this one."""
+    fault = Fault(link=0, from_iteration=1, sever="direct")
+    job = Job(2, 8, faults=[fault], iterations=3)
+    values, _ = run(job, watched)
+    for _, seen in values:  # type: ignore[misc]
+        assert {(s.iteration, s.route, s.failed_over) for s in seen} >= {
+            (0, Route.DIRECT, False), (1, Route.DELEGATED, True), (2, Route.DELEGATED, True),
+        }  # fmt: skip
+        assert all((s.route is Route.DELEGATED) == s.failed_over for s in seen)
 
 
 def hurried(context: TrainerContext, job: Job) -> Record:

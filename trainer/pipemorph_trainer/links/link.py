@@ -94,9 +94,12 @@ class LinkEnd:
     @property
     def route(self) -> Route:
         """The route in use: delegated if the direct route broke, else the selected one."""
-        if self.failover is not None and self.failover.broken is not None:
-            return Route.DELEGATED
-        return self._selected
+        return Route.DELEGATED if self.failed_over else self._selected
+
+    @property
+    def failed_over(self) -> bool:
+        """Whether the direct route broke, and was given up."""
+        return self.failover is not None and self.failover.broken is not None
 
     def attend(self) -> None:
         """Handle messages of the neighbour on the control socket. Call during every wait."""

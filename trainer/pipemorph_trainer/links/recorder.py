@@ -38,21 +38,25 @@ class LinkRecorder:
         self._route: Route = Route.DIRECT
         self._transport: Transport = "gloo"
         self._iteration = 0
+        self._failed_over = False
         self._arrived_at: float | None = None
         self._spacing: float | None = None
         self.rtt_min: float | None = None
         self.paused = False
         """Whether messages are left out, such as those of an evaluation."""
 
-    def begin(self, route: Route, transport: Transport, iteration: int) -> LinkSample | None:
-        """Begin an iteration. All samples of a window have one route: returns the old window if the
-        route has changed."""
+    def begin(
+        self, route: Route, transport: Transport, iteration: int, *, failed_over: bool = False
+    ) -> LinkSample | None:
+        """Begin an iteration, or go on in it on another route. All samples of a window have one
+        route: returns the old window if the route has changed. ``failed_over``: whether the direct
+        route broke."""
         left = None
         if route is not self._route or transport != self._transport:
             left = self.drain()
             self._route, self._transport = route, transport
             self._arrived_at = None
-        self._iteration = iteration
+        self._iteration, self._failed_over = iteration, failed_over
         return left
 
     def arrived(self, at: float, queue: float) -> None:
@@ -106,5 +110,6 @@ class LinkRecorder:
             spacing=spacing,
             latency=min((m.latency for m in messages if m.latency is not None), default=None),
             waited=waited,
+            failed_over=self._failed_over,
             rtt_min=self.rtt_min,
         )

@@ -52,9 +52,15 @@ class Reporter:
         """Begin an iteration: later samples have its index and the links' current routes."""
         self.iteration, self.applied = iteration, applied
         for end in self._ends:
-            left = end.recorder.begin(end.route, end.transport, iteration)
-            if left is not None:
-                self._left_over.append(left)
+            self.reroute(end)
+
+    def reroute(self, end: LinkEnd) -> None:
+        """Later samples of this end are of the route that it has now."""
+        left = end.recorder.begin(
+            end.route, end.transport, self.iteration, failed_over=end.failed_over
+        )
+        if left is not None:
+            self._left_over.append(left)
 
     def between_ops(self) -> None:
         """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
