@@ -115,6 +115,11 @@ class JobController:
         return self._plans.wanted
 
     @property
+    def running(self) -> Plan:
+        """The plan in effect, as far as it is known."""
+        return self._plans.running
+
+    @property
     def records(self) -> list[AdaptationRecord]:
         """Adaptations so far, oldest first. Figures after a change are added as they arrive."""
         return list(self._ledger.records)

@@ -272,7 +272,7 @@ class Rendezvous:
                 dials=lower, timeout=SETUP_SECONDS,
             )  # fmt: skip
         groups = self._edges.get(link)
-        direct = None if groups is None else config.direct_channels(end, groups)
+        direct: Any = None if groups is None else config.direct_channels(end, groups)
         delegated = None
         if end.engine_link is not None:
             faults.cut = partial(self._cut, end, direct[0] if direct is not None else None)

@@ -95,7 +95,7 @@ def join_process_group(context: TrainerContext, device: torch.device) -> None:
         )
     if device.type == "cuda" and device.index is not None:
         # Else torch's DeviceMesh makes the GPU of LOCAL_RANK the current one, which may be another.
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
