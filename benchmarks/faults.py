@@ -21,9 +21,9 @@ after the direct route was cut; a cut direct route is back when the ranks have s
 
 Prints how often each fault came and what it cost, the goodput, whether all losses are the same to
 the bit, and what of the run grew or was left: processes, memory, files, shared memory. The goodput
-is that of ``report.json`` (pipemorph/control/goodput.py), which counts slow iterations as useful.
-Held to the same goal is what is stricter: the undisturbed median times the iterations, over the
-time of the run. Exits 1 if losses differ, a fault did not come, an iteration was repeated or
+is that of ``report.json`` (pipemorph/control/record/goodput.py), which counts slow iterations as
+useful. Held to the same goal is what is stricter: the undisturbed median times the iterations, over
+the time of the run. Exits 1 if losses differ, a fault did not come, an iteration was repeated or
 something is left; with --check also if either of the two is too low.
 """
 

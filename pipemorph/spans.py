@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.control.history import AFTER
+from pipemorph.control.record.history import AFTER
 from pipemorph.wire import AdaptationRecord
 
 log = logging.getLogger("pipemorph.spans")

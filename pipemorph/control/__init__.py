@@ -12,8 +12,8 @@ was decided and why, ``history`` what came of it; ``snapshot`` survives a restar
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
-from pipemorph.control.history import Decision
 from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.record.history import Decision
 from pipemorph.control.view import JobView
 from pipemorph.wire import AdaptationRecord, ReductionHealth
 

@@ -12,10 +12,10 @@ from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.route_cost import RouteCosts
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import BARRIER, Evidence, Sources, TruthCheck, Verdict, without
-from pipemorph.control.history import Ledger
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.plans import Plans
+from pipemorph.control.record.history import Ledger
 from pipemorph.planning import StageTimes
 
 COMPARED = 4

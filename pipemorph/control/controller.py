@@ -30,15 +30,15 @@ from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.decider import Decider
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.handed_in import HandedIn, judged
-from pipemorph.control.history import Decision, Ledger
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
+from pipemorph.control.record.history import Decision, Ledger
+from pipemorph.control.record.worth import Worth
 from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
 from pipemorph.control.view import JobView
-from pipemorph.control.worth import Worth
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import (

@@ -22,14 +22,14 @@ from pipemorph.control.decide.truth import (
     Verdict,
     without,
 )
-from pipemorph.control.history import Ledger
 from pipemorph.control.journal import Journal
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.plans import Plans, PlanVersions
+from pipemorph.control.record.history import Ledger
+from pipemorph.control.record.worth import revise
 from pipemorph.control.records import Issued, record_of
-from pipemorph.control.worth import revise
 from pipemorph.planning import Plan, Policy
 from pipemorph.wire import Directive, PlanMessage
 

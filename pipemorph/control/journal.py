@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipemorph.control.history import Decision, Ledger
 from pipemorph.control.observed.reports import Observed
+from pipemorph.control.record.history import Decision, Ledger
 
 
 class Journal:

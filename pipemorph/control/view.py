@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipemorph.control.history import Ledger
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
-from pipemorph.control.worth import Worth
+from pipemorph.control.record.history import Ledger
+from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.parallelism import Parallelism
-from pipemorph.control.worth import worth
+from pipemorph.control.record.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.lenient import Adaptation, Lenient, Trainer

@@ -12,8 +12,8 @@ from statistics import median
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.history import AFTER, Decision
 from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.explain.story import duration
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import (

@@ -14,7 +14,7 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
 from pipemorph.control.observed.links import Health, LinkHealth
-from pipemorph.control.worth import Worth
+from pipemorph.control.record.worth import Worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.story import brought, link_name, plural, worth_line
 from pipemorph.planning.ir import OpKind

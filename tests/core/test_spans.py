@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from pipemorph import spans
-from pipemorph.control.history import AFTER
+from pipemorph.control.record.history import AFTER
 from pipemorph.local.host import end_spans
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.report import Recovery

@@ -10,7 +10,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.observed.links import Health, LinkHealth
-from pipemorph.control.worth import Worth
+from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.build import Watched

@@ -27,10 +27,7 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
-from pipemorph_trainer.leaving import Departure, Leaving
-from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.preparation import MakeOptimizer, MakeState, StageOrBuilder, State
-from pipemorph_trainer.saving import Saving
 from pipemorph_trainer.settings import (
     DuplexChoice,
     EngineChoice,
@@ -39,6 +36,9 @@ from pipemorph_trainer.settings import (
 )
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
+from pipemorph_trainer.steps.leaving import Departure, Leaving
+from pipemorph_trainer.steps.parts import Parts
+from pipemorph_trainer.steps.saving import Saving
 from pipemorph_trainer.telemetry.progress import Progress
 from pipemorph_trainer.trackers.listeners import OnIteration
 

@@ -28,7 +28,7 @@ from pipemorph.control.first_plan import (
     share,
 )
 from pipemorph.control.generations import Generations
-from pipemorph.control.goodput import Useful
+from pipemorph.control.record.goodput import Useful
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost, Versions
 from pipemorph.spans import job_spans

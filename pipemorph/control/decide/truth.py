@@ -25,7 +25,7 @@ from statistics import median
 
 from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
-from pipemorph.control.history import Finished, Ledger
+from pipemorph.control.record.history import Finished, Ledger
 from pipemorph.planning import Plan, StageTimes
 
 OPS, BARRIER = -1, -2

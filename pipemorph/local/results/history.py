@@ -9,11 +9,11 @@ import threading
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
-from pipemorph.control.goodput import Useful
-from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import LinkHealth
-from pipemorph.control.worth import Worth
+from pipemorph.control.record.goodput import Useful
+from pipemorph.control.record.history import Decision
+from pipemorph.control.record.worth import Worth
 from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import (
     AdaptationRecord,

@@ -10,8 +10,8 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.goodput import Useful
-from pipemorph.control.worth import worth
+from pipemorph.control.record.goodput import Useful
+from pipemorph.control.record.worth import worth
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -119,7 +119,8 @@ class RunRecord:
 
     @property
     def goodput(self) -> float | None:
-        """See :mod:`pipemorph.control.goodput`; a run has its place from its start to its end."""
+        """See :mod:`pipemorph.control.record.goodput`; a run has its place from its start to its
+        end."""
         ended_at = self.attempts[-1].ended_at if self.attempts else None
         return None if ended_at is None else self.useful.goodput(ended_at - self.started_at)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipemorph.control.goodput import Useful
+from pipemorph.control.record.goodput import Useful
 from pipemorph.wire import IterationSample
 
 

@@ -15,7 +15,7 @@ from pipemorph.control import JobController
 from pipemorph.control.decide.findings import NotConfirmed
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.decide.truth import Promise, Trial, TruthCheck
-from pipemorph.control.history import Ledger
+from pipemorph.control.record.history import Ledger
 from pipemorph.planning import StageTimes
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 

@@ -13,9 +13,9 @@ import pytest
 
 from pipemorph.api.spec import Fault, PipeMorphJob
 from pipemorph.control.controller import JobController
-from pipemorph.control.history import Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.record.history import Decision
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.progress import (
     Progress,

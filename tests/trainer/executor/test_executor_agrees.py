@@ -45,7 +45,7 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
-from pipemorph_trainer.turns import receives_of
+from pipemorph_trainer.steps.turns import receives_of
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""

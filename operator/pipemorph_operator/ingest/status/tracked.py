@@ -117,8 +117,8 @@ class TrackedJob:
         return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
 
     def goodput(self, now: float) -> float | None:
-        """See :mod:`pipemorph.control.goodput`. ``now``: wall clock, seconds. Of reports that are
-        old, as of the newest one: it is not known what the ranks do."""
+        """See :mod:`pipemorph.control.record.goodput`. ``now``: wall clock, seconds. Of reports
+        that are old, as of the newest one: it is not known what the ranks do."""
         heard = self.reports.reported_at
         until = now if heard is None or self.ended else heard
         found = self.reports.useful.goodput(self.placed.seconds(until))

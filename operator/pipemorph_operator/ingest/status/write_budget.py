@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.control import Health, JobView
 from pipemorph.control.generations import Generations
-from pipemorph.control.goodput import Useful
+from pipemorph.control.record.goodput import Useful
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.status.summary import Source, verdicts
 

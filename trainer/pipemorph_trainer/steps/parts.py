@@ -24,7 +24,6 @@ from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.link import LinkEnd
@@ -53,6 +52,7 @@ from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
+from pipemorph_trainer.steps.iteration import Iterations
 from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, leave_file, stay_file
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.parts import Parts
-from pipemorph_trainer.saving import Saving
 from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.steps.parts import Parts
+from pipemorph_trainer.steps.saving import Saving
 
 log = logging.getLogger("pipemorph.trainer")
 

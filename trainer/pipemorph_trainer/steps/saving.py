@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.state.kept.resumed import Resumed
+from pipemorph_trainer.steps.parts import Parts
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints

@@ -40,12 +40,12 @@ from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
+from pipemorph_trainer.steps.turns import Call, LastOpOfRank, Turns
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.reports import IterationReports
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.world import World
 from pipemorph_trainer.trackers.listeners import Listeners
-from pipemorph_trainer.turns import Call, LastOpOfRank, Turns
 
 log = logging.getLogger("pipemorph.trainer")
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipemorph.control.worth import Worth, count, worth
+from pipemorph.control.record.worth import Worth, count, worth
 from pipemorph.wire import AdaptationRecord, IterationSample, OwnPlanRecord
 
 AFTER = 8
