@@ -4,8 +4,9 @@
 links, ``stage_profile`` its stages, ``reductions`` their gradient reductions. ``decide`` makes
 decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times, ``replan`` proposes a
 plan with its ``findings``, ``reasons`` turns them into text. ``controller`` runs the loop and
-issues plans, ``history`` records the effect of each, ``snapshot`` is the state that survives a
-restart of the host.
+issues plans, ``history`` records the effect of each, ``worth`` what they were worth together,
+``goodput`` how much of a job's time counts, and ``snapshot`` is the state that survives a restart
+of the host. ``generations`` says which ranks of pods run.
 """
 
 from pipemorph.control.controller import JobController
