@@ -70,6 +70,8 @@ def _outcome(job: ClusterJob, status: JobStatus) -> str:
             text += f", {training.iteration_seconds:.3g} s each"
             left = job.left_seconds
             text += "" if left is None else f", {duration(left)} left"
+    if status.goodput is not None and (status.recoveries or status.attempts):
+        text += f"; goodput {status.goodput:.0%}"
     return text + (" (EMULATED)" if spec.emulation is not None else "")
 
 

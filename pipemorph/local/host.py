@@ -257,7 +257,7 @@ class _Host:
         if self.recovering is not None:
             # The ranks failed again before they had finished an iteration.
             tell_recovery(self.spans, self.recovering)
-        # All ranks have begun what comes after the others of these: no copy is older.
+        # No rank is more than an iteration ahead of another: all have begun what follows these.
         done = max(self.journal.done(), self.hangs.finished - 1)
         self.recovering = Recovery(ending, attempt, generation, rung.value, done)
         self.run.recoveries.append(self.recovering)

@@ -252,8 +252,10 @@ def test_a_job_of_a_cluster() -> None:
                     ],
                 },
                 "disruptions": 1,
+                "goodput": 0.874,
             },
             [
+                "; goodput 87%",
                 "again 2 times within their pods; last in 3.2 s, with the state of: replica",
                 "the job was started again 1 time, 1 of them for evictions",
             ],
