@@ -747,6 +747,7 @@ class JobController:
             barrier=judgement.barrier,
             flaps=self._pacing.flaps,
             slow_directions=observed.links.slow_directions(),
+            slow_since=observed.links.slow_since(),
             records=self.records,
             worth_before=(self._ledger.before.seconds, self._ledger.before.error),
             baseline=baseline,
@@ -788,7 +789,7 @@ class JobController:
         if saved.barrier is not None:
             judgement.barrier = saved.barrier
         self._truth.restore_doubts(saved.doubts)
-        observed.links.restore(saved.slow_directions)
+        observed.links.restore(saved.slow_directions, saved.slow_since)
         return self
 
 
