@@ -118,6 +118,7 @@ class SlowLink(StatusModel):
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
     confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
+    since: Timestamp | None = Field(default=None, description="When it was found to be slow.")
 
 
 class SlowReduction(StatusModel):

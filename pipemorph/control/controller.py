@@ -341,6 +341,7 @@ class JobController:
             barrier=judgement.barrier,
             flaps=self._decider.pacing.flaps,
             slow_directions=observed.links.slow_directions(),
+            slow_since=observed.links.slow_since(),
             records=self.records,
             worth_before=(self._ledger.before.seconds, self._ledger.before.error),
             baseline=baseline,
@@ -383,5 +384,5 @@ class JobController:
         if saved.barrier is not None:
             judgement.barrier = saved.barrier
         self._assessment.truth.restore_doubts(saved.doubts)
-        observed.links.restore(saved.slow_directions)
+        observed.links.restore(saved.slow_directions, saved.slow_since)
         return self

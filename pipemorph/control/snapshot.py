@@ -57,6 +57,8 @@ class Snapshot(BaseModel):
     """Whether the plan for healthy links expects stages to wait between iterations."""
     flaps: int = 0
     slow_directions: list[SlowDirection] = Field(default_factory=list)
+    slow_since: dict[int, float] = Field(default_factory=dict)
+    """Per link with slow directions, when the first of them was found."""
     records: list[AdaptationRecord] = Field(default_factory=list)
     worth_before: tuple[float, float] = (0.0, 0.0)
     """What changes were worth whose records are not kept any more: seconds, and their error."""

@@ -13,6 +13,8 @@ from pipemorph.explain.story import Story, brought, duration, plural, worth_line
 
 SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven")
 """Conditions that are False if something is wrong."""
+NAMED = 4
+"""Most slow links of which it is told since when they are."""
 CAUSES = {
     "SlowLinks": "link",
     "SlowReductions": "reduction",
@@ -41,7 +43,12 @@ def story_of(job: ClusterJob) -> Story:
     training = status.training
     story = Story(_outcome(job, status))
     for found in wrong(status):
-        story.seen.append(f"{found.message} (since {found.last_transition_time})")
+        slow = training.slow_links if training is not None else []
+        when = f"since {found.last_transition_time}"
+        if found.reason == "SlowLinks":
+            told = [f"link {each.link} since {each.since}" for each in slow if each.since]
+            when = ", ".join(told[:NAMED]) or when
+        story.seen.append(f"{found.message} ({when})")
     story.decided = list(_decided(status))
     if training is not None:
         story.worth = worth_line(

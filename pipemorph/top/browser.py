@@ -37,12 +37,12 @@ class Browser:
     _top: int = 0
     """First line that is shown of what does not fit."""
 
-    def take(self, jobs: Sequence[ClusterJob], notes: Sequence[str], now: float) -> None:
-        """New answers of the cluster. ``now``: wall clock, seconds."""
+    def take(self, jobs: Sequence[ClusterJob], notes: Sequence[str]) -> None:
+        """New answers of the cluster."""
         self.jobs, self.notes = list(jobs), list(notes)
         self._seen = {job.name: self._seen.get(job.name, Seen()) for job in jobs}
         for job in jobs:
-            self._seen[job.name].look(job, now)
+            self._seen[job.name].look(job)
         if self.only and jobs:
             self.opened = jobs[0].name
 

@@ -20,7 +20,7 @@ from pipemorph.explain.of_status import causes, why_not_running, wrong
 from pipemorph.explain.story import duration, link_name, plural, worth_line
 from pipemorph.top.page import BARS, Column, Line, Span, Style, fact, line, sparkline, table
 from pipemorph.top.seen import Seen
-from pipemorph.top.times import clock, since, wall
+from pipemorph.top.times import since, wall
 
 LONG = 300
 """Most characters of a reason or message."""
@@ -80,7 +80,7 @@ def job_page(
         lines += fact("goodput", text, width)
     lines += fact("recoveries", _recoveries(status, now), width)
     lines.append(())
-    lines += links_part(job, seen, now, width=width, order=order)
+    lines += links_part(job, now, width=width, order=order)
     lines.append(())
     if training is not None:
         text, style = _rails(training)
@@ -126,7 +126,7 @@ def gain(change: AdaptationSummary | None) -> tuple[str, str] | None:
 
 
 def links_part(
-    job: ClusterJob, seen: Seen, now: float, *, width: int | None = None, order: str = "delay"
+    job: ClusterJob, now: float, *, width: int | None = None, order: str = "delay"
 ) -> list[Line]:
     """How many links are slow since when, and each of them."""
     status = job.status
@@ -137,19 +137,18 @@ def links_part(
     if not training.slow_links:
         style: Style = "good" if found.status == "True" else "plain"
         return fact("links", _told(found, now), width, style)
-    unhealthy = wall(found.last_transition_time)
     text, alone = plural(training.slow_link_count, "slow link"), training.slow_link_count == 1
     if found.status == "False":
+        unhealthy = wall(found.last_transition_time)
         text += f"{'' if alone else ', the first'} since {since(unhealthy, now, ' UTC')}"
     else:
         text += f" by the last report; {found.message}"
-        unhealthy = None
     if training.unknown_link_count:
         text += f"; of {training.unknown_link_count} more nothing is known"
     lines = fact("links", text, width, "bad")
     by = {"delay": lambda each: -each.delay_ms, "link": lambda each: each.link}[order]
     rows = [
-        _row(job, training, each, _since(each, seen, unhealthy, now, alone=alone))
+        _row(job, training, each, since(wall(each.since), now))
         for each in sorted(training.slow_links, key=by)
     ]
     lines += [(), *table(LINKS, rows, width)]
@@ -165,17 +164,6 @@ def links_part(
 def _told(found: Condition, now: float) -> str:
     at = wall(found.last_transition_time)
     return f"{one_line(found.message, LONG)}, since {since(at, now, ' UTC')}"
-
-
-def _since(link: SlowLink, seen: Seen, unhealthy: float | None, now: float, *, alone: bool) -> str:
-    """Status tells since when any link is slow. That is when the only one turned slow; of several
-    the others did later, which top knows of those that it saw turn."""
-    turned = seen.turned.get(link.link)
-    if turned is not None:
-        return since(turned, now)
-    if alone or unhealthy is None:
-        return since(unhealthy, now)
-    return f"{clock(unhealthy, now)} or later"
 
 
 def _row(job: ClusterJob, training: TrainingStatus, link: SlowLink, when: str) -> list[Span]:

@@ -39,7 +39,9 @@ SLOW = found("LinksHealthy", "False", "SlowLinks", "link 2 (+60 ms forward) slow
 WELL = found("LinksHealthy", "True", "LinksHealthy", "3 links, all healthy", 200)
 
 
-def slow_link(link: int, delay_ms: float, replica: int = 0) -> SlowLink:
+def slow_link(
+    link: int, delay_ms: float, replica: int = 0, *, seconds_ago: float | None = 130
+) -> SlowLink:
     return SlowLink(
         link=link,
         replica=replica,
@@ -47,6 +49,7 @@ def slow_link(link: int, delay_ms: float, replica: int = 0) -> SlowLink:
         delay_ms=delay_ms,
         wire_time_ms=delay_ms + 1.1,
         confidence=0.999,
+        since=None if seconds_ago is None else at(seconds_ago),
     )
 
 

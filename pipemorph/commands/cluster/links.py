@@ -12,7 +12,6 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import read_job
 from pipemorph.top.job import links_part
 from pipemorph.top.page import plain
-from pipemorph.top.seen import Seen
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,5 +34,5 @@ def run(args: argparse.Namespace) -> int:
         job = read_job(content)
     except InputError as error:
         raise InputError(f"{args.job}: {error}") from None
-    emit(plain(links_part(job, Seen(), time.time())).encode(), None)
+    emit(plain(links_part(job, time.time())).encode(), None)
     return 0

@@ -153,7 +153,7 @@ class _Poll:
     def _take(self, query: kubectl.Query) -> None:
         content = query.answer()
         self._answered = time.time()
-        self.browser.take(*jobs_of(content, only=self.browser.only), self._answered)
+        self.browser.take(*jobs_of(content, only=self.browser.only))
 
     def close(self) -> None:
         """End the query in progress."""

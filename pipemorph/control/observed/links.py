@@ -8,8 +8,8 @@ has such states, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipemorph.api.mesh import MeshShape
@@ -59,6 +59,8 @@ class LinkHealth:
     """Whether its direct route broke, so that it is delegated whatever plans say."""
     column: str = ""
     """The column's name for messages; empty if there is only one."""
+    since: float | None = field(default=None, compare=False)
+    """If slow, when it was found to be: wall clock of the host. No part of the state."""
 
     @property
     def name(self) -> str:
@@ -104,6 +106,8 @@ class LinkTable:
         self._own: OwnStates | None = []
         self._heard_at = float("-inf")
         self._remembered: list[SlowDirection] = []
+        self._since: dict[int, float] = {}
+        """Links with slow directions: when the first of these was found."""
 
     # --- reports --------------------------------------------------------------------------
 
@@ -117,6 +121,11 @@ class LinkTable:
             self._put(row)
         for rest in links:
             self._rest[rest.link] = rest
+        for link in changed:
+            if not self._slow[link]:
+                self._since.pop(link, None)
+            elif any(row.health == "slow" for row in self._slow[link].values()):
+                self._since.setdefault(link, now)
         self._refresh(changed)
 
     def _put(self, row: DirectionState) -> None:
@@ -130,7 +139,10 @@ class LinkTable:
 
     def _refresh(self, links: Collection[int]) -> None:
         for link in links:
-            self._states[link] = self._merged(link, self._slow[link].values(), self._rest[link])
+            state = self._merged(link, self._slow[link].values(), self._rest[link])
+            if state.health is Health.SLOW:
+                state = replace(state, since=self._since.get(link))
+            self._states[link] = state
         if links:
             self._all = self._own = None
 
@@ -268,9 +280,17 @@ class LinkTable:
             for row in slow.values()
         ]
 
-    def restore(self, rows: Iterable[SlowDirection]) -> None:
-        """Remember directions that were slow before the host restarted."""
+    def slow_since(self) -> dict[int, float]:
+        """When each link with slow directions was found to have one, for a snapshot."""
+        return dict(self._since)
+
+    def restore(
+        self, rows: Iterable[SlowDirection], since: Mapping[int, float] | None = None
+    ) -> None:
+        """Remember directions that were slow before the host restarted, and since when."""
         self._remembered = [row for row in rows if row.link < len(self._rest)]
+        links = {row.link for row in self._remembered}
+        self._since = {link: at for link, at in (since or {}).items() if link in links}
 
     def forget(self) -> None:
         """Drop what :meth:`restore` set: the agent remembers by itself."""

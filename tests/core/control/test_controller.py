@@ -389,6 +389,8 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(6)
+    since = plant.controller.links(plant.now)[2].since
+    assert since is not None and since < plant.now
     saved = json.loads(json.dumps(plant.controller.snapshot()))
     restored = JobController.restore(plant.spec, saved)
     assert restored.plan_version == 1
@@ -398,6 +400,7 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     plant.run(6)
     assert restored.plan_version == 1, "the same link, still slow, is no news"
     assert plant.health()[2] is Health.SLOW
+    assert restored.links(plant.now)[2].since == since
     plant.delays[2] = 0.0
     plant.run(12)
     assert [r.kind for r in restored.records] == ["adapt", "return"]

@@ -13,7 +13,7 @@ from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.link_book import FEW_LINKS, LinkBook
 from pipemorph.control.observed.links import Health, LinkHealth, LinkTable
 from pipemorph.planning import Route
-from pipemorph.wire import LinkSample, WireTime
+from pipemorph.wire import DirectionState, LinkSample, LinkState, WireTime
 
 BASE = 0.006
 LINKS = 7
@@ -278,6 +278,35 @@ def test_a_link_is_named_with_the_column_where_it_is_slow() -> None:
         "link 0 of replica 1, tensor 1"
     )
     assert LinkHealth(0, Health.SLOW, column=MeshShape(2).column_name(0)).name == "link 0"
+
+
+def test_a_link_is_slow_since_the_first_of_its_directions_is() -> None:
+    table = LinkTable(MeshShape(2, replicas=2), stale_after=30.0)
+
+    def tell(now: float, **columns: str) -> float | None:
+        rows = [
+            DirectionState(
+                link=0, column=int(name[1:]), direction="forward", health=health, delay=0.03,
+                wire_time=0.04,
+            )  # type: ignore[arg-type]
+            for name, health in columns.items()
+        ]  # fmt: skip
+        table.take(rows, [LinkState(link=0, health="healthy", wire_time=0.01)], now)
+        return table.states(now)[0].since
+
+    assert tell(100.0) is None
+    assert tell(101.0, c0="slow") == 101.0
+    assert tell(102.0, c1="slow") == 101.0
+    assert tell(103.0, c0="healthy") == 101.0, "the link has not been well in between"
+    tell(104.0, c1="unknown")
+    assert tell(105.0, c1="slow") == 101.0, "nor is that known of silence"
+    assert tell(106.0, c1="healthy") is None
+    assert tell(107.0, c1="slow") == 107.0
+    again = LinkTable(MeshShape(2, replicas=2), stale_after=30.0)
+    again.restore(table.slow_directions(), table.slow_since())
+    table = again
+    assert tell(110.0, c1="slow") == 107.0
+    assert tell(111.0, c1="healthy") is None
 
 
 def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:

@@ -199,6 +199,18 @@ def job(**status: Any) -> Content:
     }
 
 
+def test_each_slow_link_has_its_time() -> None:
+    slow = {"replica": 0, "direction": "forward", "delayMs": 60, "wireTimeMs": 61, "confidence": 1}
+    given = job()
+    given["status"]["training"]["slowLinks"] = [
+        {"link": link, "since": f"2026-01-02T03:04:0{link}Z"} | slow for link in (1, 3)
+    ]
+    assert explain_job(given).seen[0] == (
+        "link 1 (+60 ms forward) slow (link 1 since 2026-01-02T03:04:01Z, link 3 since"
+        " 2026-01-02T03:04:03Z)"
+    )
+
+
 def test_a_job_of_a_cluster() -> None:
     assert explain_job(job()).lines() == [
         "outcome  team/gpt is Running; 4 stages, 4/4 pods ready; iteration 118 of 1,000, 0.5 s"

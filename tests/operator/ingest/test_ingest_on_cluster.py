@@ -246,6 +246,23 @@ def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> Non
     ]
 
 
+def test_status_tells_since_when_each_link_is_slow_after_a_new_ingest_too() -> None:
+    def slow(link: int) -> dict[str, Any]:
+        return {"link": link, "column": 0, "direction": "forward", "delay": 0.01 * (link + 1)}
+
+    controller = JobController(spec())
+    controller.report(report(1, directions=[slow(2)]), 1000.0)
+    controller.report(report(2, directions=[slow(1)]), 1060.0)
+    later = JobController.restore(spec(), controller.snapshot())
+    later.report(report(3, directions=[slow(1), slow(2)]), 1100.0)
+    for each, now in ((controller, 1061.0), (later, 1101.0)):
+        told = summarize(Source(each, now, 1), now)
+        assert [(link.link, link.since) for link in told.slow_links] == [
+            (2, "1970-01-01T00:16:40Z"),
+            (1, "1970-01-01T00:17:40Z"),
+        ]
+
+
 class StatusWrites:
     """An API server that takes every status, after as many as it was given refusals."""
 

@@ -110,6 +110,7 @@ def _summarize(
                 delay_ms=round(link.delay * 1e3, 3),
                 wire_time_ms=round(link.wire_time * 1e3, 3),
                 confidence=round(link.confidence, 3),
+                since=_time(link.since),
             )
             for link in slow[:MAX_SLOW_LINKS]
         ],
