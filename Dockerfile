@@ -62,6 +62,11 @@ ARG TORCH_INDEX=
 RUN python3 -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || (apt-get update \
  && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers \
  && rm -rf /var/lib/apt/lists/*)
+# It authenticates by OpenSSL's libcrypto, which a Python with a copy of its own may lack beside it.
+RUN python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.3')" 2>/dev/null \
+ || python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.1.1')" 2>/dev/null || (apt-get update \
+ && apt-get install -y --no-install-recommends libssl3 \
+ && rm -rf /var/lib/apt/lists/*)
 COPY pyproject.toml /tmp/
 # torch, the gigabytes, in a layer that stays while only our own code changes.
 RUN case "$TORCH" in pip) site= ;; base) site=--system-site-packages ;; \
@@ -79,7 +84,8 @@ RUN /usr/bin/python3 -c "import pyverbs.device" 2>/dev/null || (apt-get update \
 ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
- && python -c "import pipemorph_trainer.agent, pipemorph_trainer._engine, pipemorph.planning._planner" \
+ && python -c "import pipemorph_trainer.agent, pipemorph.planning._planner; \
+from pipemorph_trainer import _engine; print(_engine.crypto_library())" \
  && { [ "$TORCH" = base ] || python -c "import torch, pipemorph_trainer"; }
 WORKDIR /work
 # The user has no entry in /etc/passwd: who asks for its name or its home must get an answer.

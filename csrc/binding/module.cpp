@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "binding/payload.hpp"
+#include "crypto/library.hpp"
 #include "engine/engine.hpp"
 #include "os/clock.hpp"
 #include "os/copy.hpp"
@@ -372,6 +373,8 @@ NB_MODULE(_engine, m) {
 
     nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
     nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
+
+    m.def("crypto_library", [] { return crypto().version; });
 
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));
 

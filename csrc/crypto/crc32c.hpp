@@ -2,7 +2,7 @@
 // million corrupted packets pass; a silently wrong activation is worse than a resent chunk.
 #pragma once
 
-#include "crypto/sha256.hpp"
+#include "base/bytes.hpp"
 
 namespace pipemorph {
 

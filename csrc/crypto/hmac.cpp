@@ -2,42 +2,43 @@
 
 #include <sys/random.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 
-namespace pipemorph {
+#include "base/error.hpp"
+#include "crypto/library.hpp"
 
-Hmac::Hmac(Bytes key) {
-    std::array<uint8_t, 64> block{};
-    if (key.size() > block.size()) {
-        const Digest short_key = sha256(key);
-        std::copy(short_key.begin(), short_key.end(), block.begin());
-    } else {
-        std::copy(key.begin(), key.end(), block.begin());
-    }
-    std::array<uint8_t, 64> inner_pad;
-    std::array<uint8_t, 64> outer_pad;
-    for (size_t i = 0; i < block.size(); ++i) {
-        inner_pad[i] = block[i] ^ 0x36;
-        outer_pad[i] = block[i] ^ 0x5c;
-    }
-    inner_.update(inner_pad);
-    outer_.update(outer_pad);
-    now_ = inner_;
+namespace pipemorph {
+namespace {
+
+void must(int done) {
+    if (done != 1) throw EngineError("libcrypto cannot compute an HMAC-SHA256");
+}
+
+}  // namespace
+
+void Hmac::Free::operator()(HmacContext* context) const {
+    crypto().hmac_free(context);
+}
+
+Hmac::Hmac(Bytes key) : context_(crypto().hmac_new()) {
+    must(context_ != nullptr);
+    // No key at all would mean the one before.
+    const void* data = key.empty() ? "" : static_cast<const void*>(key.data());
+    must(crypto().hmac_begin(context_.get(), data, static_cast<int>(key.size()), crypto().sha256,
+                             nullptr));
 }
 
 Hmac& Hmac::update(Bytes data) {
-    now_.update(data);
+    must(crypto().hmac_update(context_.get(), data.data(), data.size()));
     return *this;
 }
 
 Digest Hmac::finish() {
-    const Digest inner = now_.finish();
-    now_ = inner_;
-    Sha256 outer = outer_;
-    outer.update(inner);
-    return outer.finish();
+    Digest out;
+    must(crypto().hmac_end(context_.get(), out.data(), nullptr));
+    must(crypto().hmac_begin(context_.get(), nullptr, 0, nullptr, nullptr));
+    return out;
 }
 
 bool equal_constant_time(Bytes a, Bytes b) {

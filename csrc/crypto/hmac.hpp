@@ -1,10 +1,17 @@
-// HMAC-SHA256 (RFC 2104) and the comparison that goes with it.
+// HMAC-SHA256 (RFC 2104) by libcrypto, and what goes with it.
 #pragma once
 
-#include "crypto/sha256.hpp"
+#include <array>
+#include <memory>
+
+#include "base/bytes.hpp"
 
 namespace pipemorph {
 
+using Digest = std::array<uint8_t, 32>;
+struct HmacContext;
+
+// One thread at a time. Throws EngineError where there is no libcrypto, or no memory.
 class Hmac {
   public:
     explicit Hmac(Bytes key);
@@ -13,9 +20,10 @@ class Hmac {
     Digest finish();
 
   private:
-    Sha256 inner_;  // each has been fed its half of the key
-    Sha256 outer_;
-    Sha256 now_;
+    struct Free {
+        void operator()(HmacContext* context) const;
+    };
+    std::unique_ptr<HmacContext, Free> context_;
 };
 
 // Takes the same time whatever the contents, so that a forger learns nothing from it.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 
 #include "base/error.hpp"
@@ -71,6 +72,10 @@ Runtime::Runtime(Config c)
       boot_id(config.transport == Transport::tcp ? std::string() : read_boot_id()),
       control("pm-control"),
       bell_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
+    // After libcrypto has been loaded, and so before it is taken apart: Python's ssl and hashlib
+    // may have told it to do so when the process ends, and seals are made until then.
+    static const bool registered = std::atexit(Reactor::halt_all) == 0;
+    if (!registered) throw EngineError("atexit failed");
     if (!bell_) throw EngineError("eventfd failed");
     const size_t threads = data_thread_count();
     for (size_t i = 0; i < threads; ++i)

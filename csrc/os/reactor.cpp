@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <unordered_set>
 
 #include "base/error.hpp"
 #include "os/clock.hpp"
@@ -22,7 +23,30 @@ uint64_t tag(int fd, uint32_t generation) {
     return uint64_t{generation} << 32 | static_cast<uint32_t>(fd);
 }
 
+struct Reactors {
+    std::mutex mu;  // held by the thread that forks, so that the child finds the set whole
+    std::unordered_set<Reactor*> all;
+};
+
+// Never destroyed: it is used while the process ends.
+Reactors& reactors() {
+    static Reactors* const running = [] {
+        pthread_atfork([] { reactors().mu.lock(); }, [] { reactors().mu.unlock(); },
+                       [] {
+                           reactors().all.clear();  // their threads are not the child's
+                           reactors().mu.unlock();
+                       });
+        return new Reactors;
+    }();
+    return *running;
+}
+
 }  // namespace
+
+void Reactor::halt_all() {
+    const std::lock_guard lock(reactors().mu);
+    for (Reactor* reactor : reactors().all) reactor->halt();
+}
 
 Reactor::Reactor(std::string name)
     : name_(std::move(name)),
@@ -40,10 +64,14 @@ Reactor::Reactor(std::string name)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     thread_ = std::thread([this] { run(); });
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    const std::lock_guard lock(reactors().mu);
+    reactors().all.insert(this);
 }
 
 Reactor::~Reactor() {
     stop();
+    const std::lock_guard lock(reactors().mu);
+    reactors().all.erase(this);
 }
 
 void Reactor::wake() {
@@ -81,13 +109,18 @@ void Reactor::post(Task task) {
     wake();
 }
 
-void Reactor::stop() {
+void Reactor::halt() {
     {
         const std::lock_guard lock(mu_);
         stopping_ = true;
     }
     wake();
+    const std::lock_guard lock(joining_);
     if (thread_.joinable()) thread_.join();
+}
+
+void Reactor::stop() {
+    halt();
     // What these own may hold the last reference to things that call back into this reactor, so
     // they are destroyed while it is still whole.
     std::vector<Task> tasks;

@@ -34,6 +34,9 @@ class Reactor {
     void post(Task task);
     // Ends the thread, then drops handlers, timers and tasks (and what they own).
     void stop();
+    // Ends the threads of all reactors of this process, however many still have owners. What they
+    // use may be taken apart next.
+    static void halt_all();
     bool in_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
     // Only on the reactor's thread. `remove` before closing the descriptor.
@@ -49,6 +52,7 @@ class Reactor {
         std::shared_ptr<Handler> handler;
     };
     void run();
+    void halt();
     template <typename F>
     void guarded(F&& run);
     int until_timer() const;
@@ -68,6 +72,7 @@ class Reactor {
     Failed failed_;
     bool woken_ = false;
     bool stopping_ = false;
+    std::mutex joining_;
     std::thread thread_;
 };
 

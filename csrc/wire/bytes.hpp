@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "crypto/sha256.hpp"
+#include "base/bytes.hpp"
 
 namespace pipemorph {
 

@@ -4,8 +4,8 @@
 iterations confirm it; ``decider`` asks for a proposal where that gives cause, and issues the plan;
 ``plans`` are those that ranks run, should run, or return to. ``journal`` and ``records`` say what
 was decided and why; ``snapshot`` survives a restart of the host. ``record`` is what has happened:
-``history`` of iterations, the ``worth`` of changes, ``goodput``. ``generations`` says which ranks of
-pods run.
+``history`` of iterations, the ``worth`` of changes, ``goodput``. ``generations`` says which ranks
+of pods run.
 
 ``observe`` runs in the agent, and judges what ranks measure; ``observed`` is what it has told.
 ``decide`` makes decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times,

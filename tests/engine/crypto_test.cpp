@@ -3,6 +3,7 @@
 #include "check.hpp"
 #include "crypto/crc32c.hpp"
 #include "crypto/hmac.hpp"
+#include "crypto/library.hpp"
 
 using namespace pipemorph;
 
@@ -25,32 +26,6 @@ bool equal(const Digest& digest, const std::string& hex) {
 
 }  // namespace
 
-// FIPS 180-4 examples.
-TEST(sha256_vectors) {
-    CHECK(equal(sha256({}), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"));
-    CHECK(equal(sha256(bytes("abc")),
-                "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"));
-    CHECK(equal(sha256(bytes("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
-                "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"));
-    CHECK(equal(sha256(std::vector<uint8_t>(1'000'000, 'a')),
-                "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"));
-}
-
-TEST(sha256_does_not_depend_on_how_it_is_fed) {
-    std::mt19937 random(1);
-    std::vector<uint8_t> data(1000);
-    for (auto& b : data) b = static_cast<uint8_t>(random());
-    for (int round = 0; round < 50; ++round) {
-        Sha256 hash;
-        for (size_t at = 0; at < data.size();) {
-            const size_t take = std::min<size_t>(random() % 150, data.size() - at);
-            hash.update(Bytes(data).subspan(at, take));
-            at += take;
-        }
-        CHECK(hash.finish() == sha256(data));
-    }
-}
-
 // RFC 4231, test cases 1 to 4, 6 and 7 (5 is about truncation, which nothing here does).
 TEST(hmac_vectors) {
     const auto mac = [](Bytes key, Bytes data) { return Hmac(key).update(data).finish(); };
@@ -71,6 +46,53 @@ TEST(hmac_vectors) {
                           "block-size data. The key needs to be hashed before being used by the "
                           "HMAC algorithm.")),
                 "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"));
+}
+
+TEST(hmac_does_not_depend_on_how_it_is_fed_nor_on_what_came_before) {
+    std::mt19937 random(1);
+    std::vector<uint8_t> data(1000);
+    for (auto& b : data) b = static_cast<uint8_t>(random());
+    const Digest expected = Hmac(bytes("key")).update(data).finish();
+    Hmac mac(bytes("key"));
+    for (int round = 0; round < 50; ++round) {
+        for (size_t at = 0; at < data.size();) {
+            const size_t take = std::min<size_t>(random() % 150, data.size() - at);
+            mac.update(Bytes(data).subspan(at, take));
+            at += take;
+        }
+        CHECK(mac.finish() == expected);
+    }
+    CHECK(Hmac({}).update(data).finish() != expected);
+    CHECK(equal(Hmac({}).finish(),
+                "b613679a0814d9ec772f95d778c35fc5ff1697c493715653c6c712144292c5ad"));
+}
+
+// One sentence that says what was found, and what to install.
+TEST(crypto_library_that_is_not_there_or_another_is_named) {
+    const auto trouble = [](std::vector<CryptoLibrary> libraries) {
+        std::string why;
+        CHECK(!load_crypto(libraries, why));
+        CHECK(why.ends_with("OpenSSL 3 or 1.1.1 (Debian: libssl3)"));
+        return why;
+    };
+    const std::string none = trouble({{"libnone.so.1", 0, 1}, {"libnone.so.2", 0, 1}});
+    CHECK(none.starts_with("OpenSSL's libcrypto cannot be loaded (libnone.so.1: "));
+    CHECK(none.find("libnone.so.2: ") != std::string::npos);
+    CHECK(trouble({{"libm.so.6", 0, 1}}).starts_with("libm.so.6 has no OpenSSL_version_num"));
+    std::string why;
+    const CryptoLibrary libraries[] = {{"libcrypto.so.3", 0x30000000, 0x40000000},
+                                       {"libcrypto.so.1.1", 0x10101000, 0x10200000}};
+    const auto found = load_crypto(libraries, why);
+    CHECK(found && found->version.starts_with("OpenSSL "));
+    // The name promises one interface and the library says that it has another.
+    for (CryptoLibrary other : libraries) {
+        other.first_after = other.least + 1;
+        other.least = 0;
+        std::string said;
+        if (!load_crypto({&other, 1}, said) && !said.starts_with("OpenSSL's"))
+            CHECK(said.find("whose interface is another than its name says") != std::string::npos);
+    }
+    CHECK(crypto().version == found->version);
 }
 
 TEST(constant_time_comparison_is_right) {

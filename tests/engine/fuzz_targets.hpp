@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "crypto/sha256.hpp"
+#include "base/bytes.hpp"
 
 namespace fuzz {
 

@@ -14,6 +14,12 @@ class EngineError(RuntimeError):
 class EngineTimeout(EngineError):
     """A deadline passed. The message names the link, the key and what was missing."""
 
+def crypto_library() -> str:
+    """The OpenSSL that authenticates, such as ``OpenSSL 3.0.17 1 Jul 2025``.
+
+    Raises :class:`EngineError` if there is none, as :class:`Engine` does, and says what to install.
+    """
+
 @final
 class Message:
     """A complete message that has arrived. It occupies a slot until it is released."""

@@ -1,0 +1,13 @@
+// Bytes that somebody else keeps.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace pipemorph {
+
+using Bytes = std::span<const uint8_t>;
+
+}  // namespace pipemorph

@@ -1,0 +1,41 @@
+// OpenSSL's libcrypto, found at run time (docs/decisions/0033).
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace pipemorph {
+
+// Types of libcrypto that are only ever pointed to.
+struct HmacContext;
+struct DigestMethod;
+struct CryptoEngine;
+
+struct Crypto {
+    HmacContext* (*hmac_new)();
+    void (*hmac_free)(HmacContext* context);
+    // Without a key: the same key again. All three return 0 where they fail.
+    int (*hmac_begin)(HmacContext* context, const void* key, int key_bytes,
+                      const DigestMethod* digest, CryptoEngine* engine);
+    int (*hmac_update)(HmacContext* context, const unsigned char* data, size_t bytes);
+    int (*hmac_end)(HmacContext* context, unsigned char* out, unsigned int* out_bytes);
+    const DigestMethod* sha256;
+    std::string version;  // "OpenSSL 3.0.17 1 Jul 2025"
+};
+
+struct CryptoLibrary {
+    const char* name;     // of the file, which names its ABI
+    unsigned long least;  // of OpenSSL_version_num
+    unsigned long first_after;
+};
+
+// The first of these that is there, if it is what its name says and computes what it must.
+// Nothing: `why` says why and what to do.
+std::optional<Crypto> load_crypto(std::span<const CryptoLibrary> libraries, std::string& why);
+
+// The one in use. Loaded once and never unloaded. Throws EngineError where there is none.
+const Crypto& crypto();
+
+}  // namespace pipemorph
