@@ -1,4 +1,4 @@
-// OpenSSL's libcrypto, found at run time (docs/decisions/0033).
+// OpenSSL's libcrypto, found at run time (docs/decisions/0034).
 #pragma once
 
 #include <cstddef>
