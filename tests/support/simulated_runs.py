@@ -8,11 +8,11 @@ from typing import Any
 
 from simulated_device import Driver, SimulatedDevice, SimulatedEvent
 
-from pipemorph_trainer import parts
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels import direct
 from pipemorph_trainer.links.channels.direct import DirectIncoming
 from pipemorph_trainer.links.message import Batch
+from pipemorph_trainer.steps import parts
 
 
 @contextmanager

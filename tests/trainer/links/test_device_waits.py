@@ -28,7 +28,7 @@ from trainer_jobs import Job, assert_same, make_plan, part, reference, train
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan, Route
-from pipemorph_trainer import TrainerContext, iteration
+from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
@@ -50,6 +50,7 @@ from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
+from pipemorph_trainer.steps import iteration
 from pipemorph_trainer.trackers.listeners import Listeners
 
 META = TensorMeta((16,), torch.float32, gradient=True)

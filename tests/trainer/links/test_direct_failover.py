@@ -14,11 +14,12 @@ from trainer_jobs import Job, Record, assert_same, reference, train
 from pipemorph.api.spec import Fault
 from pipemorph.planning import Route
 from pipemorph.wire import LinkSample
-from pipemorph_trainer import TrainerContext, turns
-from pipemorph_trainer import iteration as iterations
+from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.links.channels import direct, failover
 from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.steps import iteration as iterations
+from pipemorph_trainer.steps import turns
 
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -19,12 +19,13 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Route
-from pipemorph_trainer import TrainerContext, parts, pipeline, start
+from pipemorph_trainer import TrainerContext, pipeline, start
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.start import Start
+from pipemorph_trainer.steps import parts
 from pipemorph_trainer.topology import mesh
 
 

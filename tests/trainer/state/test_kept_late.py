@@ -18,10 +18,11 @@ from simulated_device import Driver, SimulatedDevice
 from test_kept import Case, compare, train
 from torch import Tensor
 
-from pipemorph_trainer import TrainerContext, parts
+from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.state.kept.late import LateCopies
+from pipemorph_trainer.steps import parts
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
 SECONDS = 30.0
