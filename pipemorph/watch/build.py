@@ -332,7 +332,7 @@ def story(known: Watched) -> list[str]:
         )
     else:
         said.append(_in_force(record))
-    if slow and known.kept:
+    if slow and known.kept and record is None:
         said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
     pending = [each for each in known.changes if each.plan_version > known.plan_version]
     if pending:

@@ -102,9 +102,9 @@ class Journal:
             self.view = view
 
     def forget_view(self) -> None:
-        """Forget the current state: the ranks start again."""
+        """Forget the current state: the ranks start again. What is over stays."""
         with self._lock:
-            self.view = View()
+            self.view = View(plan_version=self.view.plan_version, worth=self.view.worth)
             self._arrived = []
 
     def first(self, least: int = 0) -> tuple[int, float] | None:

@@ -145,6 +145,16 @@ def test_lanes_tell_what_each_link_was_like() -> None:
     assert [each.delay for each in log.at(6)] == [0.06]
 
 
+def test_a_lane_of_ranks_that_repeat_iterations() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, well), (9, slow)):
+        log.take(iteration, 1.0, [link], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    told = [(span.begin, span.end, span.kind) for span in lane.spans]
+    assert told == [(0, 9, "healthy"), (9, None, "slow")]
+
+
 def test_a_lane_is_bounded() -> None:
     log = LaneLog()
     for i in range(3000):
