@@ -49,6 +49,8 @@ class View:
     """Events of rails, transports, stragglers and reductions."""
     plan_version: int = 0
     """Of the plan in effect."""
+    peak_memory: tuple[int | None, ...] = ()
+    """Bytes per stage, of the highest column; None if not reported."""
     worth: Worth = field(default_factory=Worth)
     """What the changes of plan were worth so far."""
 
@@ -82,6 +84,7 @@ class Journal:
             events=controller.events,
             plan_version=controller.running.version,
             worth=controller.worth,
+            peak_memory=controller.peak_memory,
         )
         fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
