@@ -188,6 +188,11 @@ JOB_GAUGES = {
         "Times a link recovered a rail after that, in this attempt.",
         _BY_JOB,
     ),
+    "recoveries": Gauge(
+        "pipemorph_job_recoveries",
+        "Times the ranks were started again within their pods, after a failure.",
+        _BY_JOB,
+    ),
     "last_report_timestamp_seconds": Gauge(
         "pipemorph_job_last_report_timestamp_seconds", "Time of the newest report.", _BY_JOB
     ),
@@ -205,6 +210,16 @@ LINK_GAUGES = {
         "pipemorph_job_link_base_seconds", "Normal one-way time of a slow link.", _BY_LINK
     ),
 }
+LINK_STATE = Gauge(
+    "pipemorph_job_link_state",
+    "0 healthy, 1 slow, 2 slow and delegated, 3 delegated, 4 fell back from its rails. No series"
+    " for a link that has always been healthy.",
+    [*_BY_JOB, "link"],
+)
+MOST_LINK_STATES = 64
+"""Most links of one job with a series."""
+_LINK_STATES: dict[tuple[str, str], set[str]] = {}
+"""By job: links with a series."""
 _SLOW_LINKS: dict[tuple[str, str], set[tuple[str, str]]] = {}
 """By job: link and replica of its series."""
 
@@ -226,6 +241,17 @@ def set_slow_links(
         _SLOW_LINKS[job] = set(now)
 
 
+def set_link_states(namespace: str, name: str, states: Mapping[int, int]) -> None:
+    """Set the states of a job's links. ``states``: of those that are not healthy, as
+    :data:`LINK_STATE` says. The others with a series are healthy again."""
+    known = _LINK_STATES.setdefault((namespace, name), set())
+    for link in sorted(states, key=lambda each: -states[each]):
+        if len(known) < MOST_LINK_STATES:
+            known.add(str(link))
+    for label in known:
+        LINK_STATE.labels(namespace, name, label).set(states.get(int(label), 0))
+
+
 def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
     """Set a job's gauges; a None value removes the series."""
     for key, value in values:
@@ -240,6 +266,8 @@ def forget_job(namespace: str, name: str) -> None:
     for gauge in JOB_GAUGES.values():
         _drop(gauge, namespace, name)
     set_slow_links(namespace, name, {})
+    for link in _LINK_STATES.pop((namespace, name), set()):
+        _drop(LINK_STATE, namespace, name, link)
 
 
 def _drop(gauge: Gauge, *labels: str) -> None:

@@ -174,6 +174,11 @@ class JobController:
         not train."""
         return self._assessment.network(now)
 
+    @property
+    def peak_memory(self) -> tuple[int | None, ...]:
+        """Newest peak memory per stage in bytes, of the highest column; None if not reported."""
+        return tuple(self._observed.stages.peak_memory())
+
     def outlook(self, now: float) -> Outlook | None:
         """What its plans can be predicted from; None before op times are known."""
         stages = self._observed.stages.times()

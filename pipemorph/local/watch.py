@@ -92,6 +92,7 @@ class Observer:
             lanes=self.journal.lanes(),
             worth=view.worth,
             plan_version=view.plan_version,
+            peak_memory=view.peak_memory,
             recoveries=[recovered(each.record()) for each in told.recoveries],
             available=self._index.iterations(),
             kept=newest.reason if newest is not None and newest.kind == "keep" else "",
@@ -191,6 +192,8 @@ class WatchServer:
         except TimeoutError:
             log.warning("the page of the run is late: the control loop does not answer")
             return web.Response(status=503, headers=HEADERS)
+        if view is None:
+            return web.Response(status=429, headers=HEADERS | {"Retry-After": "1"})
         if not view.live:
             self._loop.call_later(0.1, self._last_word.set)  # When this answer is on its way.
         if page:
@@ -201,8 +204,9 @@ class WatchServer:
             text = view.model_dump_json()
         return web.Response(text=text, content_type="application/json", headers=HEADERS)
 
-    def _document(self, asked: Asked) -> WatchView:
-        """The document; that of before while another would come too soon, or cost too much."""
+    def _document(self, asked: Asked) -> WatchView | None:
+        """The document; that of before while another would come too soon, or cost too much; None
+        if there is none of before."""
         now = time.monotonic()
         self._left = min(BURST, self._left + SHARE * (now - self._filled))
         self._filled = now
@@ -210,6 +214,8 @@ class WatchServer:
         final = self._over and (made is None or made[0].live)
         if made is not None and not final and (now - made[1] < EVERY or self._left <= 0):
             return made[0]
+        if made is None and self._made and self._left <= 0 and not final:
+            return None
         began = time.thread_time()
         self._number += 1
         view = self._observer.document(*asked, number=self._number, live=not self._over)

@@ -89,6 +89,8 @@ class Watched:
     plan_version: int = 0
     recoveries: Sequence[Recovered] = ()
     available: Sequence[int] = ()
+    peak_memory: Sequence[int | None] = ()
+    """Bytes per stage, of the highest column; empty, or None for a stage, if not reported."""
     kept: str = ""
     """Why the last decision kept the plan; empty if it did not."""
     outlook: Outlook | None = None
@@ -131,6 +133,7 @@ def watch_view(
         measured=measured,
         alternative=alternative,
         no_alternative="" if alternative else why,
+        peak_memory=[each or None for each in known.peak_memory],
         links=known.lanes.lanes(link_name(i) for i in range(mesh.stages - 1)),
         changes=[_change(each) for each in known.changes],
         recoveries=list(known.recoveries),
@@ -165,7 +168,7 @@ def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Pict
     seconds = next((s.seconds for s in reversed(known.samples) if s.index == iteration), None)
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
-        limits=_limits(known, mesh),
+        limits=_limits(known, traces[0].plan_version, traces[0].replica, mesh),
     )  # fmt: skip
 
 
@@ -187,7 +190,7 @@ def _alternative(
     try:
         made = picture(
             forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
-            limits=_limits(known, mesh),
+            limits=start.in_flight_limits if mesh.stages_per_rank == 1 else (),
         )  # fmt: skip
         if measured.seconds is None or outlook.running.version != measured.plan_version:
             return made, ""
@@ -229,9 +232,13 @@ def _record(changes: Sequence[AdaptationRecord], version: int) -> AdaptationReco
     return next((each for each in reversed(changes) if each.plan_version == version), None)
 
 
-def _limits(known: Watched, mesh: MeshShape) -> Sequence[int | None]:
+def _limits(known: Watched, version: int, column: int, mesh: MeshShape) -> Sequence[int | None]:
+    """Limits of microbatches in flight under a plan, by stage; empty if they are not known, or
+    ranks have several stages."""
     plan = known.outlook.running if known.outlook is not None else None
-    return plan.in_flight_limits if plan is not None and mesh.stages_per_rank == 1 else ()
+    if plan is None or plan.version != version or mesh.stages_per_rank > 1:
+        return ()
+    return plan.of_replica(mesh.replica_of(column)).in_flight_limits
 
 
 def picture(
@@ -332,7 +339,7 @@ def story(known: Watched) -> list[str]:
         )
     else:
         said.append(_in_force(record))
-    if slow and known.kept:
+    if slow and known.kept and record is None:
         said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
     pending = [each for each in known.changes if each.plan_version > known.plan_version]
     if pending:

@@ -160,6 +160,8 @@ class WatchView(_Part):
     """The same iteration under the plan of the start, links as they were then."""
     no_alternative: str
     """Why there is none."""
+    peak_memory: list[int | None]
+    """Bytes per stage, of its highest rank so far; empty, or None for a stage, if not reported."""
     links: list[Lane]
     changes: list[Change]
     recoveries: list[Recovered]

@@ -90,9 +90,10 @@ class LaneLog:
                 earliest = last.begin if last is not None else 0
                 moment = Moment(max(earliest, min(shown, iteration)), now, link, route,
                                 moment.fallen)  # fmt: skip
-            if last is not None and moment.begin <= last.begin:
-                lane[-1] = moment
-            else:
+            # Ranks that start again may repeat iterations, in which links may be otherwise.
+            while lane and lane[-1].begin >= moment.begin:
+                lane.pop()
+            if not lane or not lane[-1].same(moment):
                 lane.append(moment)
                 del lane[:-MOST_SPANS]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from prometheus_client import REGISTRY
-from testbed import promtool, tools
+from testbed import prometheus, tools
 
 import pipemorph_operator.metrics
 from pipemorph_trainer.telemetry import metrics as rank_metrics
@@ -172,7 +172,7 @@ def alerts(rules: Path) -> dict[str, dict[str, Any]]:
 
 def promtool_says(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [str(promtool.find()), *arguments],
+        [str(prometheus.find()), *arguments],
         check=False,
         capture_output=True,
         text=True,

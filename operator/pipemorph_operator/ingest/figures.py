@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph_operator import names
-from pipemorph_operator.metrics import set_job, set_slow_links
+from pipemorph_operator.metrics import set_job, set_link_states, set_slow_links
 
 
 def show(
@@ -14,10 +14,11 @@ def show(
     training: TrainingStatus,
     conditions: Sequence[Condition],
     reported_at: float | None,
+    recoveries: int,
     goodput: float | None = None,
 ) -> None:
     """Update the metrics of ``job``, namespace and name. ``reported_at``: wall clock of its newest
-    report. ``goodput``: as in status."""
+    report; ``recoveries``: of its ranks within their pods; ``goodput``: as in status."""
     rails = training.rails
     healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
     newest = training.last_adaptation
@@ -42,6 +43,7 @@ def show(
             ("saved_seconds", training.saved_seconds),
             ("saved_error_seconds", training.saved_error_seconds),
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
+            ("recoveries", recoveries),
             ("last_report_timestamp_seconds", reported_at),
             ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
             ("slow_stages", training.slow_stage_count),
@@ -63,3 +65,14 @@ def show(
             for link in training.slow_links
         },
     )
+    set_link_states(*job, _link_states(training))
+
+
+def _link_states(training: TrainingStatus) -> dict[int, int]:
+    """See :data:`~pipemorph_operator.metrics.LINK_STATE`."""
+    slow = {link.link for link in training.slow_links}
+    states = dict.fromkeys(slow, 1)
+    for link, route in enumerate(training.routes):
+        if route == "delegated":
+            states[link] = 2 if link in slow else 3
+    return states | {link.link: 4 for link in training.fallen_links}

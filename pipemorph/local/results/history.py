@@ -50,6 +50,8 @@ class View:
     """Events of rails, transports, stragglers and reductions."""
     plan_version: int = 0
     """Of the plan in effect."""
+    peak_memory: tuple[int | None, ...] = ()
+    """Bytes per stage, of the highest column; None if not reported."""
     worth: Worth = field(default_factory=Worth)
     """What the changes of plan were worth so far."""
 
@@ -84,6 +86,7 @@ class Journal:
             events=controller.events,
             plan_version=controller.running.version,
             worth=controller.worth,
+            peak_memory=controller.peak_memory,
         )
         fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
@@ -105,9 +108,9 @@ class Journal:
             self.view = view
 
     def forget_view(self) -> None:
-        """Forget the current state: the ranks start again."""
+        """Forget the current state: the ranks start again. What is over stays."""
         with self._lock:
-            self.view = View()
+            self.view = View(plan_version=self.view.plan_version, worth=self.view.worth)
             self._arrived = []
 
     def first(self, least: int = 0) -> tuple[int, float] | None:

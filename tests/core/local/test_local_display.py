@@ -16,6 +16,7 @@ from pipemorph.control.controller import JobController
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import Decision
+from pipemorph.control.record.worth import Worth
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.progress import (
     Progress,
@@ -154,8 +155,10 @@ def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> N
     assert journal.first() == (6, 100.0)
     assert journal.first(7) == (7, 109.0 - sample(8).seconds)
     assert journal.first(9) is None
+    journal.view = View(state="training", plan_version=3, worth=Worth(7.0, 1.0))
     journal.forget_view()
     assert journal.first() is None and journal.done() == 9
+    assert journal.view == View(plan_version=3, worth=Worth(7.0, 1.0)), "what is over stays"
 
 
 def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:

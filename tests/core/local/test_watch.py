@@ -157,11 +157,21 @@ def test_documents_have_a_budget(
         return made(*args, **more)
 
     monkeypatch.setattr(sight, "document", costly)
-    for _ in range(600):
+    for second in range(600):
         now["wall"] += 1.0
-        server._document((None, None))
+        assert server._document((None, None)) is not None
+        server._document((None, second))  # Somebody holds an arrow key down.
     # What may be taken at once, and five per cent of ten minutes.
     assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
+
+
+def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
+    ask(server, own(server, "view"))
+    server._left = -100.0
+    status, body, headers = ask(server, own(server, "view?iteration=7"))
+    assert (status, body, headers["Retry-After"]) == (429, b"", "1")
+    assert ask(server, own(server, "view"))[0] == 200, "there is one of before"
+    assert ask(server, own(server))[0] == 200
 
 
 def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:

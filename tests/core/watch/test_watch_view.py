@@ -95,6 +95,28 @@ def test_the_same_iteration_under_the_plan_of_the_start(stages: int) -> None:
     assert len(view.alternative.rows) == stages
 
 
+def test_microbatches_in_flight_and_their_limits_are_of_each_plan() -> None:
+    known, traces = watched(4, 12)
+    assert known.outlook is not None
+    start = replace(known.outlook.start, in_flight_limits=(12, 12, 11, 11))
+    running = replace(known.outlook.running, in_flight_limits=(12, 12, 12, None))
+    known = replace(
+        known,
+        outlook=replace(known.outlook, start=start, running=running),
+        peak_memory=(1 << 30, 2 << 30, None, 0),
+    )
+    view = watch_view(known, traces, column=0)
+    assert view.measured and view.alternative
+    assert [row.limit for row in view.measured.rows] == [12, 12, 12, None]
+    assert [row.limit for row in view.alternative.rows] == [12, 12, 11, 11]
+    peaks = running.schedule.in_flight_peak()
+    assert [row.in_flight for row in view.measured.rows] == list(peaks)
+    assert view.peak_memory == [1 << 30, 2 << 30, None, None]
+    older = [replace(trace, plan_version=3) for trace in traces]
+    unknown = watch_view(known, older, column=0).measured
+    assert unknown is not None and {row.limit for row in unknown.rows} == {None}
+
+
 @pytest.mark.parametrize("case", ["healthy", "slow", "recovered"])
 def test_no_alternative_where_the_plan_of_the_start_runs(case: Any) -> None:
     view = view_of(4, 12, case)
@@ -143,6 +165,16 @@ def test_lanes_tell_what_each_link_was_like() -> None:
     assert (now.begin, first.begin, first.at) == (30, 5, 3.0)
     assert [each.health for each in log.at(4)] == [Health.HEALTHY]
     assert [each.delay for each in log.at(6)] == [0.06]
+
+
+def test_a_lane_of_ranks_that_repeat_iterations() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, well), (9, slow)):
+        log.take(iteration, 1.0, [link], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    told = [(span.begin, span.end, span.kind) for span in lane.spans]
+    assert told == [(0, 9, "healthy"), (9, None, "slow")]
 
 
 def test_a_lane_is_bounded() -> None:

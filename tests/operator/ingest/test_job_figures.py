@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from pipemorph.api.status import AdaptationSummary, SlowLink, TrainingStatus
+from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.metrics import forget_job
 
@@ -26,7 +26,7 @@ def link(number: int, delay: float, replica: int = 0) -> SlowLink:
 
 
 def show(*slow: SlowLink, **changes: Any) -> None:
-    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None)
+    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None, 2)
 
 
 def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
@@ -53,6 +53,30 @@ def test_the_goodput_once_it_is_known() -> None:
     figures.show(JOB, TrainingStatus(), [], None, 0.875)
     assert value("goodput_fraction") == 0.875
     forget_job(*JOB)
+
+
+def test_a_link_has_a_state_from_the_first_time_that_it_is_not_healthy() -> None:
+    def states() -> list[float | None]:
+        return [value("link_state", link=str(number)) for number in range(4)]
+
+    show()
+    assert states() == [None] * 4 and value("recoveries") == 2
+    show(link(1, 60.0), routes=["direct"] * 4)
+    assert states() == [None, 1, None, None]
+    fallen = FallenLink(
+        link=3, agreed="rdma", transport="tcp", direction="forward", message="", replica=0
+    )
+    show(link(1, 60.0), routes=["direct", "delegated", "delegated", "direct"],
+         fallen_links=[fallen])  # fmt: skip
+    assert states() == [None, 2, 3, 4]
+    show(routes=["direct"] * 4)
+    assert states() == [None, 0, 0, 0]
+    forget_job(*JOB)
+    assert states() == [None] * 4
+    show(routes=["delegated"] * 500)
+    assert value("link_state", link="63") == 3 and value("link_state", link="64") is None
+    forget_job(*JOB)
+    assert value("link_state", link="63") is None and value("recoveries") is None
 
 
 def test_the_gain_of_the_newest_change() -> None:

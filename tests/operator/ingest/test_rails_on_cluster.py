@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.status.write_budget import KeyState
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.metrics import JOB_GAUGES, LINK_GAUGES
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
 QUIET = {"link_downed": 0, "symbol_error": 0}
@@ -286,24 +283,6 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
         | {k: metadata[k] for k in ("name", "namespace", "uid")}
     ]
-
-
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    from pipemorph_trainer.telemetry.metrics import RankMetrics
-
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = {
-        name
-        for panel in panels
-        for target in panel.get("targets", ())
-        for name in re.findall(r"pipemorph_(?:job|rank)_\w+", target["expr"])
-    }
-    served = {f"pipemorph_job_{name}" for name in JOB_GAUGES}
-    served |= {f"pipemorph_job_link_{name}" for name in LINK_GAUGES}
-    for metric in RankMetrics("gpt", 0, 0).registry.collect():
-        served |= {metric.name, f"{metric.name}_total"}
-    assert asked <= served
-    assert {"pipemorph_job_fallen_links", "pipemorph_rank_rdma_port_events_total"} <= asked
 
 
 def test_the_check_before_training_is_in_status() -> None:

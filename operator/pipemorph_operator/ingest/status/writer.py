@@ -119,7 +119,8 @@ class StatusWriter:
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
         heard_at = tracked.reports.reported_at or tracked.taken_over_at
-        figures.show(key, training, conditions, heard_at, tracked.goodput(wall))
+        recoveries = tracked.generations.saved.count or 0
+        figures.show(key, training, conditions, heard_at, recoveries, tracked.goodput(wall))
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers):
             tracked.reports.looked()

@@ -1,0 +1,327 @@
+"""The chart's dashboards: every query of theirs, asked of a real Prometheus that has scraped what
+the operator, the ingest and the ranks of this release export. Grafana itself does not run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY, start_http_server
+from testbed import prometheus, tools
+
+from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
+from pipemorph.planning import Op, OpKind, Route, Schedule
+from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
+from pipemorph_operator import metrics
+from pipemorph_operator.ingest import figures
+from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
+from pipemorph_trainer.telemetry.metrics import RankMetrics
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "pipemorph-operator"
+DOCS = "https://docs.example/pipemorph"
+JOB = ("team", "gpt")
+SETTLE_SECONDS = 60.0
+NAMES = ("job", "platform")
+QUIET = {"Ranks on another plan than the newest"}
+"""Panels that are empty where all is well; the rest has to show something."""
+
+
+@pytest.fixture(scope="module")
+def dashboards() -> dict[str, dict[str, Any]]:
+    """As the chart makes them."""
+    if "cluster" in os.environ.get("PIPEMORPH_TEST_SKIP", ""):
+        pytest.skip("PIPEMORPH_TEST_SKIP names cluster: the chart's dashboards are not checked")
+    return rendered(f"--set=metrics.dashboard.docs={DOCS}")
+
+
+def rendered(*values: str) -> dict[str, dict[str, Any]]:
+    (helm,) = tools.ensure(["helm"]).values()
+    printed = subprocess.run(
+        [str(helm), "template", "x", str(CHART), "--set=metrics.dashboard.enabled=true", *values],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert printed.returncode == 0, printed.stderr
+    (found,) = (
+        document["data"]
+        for document in yaml.safe_load_all(printed.stdout)
+        if document and document["metadata"]["name"].endswith("-dashboard")
+    )
+    assert set(found) == {f"pipemorph-{name}.json" for name in NAMES}
+    return {name: json.loads(found[f"pipemorph-{name}.json"]) for name in NAMES}
+
+
+def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Title and expression of each query."""
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    for each in dashboard["annotations"]["list"]:
+        yield f"annotation {each['name']}", each["expr"]
+
+
+def filled(expression: str) -> str:
+    """With the values of the dashboard's variables."""
+    return expression.replace("$namespace", JOB[0]).replace("$name", JOB[1])
+
+
+# --- what there is to scrape --------------------------------------------------------------------
+
+
+def show(plan: int, recoveries: int) -> None:
+    """A job with a slow link, one that fell back, and a plan for the former."""
+    slow = SlowLink(
+        link=1, replica=0, direction="forward", delay_ms=60, wire_time_ms=62, confidence=1
+    )
+    change = AdaptationSummary(
+        plan_version=plan, kind="adapt", reason="", detected_at="2026-01-01T00:00:00Z",
+        detected_at_iteration=3, promised=0.5, measured=0.48,
+    )  # fmt: skip
+    training = TrainingStatus(
+        iteration=7, iteration_seconds=0.5, bubble_fraction=0.2, slow_link_count=1,
+        slow_links=[slow], routes=["direct", "delegated", "direct"], peak_memory=[1 << 30],
+        wanted_plan_version=plan, applied_plan_version=plan, adaptations=plan, saved_seconds=9.0,
+        saved_error_seconds=2.0, last_adaptation=change, fallen_link_count=1,
+        fallen_links=[FallenLink(link=2, direction="forward", agreed="rdma", transport="tcp")],
+    )  # fmt: skip
+    figures.show(JOB, training, [], time.time(), recoveries)
+    values = (("sick_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
+    metrics.set_job(*JOB, values)
+
+
+def serve_platform() -> None:
+    """Work of the operator and the ingest, as they count it."""
+    for counter in metrics.JOBS.values():
+        counter.labels(job_namespace="team").inc()
+    metrics.API_REQUESTS.labels("GET", "200").inc()
+    metrics.WATCH_CONFIRMED.labels("Job", "").set_to_current_time()
+    metrics.RECONCILES.labels("done").observe(0.01)
+    metrics.REPORTS.labels("report", "200").inc()
+    metrics.REPORT_SECONDS.observe(0.002)
+    metrics.REFUSED.labels("silent").inc()
+    metrics.PLAN_SECONDS.labels("small", "yes").observe(0.1)
+    metrics.PLAN_WAIT_SECONDS.labels("small", "yes").observe(0.01)
+    metrics.DECISIONS.labels("planned").inc()
+    metrics.STATUS_WRITES.labels("written").inc()
+    metrics.OVER_BUDGET.labels("team").inc()
+    metrics.FABRIC_SUSPECTS.labels("node", "n7").set(0.97)
+    for gauge in metrics.LEADS.values():
+        gauge.set(1)
+
+
+def hear(rank: RankMetrics, turn: int) -> None:
+    """One message of a rank to its agent, which has all that a rank may tell."""
+    times = dict.fromkeys(("min", "p50", "p99", "mean"), 0.06)
+    link = LinkSample(
+        link=1, direction="forward", route=Route.DELEGATED if turn % 2 else Route.DIRECT,
+        transport="gloo", iteration=turn, bytes=1000,
+        wire=WireTime(count=4, exact=4, **times), queue_p50=0.001,
+    )  # fmt: skip
+    end = TransportSample(
+        link=1, direction="forward", agreed="rdma", transport="tcp", fallbacks=turn, failbacks=turn,
+        reconnects=0,
+    )  # fmt: skip
+    rail = RailSample(
+        stage=1, device="mlx5_0", port=1, state="ACTIVE",
+        counters={"out_of_sequence": turn, "np_cnp_sent": turn},
+    )  # fmt: skip
+    profile = StageProfile(
+        stage=1, forward=0.01, backward_input=0.01, backward_weight=0.01, split="emulated",
+        peak_memory=1 << 30,
+    )  # fmt: skip
+    rank.hear(
+        RankTelemetry(
+            rank=1, stage=1, replica=0, state="training", iteration=turn, applied_plan_version=2,
+            prepared_plan_version=2, profile=profile, links=[link], transports=[end], ports=1,
+            rails=[rail],
+        )
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Prometheus:
+    """A server that scrapes two programs each second."""
+
+    def __init__(self, folder: Path, programs: int, ranks: int) -> None:
+        self.port = free_port()
+
+        def job(name: str, port: int, **labels: str) -> dict[str, Any]:
+            target = {"targets": [f"127.0.0.1:{port}"], "labels": labels}
+            return {"job_name": name, "honor_labels": True, "static_configs": [target]}
+
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [
+                # As the chart's ServiceMonitor and PodMonitor label them.
+                job("programs", programs, pod="ingest-0"),
+                job("ranks", ranks, namespace=JOB[0], pod="gpt-1"),
+            ],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(config))
+        self.process = subprocess.Popen(
+            [str(prometheus.find("prometheus")), f"--config.file={folder}/prometheus.yml",
+             f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{self.port}",
+             "--query.lookback-delta=15s"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def ask(self, expression: str) -> list[Any]:
+        """The result of a query now. Raises AssertionError with what Prometheus says."""
+        query = urllib.parse.urlencode({"query": expression})
+        url = f"http://127.0.0.1:{self.port}/api/v1/query?{query}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expression}: {error.read().decode()}") from None
+        result: list[Any] = found["data"]["result"]
+        return result
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    rank = RankMetrics("gpt", 1, 0)
+    order = Schedule(1, ((Op(OpKind.F, 0), Op(OpKind.B, 0), Op(OpKind.W, 0)),)).encode()[0]
+    stage = RankStage(stage=1, ops=order, warmup=1)
+    rank.plan(RankPlan(version=0, digest="0" * 8, microbatches=1, stage_count=2, stages=(stage,)))
+    served = [start_http_server(0, "127.0.0.1", registry) for registry in (REGISTRY, rank.registry)]
+    ports = [each.server_port for each, _ in served]
+    found = Prometheus(tmp_path_factory.mktemp("prometheus"), *ports)
+    try:
+        began, turn = time.monotonic(), 0
+        while time.monotonic() - began < SETTLE_SECONDS:
+            turn += 1
+            serve_platform()
+            hear(rank, turn)
+            show(plan=1 + turn // 4, recoveries=turn // 4)
+            time.sleep(0.5)
+            try:
+                seen = found.ask("changes(pipemorph_job_applied_plan_version[1m]) > 0")
+                if seen and found.ask("count_over_time(pipemorph_rank_iteration[1m]) > 4"):
+                    break
+            except urllib.error.URLError:
+                continue  # It is starting.
+        yield found
+    finally:
+        found.process.terminate()
+        found.process.wait()
+        for each, _ in served:
+            each.shutdown()
+            each.server_close()
+        metrics.forget_job(*JOB)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_query_finds_what_is_exported(
+    name: str, dashboards: dict[str, dict[str, Any]], server: Prometheus
+) -> None:
+    empty = []
+    for title, expression in queries(dashboards[name]):
+        asked = filled(expression)
+        assert "$" not in asked, f"{title}: a variable that the dashboard does not have"
+        if not server.ask(asked) and title not in QUIET:
+            empty.append((title, asked))
+    # Only these need what this job does not have.
+    known = {"pipemorph_job_unknown_links", "pipemorph_job_slow_reductions"}
+    assert [each for each in empty if not any(word in each[1] for word in known)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variables_have_values(
+    name: str, dashboards: dict[str, dict[str, Any]], server: Prometheus
+) -> None:
+    for variable in dashboards[name]["templating"]["list"]:
+        if variable["type"] != "query":
+            continue
+        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"])
+        assert found is not None, variable["query"]
+        rows = server.ask(filled(found.group(1)))
+        known = dict(zip(("namespace", "name"), JOB, strict=True))
+        assert known[found.group(2)] in {row["metric"][found.group(2)] for row in rows}
+
+
+def test_a_lane_per_link_with_its_state(
+    dashboards: dict[str, dict[str, Any]], server: Prometheus
+) -> None:
+    (panel,) = (p for p in dashboards["job"]["panels"] if p["type"] == "state-timeline")
+    (target,) = panel["targets"]
+    rows = server.ask(filled(target["expr"]))
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    told = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
+    assert told == {"1": "slow, delegated", "2": "fell back"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_panels_have_rows_and_do_not_overlap(
+    name: str, dashboards: dict[str, dict[str, Any]]
+) -> None:
+    panels = dashboards[name]["panels"]
+    assert panels[0]["type"] == "row"
+    kinds = {panel["type"] for panel in panels}
+    assert {"row", "stat", "timeseries"} <= kinds
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken[x, y]}"
+                taken[x, y] = panel["title"]
+    numbers = [panel["id"] for panel in panels]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_links_lead_from_one_to_the_other_to_pods_and_to_the_documentation(
+    dashboards: dict[str, dict[str, Any]],
+) -> None:
+    uids = {name: board["uid"] for name, board in dashboards.items()}
+    for name, other in (("job", "platform"), ("platform", "job")):
+        urls = [link["url"] for link in dashboards[name]["links"]]
+        assert f"/d/{uids[other]}/{uids[other]}" in urls and DOCS in urls
+    assert "var-pod=${__field.labels.pod}" in json.dumps(dashboards["job"])
+    assert f"/d/{uids['job']}/" in json.dumps(dashboards["platform"]["panels"])
+    assert DOCS not in json.dumps(rendered())
+
+
+def test_the_ingest_gets_further_environment() -> None:
+    (helm,) = tools.ensure(["helm"]).values()
+
+    def template(name: str) -> subprocess.CompletedProcess[str]:
+        env = json.dumps([{"name": name, "value": "http://collector:4318"}])
+        return subprocess.run(
+            [str(helm), "template", "x", str(CHART), f"--set-json=ingest.env={env}"],
+            check=False, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    printed = template("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert printed.returncode == 0, printed.stderr
+    (ingest,) = (
+        document
+        for document in yaml.safe_load_all(printed.stdout)
+        if document
+        and document["kind"] == "Deployment"
+        and document["metadata"]["name"].endswith("-ingest")
+    )
+    (container,) = ingest["spec"]["template"]["spec"]["containers"]
+    names = [each["name"] for each in container["env"]]
+    assert names == ["PIPEMORPH_LOG", "POD_NAME", "POD_IP", "OTEL_EXPORTER_OTLP_ENDPOINT"]
+    assert container["env"][-1]["value"] == "http://collector:4318"
+    refused = template("POD_IP")
+    assert refused.returncode != 0 and "env" in refused.stderr
