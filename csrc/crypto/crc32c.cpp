@@ -8,6 +8,18 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
+
+// What a function that uses the processor's instruction for a CRC32C is compiled for.
+#if defined(__x86_64__)
+#define PIPEMORPH_CRC __attribute__((target("sse4.2")))
+#elif defined(__aarch64__) && defined(__clang__)
+#define PIPEMORPH_CRC __attribute__((target("crc")))
+#elif defined(__aarch64__)
+#define PIPEMORPH_CRC __attribute__((target("+crc")))
 #endif
 
 namespace pipemorph {
@@ -45,10 +57,34 @@ uint32_t advance_software(uint32_t r, const uint8_t* p, size_t n) {
     return r;
 }
 
-#if defined(__x86_64__)
+#if defined(PIPEMORPH_CRC)
 
-// The instruction has a latency of three cycles and a throughput of one, so three streams run
-// side by side. Joining them needs "the register after kStride zero bytes", which is linear:
+#if defined(__x86_64__)
+PIPEMORPH_CRC inline uint64_t step(uint64_t r, uint64_t word) {
+    return _mm_crc32_u64(r, word);
+}
+PIPEMORPH_CRC inline uint32_t step(uint32_t r, uint8_t byte) {
+    return _mm_crc32_u8(r, byte);
+}
+bool has_instruction() {
+    return __builtin_cpu_supports("sse4.2");
+}
+#else
+PIPEMORPH_CRC inline uint64_t step(uint64_t r, uint64_t word) {
+    return __crc32cd(static_cast<uint32_t>(r), word);
+}
+PIPEMORPH_CRC inline uint32_t step(uint32_t r, uint8_t byte) {
+    return __crc32cb(r, byte);
+}
+// Optional in ARMv8.0, part of every later one.
+bool has_instruction() {
+    constexpr unsigned long kCrc32 = 1UL << 7;  // HWCAP_CRC32
+    return (getauxval(AT_HWCAP) & kCrc32) != 0;
+}
+#endif
+
+// The instruction has a latency of two or three cycles and a throughput of one, so three streams
+// run side by side. Joining them needs "the register after kStride zero bytes", which is linear:
 // a table per byte of the register holds it.
 constexpr size_t kStride = 2048;
 
@@ -85,28 +121,31 @@ uint64_t load64(const uint8_t* p) {
     return word;
 }
 
-__attribute__((target("sse4.2"))) uint32_t advance_hardware(uint32_t r, const uint8_t* p,
-                                                            size_t n) {
+PIPEMORPH_CRC uint32_t advance_hardware(uint32_t r, const uint8_t* p, size_t n) {
     static const ZeroTables zeros;
     uint64_t a = r;
     while (n >= 3 * kStride) {
         uint64_t b = 0;
         uint64_t c = 0;
         for (const uint8_t* end = p + kStride; p < end; p += 8) {
-            a = _mm_crc32_u64(a, load64(p));
-            b = _mm_crc32_u64(b, load64(p + kStride));
-            c = _mm_crc32_u64(c, load64(p + 2 * kStride));
+            a = step(a, load64(p));
+            b = step(b, load64(p + kStride));
+            c = step(c, load64(p + 2 * kStride));
         }
         a = zeros.shift(static_cast<uint32_t>(a)) ^ b;
         a = zeros.shift(static_cast<uint32_t>(a)) ^ c;
         p += 2 * kStride;
         n -= 3 * kStride;
     }
-    for (; n >= 8; p += 8, n -= 8) a = _mm_crc32_u64(a, load64(p));
+    for (; n >= 8; p += 8, n -= 8) a = step(a, load64(p));
     r = static_cast<uint32_t>(a);
-    for (; n > 0; ++p, --n) r = _mm_crc32_u8(r, *p);
+    for (; n > 0; ++p, --n) r = step(r, *p);
     return r;
 }
+
+#endif
+
+#if defined(__x86_64__)
 
 // Where there are 512-bit carry-less multiplications, 256 bytes are folded at once: a block B
 // that lies D bits before another adds B * x^D (mod P) to it, and the 16 bytes left at the end
@@ -199,8 +238,8 @@ bool has_wide() {
 }  // namespace
 
 bool crc32c_is_accelerated() {
-#if defined(__x86_64__)
-    static const bool yes = __builtin_cpu_supports("sse4.2");
+#if defined(PIPEMORPH_CRC)
+    static const bool yes = has_instruction();
     return yes;
 #else
     return false;
@@ -212,7 +251,7 @@ uint32_t crc32c_software(uint32_t crc, Bytes data) {
 }
 
 uint32_t crc32c_narrow(uint32_t crc, Bytes data) {
-#if defined(__x86_64__)
+#if defined(PIPEMORPH_CRC)
     if (crc32c_is_accelerated()) return ~advance_hardware(~crc, data.data(), data.size());
 #endif
     return crc32c_software(crc, data);

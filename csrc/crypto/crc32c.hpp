@@ -13,8 +13,8 @@ uint32_t crc32c(uint32_t crc, Bytes data);
 // One pass where there are 512-bit multiplications.
 uint32_t crc32c_copy(uint32_t crc, uint8_t* to, Bytes data);
 
-// The first with SSE4.2's instruction only, and without any: what other machines use, and for the
-// tests to hold all three equal.
+// The first with the instruction of SSE4.2 or ARMv8 only, and without any: what other machines use,
+// and for the tests to hold all three equal.
 uint32_t crc32c_narrow(uint32_t crc, Bytes data);
 uint32_t crc32c_software(uint32_t crc, Bytes data);
 
