@@ -663,6 +663,12 @@ class Pipeline:
             yield
         except BatchError:
             raise
+        except Exception as error:
+            told = self._parts.failures.behind(error)
+            self._fail(told or error)
+            if told is None:
+                raise
+            raise told from error
         except BaseException as error:
             self._fail(error)
             raise
@@ -679,6 +685,8 @@ class Pipeline:
             text = f"{self.coordinate}: {text}"
         # Shown if SIGTERM arrives before the interpreter has printed the error.
         self._failure = text
+        # First, so that who sees a connection end finds the reason.
+        self._parts.failures.tell(error)
         try:
             self._parts.reporter.publish(message=text)
         finally:

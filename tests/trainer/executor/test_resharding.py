@@ -27,7 +27,7 @@ SPLITS = ("module", "graph")
 class Ran(NamedTuple):
     """``between``, ``within``: most bytes of gathered parameters between two ops, and while a layer
     of the stage runs, in the last iteration. ``blocks``: bytes of each layer, ``whole``: of the
-    stage."""
+    stage. ``late``: parameters whose gradients W computed."""
 
     grads: list[list[Tensor]]
     losses: list[float]
@@ -36,6 +36,7 @@ class Ran(NamedTuple):
     within: int
     whole: int
     blocks: list[int]
+    late: int
 
 
 class Gathered:
@@ -84,7 +85,13 @@ def again(layer: Any, args: Any, out: Tensor) -> Tensor:
 
 
 def train(
-    context: TrainerContext, mesh: Any, reshard: Reshard, *, twice: bool = False, **options: Any
+    context: TrainerContext,
+    mesh: Any,
+    reshard: Reshard,
+    *,
+    twice: bool = False,
+    compiled: bool = False,
+    **options: Any,
 ) -> Ran:
     """``twice``: each layer also uses weights as in :func:`again`."""
     stage = mesh.get_local_rank("pp")
@@ -94,6 +101,8 @@ def train(
         for name in ("mixing", "scale"):
             layer.register_parameter(name, nn.Parameter(torch.randn_like(layer.q.weight)))
         layer.register_forward_hook(again)
+    for layer in part.layers.values() if compiled else ():
+        layer.compile(backend="pipemorph_aot_eager")
     part = distribute(part, mesh, reshard=reshard)
     blocks = [sum(p.nbytes for p in layer.parameters()) for layer in part.layers.values()]
     whole = sum(p.nbytes for p in part.parameters())
@@ -115,7 +124,8 @@ def train(
             assert gathered.held() == 0
         losses.append(float(pipe.evaluate(tokens, target=target)))
         split = pipe.split
-    return Ran(grads, losses, split, gathered.between, gathered.most, whole, blocks)
+        late = len(getattr(own.runner._splitter, "deferred", ()))  # type: ignore[attr-defined]
+    return Ran(grads, losses, split, gathered.between, gathered.most, whole, blocks, late)
 
 
 def every_way(context: TrainerContext) -> dict[str, Ran]:
@@ -123,6 +133,7 @@ def every_way(context: TrainerContext) -> dict[str, Ran]:
     mesh = init_device_mesh("cpu", (STAGES, SHARDS), mesh_dim_names=("pp", "dp_shard"))
     return {
         "kept": train(context, mesh, KEPT),
+        "compiled": train(context, mesh, ALL, compiled=True, split="module"),
         "blocks": train(context, mesh, BLOCKS),
         "all": train(context, mesh, ALL),
         "graph": train(context, mesh, ALL, split="graph"),
@@ -148,7 +159,10 @@ def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
         for split in SPLITS:
             ran, wanted = (found.pop(f"twice, {split}, {how}") for how in ("all", "kept"))
             same_bits(split, ran, wanted)
-        kept = found["kept"]
+        kept, compiled = found["kept"], found.pop("compiled")
+        same_bits("compiled", compiled, kept)
+        assert compiled.between == 0
+        assert compiled.late >= 2 * 6, "the Linears of two blocks"
         # Parts of a vocabulary of 11 are as large as those of 12.
         assert kept.between >= kept.whole, "the script did not ask for anything else"
         rest = kept.between - sum(kept.blocks)

@@ -104,12 +104,14 @@ class Executor:
         gate: Gate | None = None,
         stands: Callable[[], bool] = lambda: True,
         refuses: bool = False,
+        all_raise: Callable[[], bool] = lambda: True,
         last_op: LastOp | None = None,
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
-        iteration. ``gate``: for the last stage if there are several replicas. ``stands``: asked
-        before the first backward whether the forwards ran on the right parameters; if not, the
-        iteration ends as a refused one. ``last_op``: is told of the last op."""
+        iteration, if ``all_raise`` finds that no other rank waits inside the op. ``gate``: for the
+        last stage if there are several replicas. ``stands``: asked before the first backward
+        whether the forwards ran on the right parameters; if not, the iteration ends as a refused
+        one. ``last_op``: is told of the last op."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -119,7 +121,7 @@ class Executor:
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
         self._gate, self._stands, self._refuses = gate, stands, refuses
-        self._last_op = last_op
+        self._all_raise, self._last_op = all_raise, last_op
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
@@ -321,6 +323,8 @@ class Executor:
             # Later, others have added to their gradients.
             refusable = microbatch == 0 or self._evaluating
             if not refusable or not self._refuses or not is_of_batch(error):
+                raise
+            if not self._all_raise():
                 raise
             self.cause, outputs = error, None
         if outputs is None:

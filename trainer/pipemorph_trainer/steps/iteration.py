@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from time import monotonic, time
 from typing import Any
 
@@ -44,12 +45,16 @@ from pipemorph_trainer.steps.turns import Call, LastOpOfRank, Turns
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.reports import IterationReports
 from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology.failures import Failures
 from pipemorph_trainer.topology.world import World
 from pipemorph_trainer.trackers.listeners import Listeners
 
 log = logging.getLogger("pipemorph.trainer")
 
 PLAN_POLL_SECONDS = 0.02
+RAISE_SECONDS = 3.0
+"""Time in which all ranks that run collectives inside an op raise an error that each of them finds,
+such as that of a bad sample."""
 
 
 class Iterations:
@@ -67,6 +72,7 @@ class Iterations:
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, traces: report each iteration, and write its trace, by stage.
         listeners: told of each iteration that is reported, on rank 0.
+        failures: of ranks, which others tell.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
         wait: waits for collectives, and describes the wait.
         deadline: longest wait for one message, seconds. For the first iteration and the first
@@ -90,6 +96,7 @@ class Iterations:
         reporter: Reporter,
         traces: Mapping[int, TraceWriter],
         listeners: Listeners,
+        failures: Failures,
         poller: Poller,
         op_clock: OpClock,
         wait: CollectiveWait,
@@ -105,6 +112,7 @@ class Iterations:
         self._reducer, self._ring, self._steps = reducer, ring, steps
         self._reporter, self._traces = reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
+        self._failures = failures
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
             self._device_times = DeviceTimes(first.accelerator)
@@ -143,6 +151,7 @@ class Iterations:
                 stands=steps.stands,
                 # A stage of another trainer does not restart an iteration.
                 refuses=own.emulated or own.module is not None,
+                all_raise=self._all_raise,
                 last_op=self._last_op,
             )
             up, down = neighbours.upstream, neighbours.downstream
@@ -329,6 +338,23 @@ class Iterations:
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._wait_for(work, f"the other ranks of the stage to begin {call}")
         return bool(found)
+
+    def _all_raise(self) -> bool:
+        """Whether all ranks that run collectives with this one inside an op have raised an error
+        there: else some wait in it for the others."""
+        group = self._world.group(LOCKSTEP)
+        if group is None:
+            return True
+        if self._failures.heard():
+            # The error is what it looks like when the connections to that rank end.
+            return False
+        work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+        try:
+            work.wait(timedelta(seconds=RAISE_SECONDS))
+        except RuntimeError as error:
+            log.info("%s: the other ranks of the stage raise nothing: %s", self._coordinate, error)
+            return False
+        return True
 
     def _weigh(self, inputs: Inputs) -> None:
         """Divide by the weight of the batches of all ranks with other data, where one was given.

@@ -58,6 +58,7 @@ from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
+from pipemorph_trainer.topology.failures import Failures
 from pipemorph_trainer.trackers.listeners import Listeners, OnIteration, chosen
 
 if TYPE_CHECKING:
@@ -149,6 +150,9 @@ class Parts:
                 nn.ModuleList([whole, *others]) if others else whole, self.world, self.wait_for,
                 accelerator=accelerator, faults=self._reduction_faults,
             )  # fmt: skip
+        self.failures = Failures(
+            self.world, (p for module in modules.values() for p in module.parameters())
+        )
         self.scaler = scaler
         if scaler is not None:
             scaler.attach(self.world, self.device, self.wait_for)
@@ -218,7 +222,7 @@ class Parts:
             replicas=self.replicas, reducer=self._reducer(), ring=ring,
             tied=self.tied, steps=self.steps, plans=self.plans, control=self.control,
             reporter=self.reporter, traces=self.traces, listeners=self.listeners,
-            poller=self.poller, op_clock=op_clock,
+            failures=self.failures, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
         self._generation = context.generation
@@ -345,6 +349,7 @@ class Parts:
 
     def close(self, *, goodbye: bool, iterations: int) -> None:
         """Release everything. ``goodbye``: the end is normal, and the neighbours are told so."""
+        self.failures.stop()
         self.leave_traces(iterations)
         for own in self.stages.values():
             own.close()
@@ -364,5 +369,6 @@ class Parts:
         self.world.leave(clean=goodbye)
         if not any(end.receiving for end in self.links.ends):
             self.poller.close()
+        self.failures.linger()
         # The other ranks have ended, and their host does not wait for long.
         self.listeners.close(failed=not goodbye, most=self.settings.deadline_seconds / 2)
