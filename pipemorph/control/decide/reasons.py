@@ -23,6 +23,8 @@ NAMED = 3
 """Most delegated links that :func:`short` names, and most slow ones of a plan of some replicas."""
 FEW_RUNS = 4
 """Most runs of replicas that a text names."""
+SURE = 0.5
+"""Confidence from which a link in doubt is said to be slow."""
 FULL_WARMUP = 8
 """Most stages whose warm-up :func:`short` shows in full."""
 
@@ -75,12 +77,17 @@ def doubted(cause: Cause, links: Sequence[LinkHealth], lacking: int) -> str:
 
 
 def describe(slow: Sequence[LinkHealth]) -> str:
-    """Slow links, with their delays."""
-    return ", ".join(
+    """Slow links, with their delays. Decisions go on with the delay that a link in doubt had."""
+    return ", ".join(map(_slow, slow))
+
+
+def _slow(link: LinkHealth) -> str:
+    if link.in_doubt and link.confidence < SURE:
+        return f"{link.name} was slow and may be well again ({link.direction})"
+    return (
         f"{link.name} is slow by {shown_time(link.delay)} one way"
         f"{f', narrow: {shown_time(link.transfer)} per message' if link.transfer else ''}"
         f" ({link.direction}, {link.confidence:.0%} sure)"
-        for link in slow
     )
 
 

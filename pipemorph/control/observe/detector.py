@@ -159,8 +159,8 @@ class DelayDetector:
         """Above the base of their route."""
         self._well = 0
         """Windows since the link recovered."""
-        self._carried = (0.0, 0.0, 0.0)
-        """Base, delay and noise of the previous route."""
+        self._carried = (0.0, 0.0, 0.0, 0.0)
+        """Base, delay, noise and confidence of the previous route."""
         self._expected: float | None = None
         """What is normal on the next route without a base, see :meth:`expect`."""
 
@@ -187,10 +187,12 @@ class DelayDetector:
     @property
     def delay(self) -> float:
         """One-way delay above the base; 0 unless slow."""
-        if self.level is not Level.SLOW or not self._since:
-            return 0.0
         base = self.base
-        return self._carried[1] if base is None else max(0.0, fmean(likely(self._since)) - base)
+        if self.level is not Level.SLOW:
+            return 0.0
+        if base is None:
+            return self._carried[1]
+        return max(0.0, fmean(likely(self._since)) - base) if self._since else 0.0
 
     @property
     def recent(self) -> tuple[float, ...]:
@@ -209,6 +211,12 @@ class DelayDetector:
     def suspected_at(self) -> int | None:
         """Mark of the window at which the current suspicion began; None without suspicion."""
         return self._suspected_at
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the link is slow, but by less than what is told from a link that is well: its
+        delay is about to change, or in a pause."""
+        return self.level is Level.SLOW and self.delay < self.threshold / 2
 
     @property
     def stepping(self) -> bool:
@@ -236,7 +244,7 @@ class DelayDetector:
         side of the middle between base and threshold (normal approximation)."""
         base = self.base
         if base is None:
-            return 0.0
+            return self._carried[3] if self.level is Level.SLOW else 0.0
         middle = base + self.threshold / 2
         if self.level is Level.SLOW and self._since:
             values = likely(self._since)
@@ -394,7 +402,7 @@ class DelayDetector:
         it."""
         before = self._bases.get(self.route) if self.route is not None else None
         if before is not None:
-            self._carried = (before.value, self.delay, before.noise)
+            self._carried = (before.value, self.delay, before.noise, self.confidence)
         if route not in self._bases:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
@@ -423,11 +431,15 @@ class DelayDetector:
         if self.level is Level.SLOW:
             # Another route of a slow link. Either it avoids the fault, and its whole wire time is
             # its base; or the delay is here too, and the base is the rest.
-            usual, delay, noise = self._carried
+            usual, delay, noise, _ = self._carried
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
             self._bases[self.route] = _Base(base, noise, exact=bool(true), guessed=came_along)
             self._since = deque([Within.exactly(level)] * LEARN, RECENT)
+            if came_along and self.is_doubtful:
+                # Most windows are as usual, and some are late: their mean is the delay.
+                self._since = deque(map(Within.exactly, values), RECENT)
+                came_along = not self.is_doubtful
             if not came_along:
                 self._since.clear()
                 self._become(Level.HEALTHY, self._suspected_at)

@@ -542,7 +542,7 @@ class LinkBook:
             wire_time=round(_plannable(series), DIGITS),
             transfer=round(transfer, DIGITS),
             confidence=round(found.confidence, 4),
-            in_doubt=found.suspected_at is not None or series.in_doubt,
+            in_doubt=found.suspected_at is not None or series.in_doubt or found.is_doubtful,
             since_iteration=found.changed_at,
             recent=() if transfer else tuple(round(each, DIGITS) for each in found.recent),
             failed_over=series.failed_over,

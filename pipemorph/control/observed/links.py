@@ -45,7 +45,8 @@ class LinkHealth:
     confidence: float = 0.0
     """Probability that ``health`` is right."""
     in_doubt: bool = False
-    """Slow, but the newest windows suggest recovery: the delay is about to change."""
+    """Slow, but the newest windows suggest recovery, or show hardly any delay: it is about to
+    change."""
     since_iteration: int | None = None
     """Iteration of the first window that showed this state."""
     replica: int = 0

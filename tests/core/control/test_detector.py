@@ -578,3 +578,45 @@ def test_a_window_as_usual_is_processed_alike_either_way() -> None:
         assert quick._bases == whole._bases
         assert quick._since == whole._since
     assert 0.6 * 3000 < passed < 3000
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 10**9))
+def test_a_link_is_never_called_slow_by_nothing(seed: int) -> None:
+    """Under load windows are late now and then, and most arrivals are seen late. Whether a link
+    turns slow by that, or was slow and comes to another route, it is slow by what counts."""
+    rng = random.Random(seed)
+    detector, mark, route = DelayDetector(), 0, "direct"
+    base, slack = rng.choice((1e-4, 1e-3, 6e-3)), rng.choice((0.005, 0.02))
+    seen_exactly = rng.choice((0.0, 0.2, 0.6, 1.0))
+    for _ in range(12):
+        late, share = rng.choice((0.0, 0.003, 0.01, 0.03)), rng.choice((0.1, 0.3, 1.0))
+        noise, weight = rng.choice((0.02, 0.1, 0.5)), rng.choice((1.0, 1.0, 0.125))
+        if rng.random() < 0.2:
+            route = "delegated" if route == "direct" else "direct"
+        for _ in range(rng.randint(1, 60)):
+            mark += 1
+            value = base * max(0.05, rng.gauss(1, noise)) + late * (rng.random() < share)
+            exact = rng.random() < seen_exactly
+            level, known = detector.level, detector.bases().keys()
+            detector.observe(
+                value + (0.0 if exact else slack * rng.random()),
+                mark=mark, route=route, exact=exact, slack=0.0 if exact else slack, weight=weight,
+            )  # fmt: skip
+            if detector.level is not Level.SLOW:
+                continue
+            if level is not Level.SLOW or detector.bases().keys() != known:
+                assert not detector.is_doubtful, "it has just been found to be slow"
+            if not detector.is_doubtful and detector.base is not None:
+                assert detector.confidence >= 0.5
+                assert detector.delay >= detector.threshold / 2
+
+
+def test_a_slow_link_is_as_sure_to_be_while_another_route_is_learned() -> None:
+    detector = DelayDetector()
+    for mark in range(60):
+        detector.observe(0.006 + 0.03 * (mark > 30), mark=mark, route="direct")
+    before = (detector.delay, detector.confidence)
+    assert before[0] == pytest.approx(0.03) and before[1] > 0.99
+    detector.observe(0.036, mark=60, route="delegated")
+    assert (detector.delay, detector.confidence) == before

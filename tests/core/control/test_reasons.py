@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,3 +198,15 @@ def test_a_decision_carries_both() -> None:
     assert decision.line.startswith("plan v1: link 0 ")
     assert "link 0 delegated" in decision.line
     assert len(decision.line) <= reasons.COLUMNS
+
+
+def test_a_link_that_may_be_well_again_is_not_called_slow_by_nothing() -> None:
+    """Another link is the cause; this one is in a pause, and nobody says by how much it is late."""
+    paused = replace(slow(1, 0.0, 0.001), in_doubt=True)
+    text = reasons.reason("slow", [slow(), paused], DEMO)
+    assert text.startswith(
+        "link 0 is slow by 6.5 ms one way (forward, 96% sure), link 1 was slow and may be well"
+        " again (forward); predicted"
+    )
+    surely = replace(slow(1, 0.03, 0.9), in_doubt=True)
+    assert "link 1 is slow by 30.0 ms" in reasons.reason("slow", [slow(), surely], DEMO)
