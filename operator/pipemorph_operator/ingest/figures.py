@@ -14,6 +14,7 @@ def show(
     training: TrainingStatus,
     conditions: Sequence[Condition],
     reported_at: float | None,
+    *,
     recoveries: int,
     goodput: float | None = None,
 ) -> None:

@@ -26,7 +26,7 @@ def link(number: int, delay: float, replica: int = 0) -> SlowLink:
 
 
 def show(*slow: SlowLink, **changes: Any) -> None:
-    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None, 2)
+    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None, recoveries=2)
 
 
 def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
@@ -50,7 +50,7 @@ def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
 def test_the_goodput_once_it_is_known() -> None:
     show()
     assert value("goodput_fraction") is None
-    figures.show(JOB, TrainingStatus(), [], None, 0.875)
+    figures.show(JOB, TrainingStatus(), [], None, recoveries=0, goodput=0.875)
     assert value("goodput_fraction") == 0.875
     forget_job(*JOB)
 

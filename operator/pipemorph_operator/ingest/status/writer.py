@@ -119,8 +119,10 @@ class StatusWriter:
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
         heard_at = tracked.reports.reported_at or tracked.taken_over_at
-        recoveries = tracked.generations.saved.count or 0
-        figures.show(key, training, conditions, heard_at, recoveries, tracked.goodput(wall))
+        figures.show(
+            key, training, conditions, heard_at,
+            recoveries=tracked.generations.saved.count or 0, goodput=tracked.goodput(wall),
+        )  # fmt: skip
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers):
             tracked.reports.looked()
