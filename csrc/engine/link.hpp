@@ -12,6 +12,7 @@
 
 #include "base/error.hpp"
 #include "engine/dial.hpp"
+#include "os/clock.hpp"
 #include "path/rdma_path.hpp"
 #include "protocol/path_state.hpp"
 #include "protocol/reliable.hpp"
@@ -159,12 +160,16 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     struct Connection {
         Connection(Fd connected, const ConnectionKeys& keys)
-            : fd(std::move(connected)), says(keys.ours), hears(keys.theirs) {}
+            : fd(std::move(connected)),
+              since_ns(steady_ns()),
+              says(keys.ours),
+              hears(keys.theirs) {}
 
         Fd fd;
+        int64_t since_ns;
         Sealer says;
         Sealer hears;
-        bool heard = false;  // a frame of the peer's has come over it
+        bool works = false;  // something new of the peer's has come over it, or any frame after 1 s
         std::vector<uint8_t> in;
         std::vector<uint8_t> out;
         size_t out_done = 0;

@@ -181,15 +181,17 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
             const Lock lock(mu_);
             if (control_ != connection) return false;  // superseded or over
             heard_ns_ = steady_ns();
-            if (!std::exchange(connection->heard, true)) {
-                down_since_ns_ = 0;
-                redial_backoff_ns_ = 0;
-            }
             if (!stream_.acknowledged(header->acknowledged)) trouble = "an impossible counter";
             if (header->sequence != 0) {
                 const auto verdict = stream_.received(header->sequence);
                 deliver = verdict == ReliableStream::Verdict::deliver;
                 if (verdict == ReliableStream::Verdict::gap) trouble = "a gap in the frames";
+            }
+            const bool advances = header->sequence != 0 && deliver && trouble == nullptr;
+            if (!connection->works && (advances || heard_ns_ - connection->since_ns >= kSecond)) {
+                connection->works = true;
+                down_since_ns_ = 0;
+                redial_backoff_ns_ = 0;
             }
         }
         if (trouble != nullptr) break;

@@ -40,9 +40,10 @@ void Link::control_lost(const std::shared_ptr<Connection>& connection, const std
         const int64_t now = steady_ns();
         if (down_since_ns_ == 0) down_since_ns_ = now;
         next_redial_ns_ = 0;
-        // A connection over which nothing of the peer's has come was none. Whoever lets handshakes
-        // through and nothing else gets neither dial after dial nor more time than the deadline.
-        at_once = connection->heard;
+        // A connection over which nothing new has come was none. Whoever lets handshakes and signs
+        // of life through and then cuts gets neither dial after dial nor more time than the
+        // deadline.
+        at_once = connection->works;
         if (!at_once) back_off(now);
         changed();
         // An acceptor's that is not confirmed: the dialler may think that it is, and come back.

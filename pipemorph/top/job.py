@@ -76,7 +76,7 @@ def job_page(
         lines += _plan(training, width)
         lines += fact("worth", _worth(job, training), width)
     if status.goodput is not None:
-        text = f"{status.goodput:.1%} of the time since the start went into finished iterations"
+        text = f"{status.goodput:.1%} of the time that it had its place went into iterations"
         lines += fact("goodput", text, width)
     lines += fact("recoveries", _recoveries(status, now), width)
     lines.append(())

@@ -1,4 +1,5 @@
-"""Whoever is on the way between two engines without the secret can cut, and do nothing else."""
+"""Whoever is on the way between two engines without the secret can cut, and say nothing: neither on
+control nor about chunks. Payloads have a checksum and no seal."""
 
 import contextlib
 import os
@@ -223,7 +224,7 @@ def test_an_impostor_at_the_peers_address_is_not_believed():
 
 @pytest.mark.parametrize("to_acceptor", [True, False])
 def test_a_chunk_header_that_is_not_the_peers_costs_one_path(to_acceptor):
-    # The slot and what follows: with the checksum of the header put right, which needs no key.
+    # The slot and what follows.
     rng = random.Random(1)
     attacked = []
 

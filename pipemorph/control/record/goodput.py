@@ -9,9 +9,12 @@ do not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipemorph.wire import IterationSample
+
+MOST_ASSUMED = 1024
+"""Iterations of a gap that are remembered. Ranks report a few at most."""
 
 
 @dataclass
@@ -21,17 +24,26 @@ class Useful:
 
     seconds: float = 0.0
     iterations: int = 0
+    _assumed: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    """Seconds that iterations of the newest gap count with until they are reported."""
 
     def take(self, samples: Iterable[IterationSample]) -> None:
-        """Take reported iterations, in their order. One that was run again does not count again.
-        Those of which nothing was heard, as ranks ended before they could report, count like the
-        next one."""
+        """Take reported iterations. One that was run again does not count again. Those of which
+        nothing was heard, as ranks ended before they could report, count like the others on average;
+        the next ranks report them after their own first one if they know of them."""
         for sample in samples:
             new = sample.index + 1 - self.iterations
             if new <= 0:
+                if (assumed := self._assumed.pop(sample.index, None)) is not None:
+                    self.seconds += sample.seconds - assumed
                 continue
-            # A job may begin with iterations that another one has finished.
-            self.seconds += sample.seconds * (new if self.iterations else 1)
+            if new > 1 and self.iterations:
+                # A job may begin with iterations that another one has finished: not these.
+                usual = self.seconds / self.iterations
+                newest = range(self.iterations, sample.index)[-MOST_ASSUMED:]
+                self._assumed = dict.fromkeys(newest, usual)
+                self.seconds += usual * (new - 1)
+            self.seconds += sample.seconds
             self.iterations += new
 
     def goodput(self, seconds: float) -> float | None:

@@ -23,11 +23,20 @@ def test_an_iteration_that_is_run_again_counts_once() -> None:
     assert useful.goodput(20.0) == 0.5
 
 
-def test_one_that_nobody_heard_of_counts_like_the_next() -> None:
+def test_one_that_nobody_heard_of_counts_like_the_others() -> None:
     useful = Useful()
     useful.take(samples(0))
-    useful.take(samples(3, seconds=1.0))
-    assert useful == Useful(5.0, 4)
+    useful.take(samples(3, seconds=30.0))
+    assert useful == Useful(2.0 * 3 + 30.0, 4)
+
+
+def test_ranks_that_go_on_report_what_others_had_finished_after_their_first() -> None:
+    useful = Useful()
+    useful.take(samples(0, 1, 2, 3))
+    useful.take(samples(6, seconds=30.0))
+    useful.take(samples(4, 5, seconds=1.0))
+    useful.take(samples(5, seconds=9.0))
+    assert useful == Useful(4 * 2.0 + 30.0 + 2 * 1.0, 7)
 
 
 def test_what_another_job_has_finished_does_not_count() -> None:

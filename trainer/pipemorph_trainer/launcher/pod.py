@@ -165,7 +165,14 @@ class PodSite:
         if self.meeting is None and not self.hangs.watches:
             yield env  # A pod may have no folder that can be written.
             return
-        with tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir) as folder:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir)
+        except OSError as error:
+            raise InputError(
+                f"no folder can be made for what the ranks of this pod finish ({error}); set"
+                " PIPEMORPH_KEPT_DIR to one that can be written, such as a volume of the pod"
+            ) from error
+        with made as folder:
             env["PIPEMORPH_PROGRESS_DIR"] = folder
             if life.generation > 0 and self.pod.secret:
                 file = Path(folder) / "engine"

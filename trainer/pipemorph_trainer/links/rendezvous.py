@@ -322,12 +322,18 @@ class Rendezvous:
     def _cut(self, end: LinkEnd, direct: DirectIncoming | None, what: str) -> None:
         """Break a connection of a link for a fault trace."""
         assert end.engine_link is not None
+        if what == "direct" and direct is None:
+            log.warning(
+                "%s: fault trace: link %d has no direct connection to cut, since %s",
+                self._coordinate, end.link, end.no_direct,
+            )  # fmt: skip
+            return
         log.warning(
             "%s: fault trace cuts the %s connection of link %d", self._coordinate, what, end.link
         )
         if what == "direct":
-            if direct is not None:
-                direct.abandon()
+            assert direct is not None
+            direct.abandon()
         elif what == "data":
             end.engine_link.sever_data_path()
         else:
