@@ -18,7 +18,9 @@ receiver has said (by an empty message; gloo: one byte) that it has the one befo
 
 Latency is half of a round trip of 4 KiB messages, each in a tensor of the user's own when it
 counts as here. Both ends sleep until a message is there, as the trainer does; "polled" asks for it
-again and again instead, and yields the processor in between. iperf3 sends for a second over as many
+again and again instead, and yields the processor in between. "raw" is the least that two such
+processes need: one blocking socket, from Python, without keys, acknowledgements or checksums.
+"× raw" divides by it, for shared memory by the Unix socket. iperf3 sends for a second over as many
 TCP streams as the engine has, and over one, since within a host the engine keeps the others in
 reserve; it has no messages, no checksums, and nobody looks at what it received.
 
@@ -36,6 +38,7 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -64,6 +67,14 @@ THRESHOLDS = (
 )
 
 
+RAW = ("raw TCP", "raw Unix socket")
+
+
+def raw_unix(pid: int) -> str:
+    """A name without a file."""
+    return f"\0pipemorph-benchmark-{pid}"
+
+
 class Side:
     """What both processes know: links, process group, tensors."""
 
@@ -87,7 +98,28 @@ class Side:
             )
             for name in ("tcp", "shm")
         }
-        theirs = ports({name: e.port for name, e in self.engines.items()})
+        listeners: dict[str, socket.socket] = {}
+        if rank == 1:
+            listeners["raw TCP"] = socket.create_server(("127.0.0.1", 0))
+            listeners["raw Unix socket"] = socket.socket(socket.AF_UNIX)
+            listeners["raw Unix socket"].bind(raw_unix(os.getpid()))
+            listeners["raw Unix socket"].listen()
+        own = {name: e.port for name, e in self.engines.items()}
+        if rank == 1:
+            own["raw TCP"] = listeners["raw TCP"].getsockname()[1]
+            own["raw Unix socket"] = os.getpid()
+        theirs = ports(own)
+        self.raw: dict[str, socket.socket] = {}
+        for name in RAW:
+            if rank == 1:
+                with listeners[name] as listener:
+                    self.raw[name] = listener.accept()[0]
+            elif name == "raw TCP":
+                self.raw[name] = socket.create_connection(("127.0.0.1", theirs[name]))
+            else:
+                self.raw[name] = socket.socket(socket.AF_UNIX)
+                self.raw[name].connect(raw_unix(theirs[name]))
+        self.raw["raw TCP"].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.links: dict[str, Link] = {}
         for name, engine in self.engines.items():
             if rank == 0:
@@ -113,6 +145,8 @@ class Side:
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
+        for raw in self.raw.values():
+            raw.close()
         dist.destroy_process_group()
 
     # --- memcpy ---
@@ -137,7 +171,8 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
 }
 
 
-LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled")
+LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled", *RAW)
+RAW_OF = {"tcp": "raw TCP", "shm": "raw Unix socket"}
 PING = "ping "
 
 
@@ -190,6 +225,8 @@ def ping(side: Side, contender: str) -> list[float]:
         if side.rank == 0:
             return transfers.gloo_ping(side.small, side.pings, 1)
         transfers.gloo_pong(side.small, side.pings, 0)
+    elif kind in RAW:
+        return ping_raw(side.raw[kind], side.pings, first=side.rank == 0)
     elif polled:
         return ping_polled(side.links[kind], side.round, side.small, side.pings, side.rank)
     elif side.rank == 0:
@@ -197,6 +234,28 @@ def ping(side: Side, contender: str) -> list[float]:
     else:
         transfers.engine_pong(side.links[kind], side.round, side.small, side.pings)
     return []
+
+
+def ping_raw(peer: socket.socket, count: int, *, first: bool) -> list[float]:
+    """Like ``transfers.engine_ping`` and ``engine_pong``, over one blocking socket."""
+    own = memoryview(bytearray(LATENCY_BYTES))
+    peer.settimeout(None)
+
+    def receive() -> None:
+        if peer.recv_into(own, LATENCY_BYTES, socket.MSG_WAITALL) != LATENCY_BYTES:
+            raise RuntimeError("the other process closed its socket")
+
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        if first:
+            peer.sendall(own)
+            receive()
+            times.append((time.perf_counter() - began) / 2)
+        else:
+            receive()
+            peer.sendall(own)
+    return times
 
 
 def ping_polled(
@@ -370,9 +429,15 @@ def main() -> int:
         }
         for name, samples in latencies.items()
     ]
-    print("| 4 KiB message, one way | p50 | p99 |\n|---|---:|---:|")
+    p50 = {delay["contender"]: delay["p50_us"] for delay in delays}
+    print("| 4 KiB message, one way | p50 | p99 | × raw |\n|---|---:|---:|---:|")
     for delay in delays:
-        print("| {contender} | {p50_us:.0f} µs | {p99_us:.0f} µs |".format(**delay))
+        raw = RAW_OF.get(delay["contender"].split(",", maxsplit=1)[0])
+        delay["of_raw"] = delay["p50_us"] / p50[raw] if raw else None
+        of_raw = f"{delay['of_raw']:.1f}" if raw else ""
+        print(
+            "| {contender} | {p50_us:.0f} µs | {p99_us:.0f} µs ".format(**delay) + f"| {of_raw} |"
+        )
     print()
     checks: list[dict[str, Any]] = [
         {

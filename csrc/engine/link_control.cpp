@@ -220,7 +220,7 @@ void Link::handle(Frame frame) {
         const Lock lock(mu_);
         for (const SlotGrant& slot : f->slots) out_.granted(slot);
         changed_.notify_all();
-        kick_paths();
+        if (out_.has_chunks()) kick_paths();
     } else if (auto* f = std::get_if<InlineFrame>(&frame)) {
         const Lock lock(mu_);
         const uint64_t id = f->message.id;
@@ -239,7 +239,7 @@ void Link::handle(Frame frame) {
         const Lock lock(mu_);
         out_.fenced(*f);
         if (f->last && f->path < paths_.size()) paths_[f->path].machine.fence_answered(f->epoch);
-        kick_paths();
+        if (out_.has_chunks()) kick_paths();
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
         if (!f->error.empty()) {
             die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +

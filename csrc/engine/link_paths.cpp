@@ -66,15 +66,15 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
 }
 
 void Link::kick_paths() {
-    for (const Path& p : paths_)
-        if (p.live) p.live->kick();
+    for (const auto& path : live_paths()) path->kick();
 }
 
+// Not those that stand by: waking their threads would only show that there is nothing to do.
 std::vector<std::shared_ptr<DataPath>> Link::live_paths() const {
     std::vector<std::shared_ptr<DataPath>> live;
     live.reserve(paths_.size());
-    for (const Path& p : paths_)
-        if (p.live) live.push_back(p.live);
+    for (uint32_t i = 0; i < paths_.size(); ++i)
+        if (paths_[i].live && !stands_by(i)) live.push_back(paths_[i].live);
     return live;
 }
 

@@ -1,6 +1,7 @@
 // What all links of an engine share: settings, threads and the bell.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -36,7 +37,8 @@ class Runtime {
     explicit Runtime(Config config);
 
     void ring();
-    int bell() const { return bell_.get(); }
+    // From the first call on it rings: a system call that nobody waits for is left out.
+    int bell();
     Reactor& data(uint32_t path) { return *data_[path % data_.size()]; }
     size_t data_threads() const { return data_.size(); }
     bool may_use_rdma() const {
@@ -61,6 +63,7 @@ class Runtime {
     void place();
 
     Fd bell_;
+    std::atomic<bool> bell_watched_{false};
     std::vector<std::unique_ptr<Reactor>> data_;
 };
 

@@ -93,8 +93,14 @@ def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
     peers = ["memcpy", "gloo", "iperf3, 4 streams", "iperf3, 1 stream"]
     assert {r["contender"] for r in said["rows"]} == {*peers, "tcp", "shm"}
     assert all(r["gb_per_s"] > 0 and r["cpu_ns_per_kb"] > 0 for r in said["rows"])
-    latencies = ["gloo", "tcp", "shm", "tcp, polled", "shm, polled"]
+    latencies = ["gloo", "tcp", "shm", "tcp, polled", "shm, polled", "raw TCP", "raw Unix socket"]
     assert [d["contender"] for d in said["latency"]] == latencies
+    p50 = {d["contender"]: d["p50_us"] for d in said["latency"]}
+    of_raw = {d["contender"]: d["of_raw"] for d in said["latency"] if d["of_raw"] is not None}
+    assert of_raw == {
+        name: p50[name] / p50["raw TCP" if "tcp" in name else "raw Unix socket"]
+        for name in ("tcp", "shm", "tcp, polled", "shm, polled")
+    }
     assert all(0 < d["p50_us"] <= d["p99_us"] for d in said["latency"])
     promised = {(c["contender"], c["base"]): c["promised"] for c in said["checks"]}
     assert promised == {

@@ -342,6 +342,18 @@ def test_the_bell_rings_for_arrivals_acknowledgements_and_ends():
         assert "rank 0 closed it" in p.accepted.error
 
 
+def test_the_bell_has_rung_when_it_is_asked_for_the_first_time():
+    with pairs.in_process() as p:
+        p.dialled.send((0, 0, 0, 0, 0), b"")
+        pairs.eventually(lambda: p.accepted.arrived((0, 0, 0, 0, 0)))
+        # What it should have rung for came before anybody could hear it.
+        bell = p.high.bell_fd
+        assert select.select([bell], [], [], 0.0)[0]
+        os.read(bell, 8)
+        assert p.high.bell_fd == bell
+        assert not select.select([bell], [], [], 0.0)[0]
+
+
 def test_what_arrived_before_the_end_is_still_good():
     with pairs.in_process() as p:
         p.accepted.reserve(0, 1, 100)

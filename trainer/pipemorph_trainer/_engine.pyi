@@ -235,7 +235,8 @@ class Engine:
     @property
     def bell_fd(self) -> int:
         """An eventfd that is readable after a message arrived, a send completed or a link changed
-        its state. Read 8 bytes to reset it. One poll() can wait for several links with it."""
+        its state. Read 8 bytes to reset it. One poll() can wait for several links with it. It is
+        readable when it is asked for the first time, since it has not rung before."""
     def connect(
         self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float
     ) -> Link:
