@@ -17,6 +17,7 @@ import trainer_jobs
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -36,6 +37,8 @@ class TitanJob:
     recompute: str = ""
     schedule: str = "1F1B"
     """By torchtitan's name; one for several stages gives each rank two."""
+    placement: StagePlacement = "interleaved"
+    """Of several stages per rank, as the schedule has them."""
     plan: Plan | None = None
     """A plan that arrives while it trains."""
 
@@ -73,7 +76,7 @@ def train(context: TrainerContext, job: TitanJob) -> TitanRun:
     mine = None
     if job.plan is not None:
         stages = job.plan.schedule.stage_count
-        mesh = MeshShape(stages, stages_per_rank=stages // job.pipeline)
+        mesh = MeshShape(stages, stages_per_rank=stages // job.pipeline, placement=job.placement)
         mine = trainer_jobs.part(job.plan, place, mesh)
     config, seen = configure(job, mine)
     trainer = config.build()

@@ -41,8 +41,13 @@ def train(
         stages.append(PipelineStage(modules[index], index, 4, torch.device("cpu")))
     loss_fn: Any = nn.functional.mse_loss
     schedule: Any
-    if policy is None:
+    if policy in (None, "pipemorph"):
         schedule = THEIRS[placement](stages, MICROBATCHES, loss_fn)
+        if policy is not None:
+            # The stages are where torch's schedule has them.
+            schedule = AdaptiveSchedule.of(
+                schedule, context=context, policy=policy, deadline_seconds=30.0
+            )
     else:
         schedule = AdaptiveSchedule(
             stages, MICROBATCHES, loss_fn, placement=placement, context=context, policy=policy,

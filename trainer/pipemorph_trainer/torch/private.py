@@ -14,6 +14,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
+from pipemorph.planning.ir import StagePlacement
+
 _STAGE = {
     "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
     "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward"),
@@ -61,6 +63,16 @@ def parts_of(schedule: Any) -> dict[str, Any]:
         "output_merge_spec": schedule._output_merge_spec,
         "scale_grads": schedule.scale_grads,
     }
+
+
+def placement_of(schedule: Any) -> StagePlacement:
+    """How torch's schedule places several stages of a rank."""
+    placed = getattr(schedule, "stage_index_to_group_rank", {})
+    ranks = set(placed.values())
+    if len(placed) == len(ranks):
+        return "interleaved"
+    v = generate_stage_to_rank_mapping(len(ranks), len(placed), style="v")
+    return "v" if placed == v else "interleaved"
 
 
 def place_stages(schedule: PipelineScheduleMulti, placement: str) -> None:

@@ -24,7 +24,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import EngineChoice, RouteChoice
-from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages
+from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages, placement_of
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
 from pipemorph_trainer.trackers.listeners import OnIteration
@@ -172,10 +172,12 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     def of(
         schedule: PipelineScheduleSingle | PipelineScheduleMulti, **options: Any
     ) -> AdaptiveSchedule:
-        """A schedule in place of one that a trainer has made but not run, with its stage and its
-        arguments. ``options``: the keyword-only arguments of this class."""
+        """A schedule in place of one that a trainer has made but not run, with its stages, where it
+        has placed them, and its arguments. ``options``: the keyword-only arguments of this
+        class."""
         if why := missing():
             raise InputError(UNSUPPORTED.format(why))
+        options = {"placement": placement_of(schedule), **options}
         return AdaptiveSchedule(**parts_of(schedule), **options)
 
     def close(self) -> None:

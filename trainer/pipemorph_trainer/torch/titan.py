@@ -26,9 +26,9 @@ def pipelining_fn(
     pipelining_fn``.
 
     torchtitan splits, shards and checkpoints the model as it does otherwise (``pipeline_llm``); its
-    schedule is then replaced. That of its config says how many stages a rank has: 1F1B one,
-    Interleaved1F1B two. Call ``trainer.pp_schedule.close()`` after ``trainer.train()``. Tried with
-    torchtitan 0.3.
+    schedule is then replaced. That of its config says how many stages a rank has, and which: 1F1B
+    one, Interleaved1F1B two in turns, ZBVZeroBubble two there and back. Call
+    ``trainer.pp_schedule.close()`` after ``trainer.train()``. Tried with torchtitan 0.3.
 
     ``adaptive``: keyword-only arguments of :class:`AdaptiveSchedule`, given by
     ``functools.partial(pipelining_fn, adaptive={…})``.
