@@ -3,7 +3,8 @@
 One command: ``python benchmarks/replay.py [--json FILE] [--quick|--only TEXT]``. Eight stages with
 the op times of a 14B model, 24 microbatches. *Nine faults*: 1-3 links slow by 20-60 ms, 70
 iterations each. *Narrow*: links of 2.5 and 5 Gb/s. *Redrawn*: the delay of one link is drawn anew
-every 50-400 ms. *Congestion*: a link is slow by 60 ms in runs of 50-400 ms, with pauses as long.
+every 50-400 ms. *Varying bandwidth*: so is the rate of one link, 3 to 12 Gb/s, every 100-400 ms.
+*Congestion*: a link is slow by 60 ms in runs of 50-400 ms, with pauses as long.
 *Flapping*: a link is slow by 30 ms, with pauses, for 8 iterations each. *Dead port*: a direct route
 is down, then another one while the delegated route is slow and jitters.
 Real detector, controller and planner; trainer and wire times are simulated. Printed is the share of
@@ -83,6 +84,7 @@ CASES = (
     Case("redrawn", "python", Dispatch.STATIC, of_late=0.995),
     Case("redrawn", "python", Dispatch.ONLINE, of_late=1.025),
     *(Case("narrow", each, of_late=NARROW[each]) for each in get_args(Telemetry)),
+    Case("varying-bandwidth", "python", goal=0.4),
     Case("congestion", "python", goal=1.1),
     Case("congestion", "python", Dispatch.STATIC, goal=1.1),
     Case("congestion", "python", Dispatch.ONLINE, goal=1.1),

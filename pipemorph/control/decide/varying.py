@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pipemorph.planning import Plan, Problem, StageTimes, predict_changing
 from pipemorph.planning.simulation.costs import DelayAt
 
+Changes = tuple[DelayAt, DelayAt | None]
+"""Delays of an iteration, and its transfers if they change as well."""
+
 WINDOW = 0.05
 """Seconds of a window of telemetry. Where messages are further apart, windows are."""
 DRAWS = 8
@@ -64,15 +67,28 @@ class Varying:
         """Mean time of an iteration of a valid plan. ``problem``: with the links' mean delays."""
         return predict_changing(plan.schedule, problem, list(self._drawn(problem)), plan.dispatch)
 
-    def _drawn(self, problem: Problem) -> Iterator[DelayAt]:
-        means = [link.delay for link in problem.links]
+    def _drawn(self, problem: Problem) -> Iterator[Changes]:
+        """What varies of a narrow link is its rate."""
+        delays = [link.delay for link in problem.links]
+        transfers = [link.transfer for link in problem.links]
+        varied = [i for i, recent in enumerate(self.recent) if recent]
+        narrow = frozenset(i for i in varied if transfers[i] > 0.0)
         longest = max(map(len, self.recent))
         for draw in range(self.draws):
-            yield self._delay_at(means, longest * draw // self.draws, longest)
+            start = longest * draw // self.draws
+            both = (self._at(means, start, longest) for means in (delays, transfers))
+            delay_at, transfer_at = both
+            if not narrow:
+                yield delay_at, None
+                continue
+            yield (
+                _of(delay_at, delays, frozenset(varied) - narrow),
+                _of(transfer_at, transfers, narrow),
+            )
 
-    def _delay_at(self, means: Sequence[float], start: int, longest: int) -> DelayAt:
-        """The delays of an iteration that begins in window ``start`` of the ``longest`` memory, and
-        after its end at its begin."""
+    def _at(self, means: Sequence[float], start: int, longest: int) -> DelayAt:
+        """The delays, or transfers, of an iteration that begins in window ``start`` of the
+        ``longest`` memory, and after its end at its begin."""
         recent, step = self.recent, self.step
 
         def delay(link: int, sent: float) -> float:
@@ -84,3 +100,8 @@ class Varying:
             return max(0.0, means[link] + above[window % len(above)])
 
         return delay
+
+
+def _of(at: DelayAt, means: Sequence[float], links: frozenset[int]) -> DelayAt:
+    """``at`` for some links, the mean for all others."""
+    return lambda link, sent: at(link, sent) if link in links else means[link]

@@ -83,8 +83,9 @@ class _Series:
     key: Key
     detector: DelayDetector
     seen_at: float
-    spacings: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Between arrivals on the delegated route while slow, see :class:`LinkSample`."""
+    spacings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Between arrivals on the delegated route while slow, see :class:`LinkSample`, and the wire
+    times of these windows."""
     transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Bounds of the wire time beyond the latency, while slow or suspected to be."""
     bucket: int | None = None
@@ -97,6 +98,8 @@ class _Series:
     """Of the detector, at the newest window."""
     narrow: bool = False
     """Whether the link was narrow when that was last sure."""
+    share: float = 0.0
+    """Part of the wire time that was the transfer when that was last seen."""
     unsure: int = 0
     """Windows left in which it is not."""
     failed_over: bool = False
@@ -110,9 +113,15 @@ class _Series:
         wire = self.detector.wire_time
         if len(self.spacings) >= FEW_SPACINGS:
             # Of messages whose delay varies, some arrive close together.
-            transfer = sorted(self.spacings)[len(self.spacings) // 10]
+            # If the rate varies, each spacing belongs to the wire time of its window.
+            varies = bool(self.detector.recent)
+            found = sorted(wire * gap / took if varies else gap for gap, took in self.spacings)
+            transfer = found[len(found) // 10]
         elif self.transfers:
             transfer = median([end for bounds in self.transfers for end in bounds])
+        elif self.narrow and self.detector.recent:
+            # While its rate is high, no message waits, so that nothing is seen.
+            transfer = wire * self.share
         else:
             return 0.0
         return min(transfer, wire) if transfer >= NARROW * wire else 0.0
@@ -137,7 +146,7 @@ class _Series:
         if not slow:
             self.spacings.clear()
         elif window.spacing is not None and window.route == Route.DELEGATED:
-            self.spacings.append(window.spacing)
+            self.spacings.append((window.spacing, max(window.value, LEAST_BASE)))
         if not slow and not self.detector.suspects:
             self.transfers.clear()
             if latency is not None:
@@ -149,7 +158,10 @@ class _Series:
             known = len(self.spacings) >= FEW_SPACINGS or self.transfers
             self.unsure = 0 if known or not slow else self.unsure - 1
         if not self.in_doubt:
-            self.narrow = self.transfer > 0.0
+            transfer = self.transfer
+            self.narrow = transfer > 0.0
+            if self.narrow:
+                self.share = transfer / self.detector.wire_time
 
     def refined(self, low: float, high: float, latency: float | None) -> float | None:
         """The wire time from its bounds and the latency, which is exact even if the receiver
@@ -544,7 +556,7 @@ class LinkBook:
             confidence=round(found.confidence, 4),
             in_doubt=found.suspected_at is not None or series.in_doubt or found.is_doubtful,
             since_iteration=found.changed_at,
-            recent=() if transfer else tuple(round(each, DIGITS) for each in found.recent),
+            recent=tuple(round(each, DIGITS) for each in found.recent),
             failed_over=series.failed_over,
             bases={route: round(base, DIGITS) for route, base in found.bases().items()},
         )

@@ -199,7 +199,7 @@ def predict_period(
     run = _runner(schedule, problem, dispatch_mode)
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
-        took, before = following(run(costs, None).free, costs.after)
+        took, before = following(run(costs, None, None).free, costs.after)
         if before == costs.before:
             return took
         steps.append(took)
@@ -210,18 +210,19 @@ def predict_period(
 def predict_changing(
     schedule: Schedule,
     problem: Problem,
-    delays: Sequence[DelayAt],
+    changes: Sequence[tuple[DelayAt, DelayAt | None]],
     dispatch_mode: Dispatch = Dispatch.STATIC,
 ) -> float:
-    """Mean time of iterations whose delays are ``delays[k](link, sent)``, in the problem's unit;
-    ``sent``: time since the start of the iteration. Their makespan, or, if the objective is the
+    """Mean time of iterations with the delays and, if given, the transfers ``changes[k]``, each a
+    function ``(link, sent)``, in the problem's unit; ``sent``: time since the start of the
+    iteration. Their makespan, or, if the objective is the
     period, what they take if they follow each other. Without checks, like :func:`predict`.
     """
     costs = Costs.of(problem)
     run = _runner(schedule, problem, dispatch_mode)
     steps: list[float] = []
-    for delay_at in delays:
-        ran = run(costs, delay_at)
+    for delay_at, transfer_at in changes:
+        ran = run(costs, delay_at, transfer_at)
         if problem.objective == "makespan":
             steps.append(ran.makespan(costs.after))
             continue
@@ -233,13 +234,13 @@ def predict_changing(
 
 def _runner(
     schedule: Schedule, problem: Problem, mode: Dispatch
-) -> Callable[[Costs, DelayAt | None], Ran]:
-    """Executes a valid schedule under the costs and delays it is given."""
+) -> Callable[[Costs, DelayAt | None, DelayAt | None], Ran]:
+    """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
         codes = [core.encode(ops) for ops in schedule.stages]
-        return lambda costs, delay_at: core.in_order(costs, codes, None, delay_at)
+        return lambda costs, *at: core.in_order(costs, codes, None, *at)
     rules = _rules(schedule, problem, schedule.warmup())
-    return lambda costs, delay_at: core.online(costs, rules, delay_at)
+    return lambda costs, *at: core.online(costs, rules, *at)
 
 
 def makespan_of(schedule: Schedule, costs: Costs) -> float:

@@ -209,6 +209,30 @@ def test_under_delays_that_vary_the_plan_for_their_mean_is_not_the_best() -> Non
     assert auto.best(auto.fresh(DELEGATED)).plan.dispatch is Dispatch.ONLINE
 
 
+def test_of_a_narrow_link_that_varies_the_rate_does() -> None:
+    """Its messages are sent one at a time, some of them longer: a delay would hold up none."""
+    delayed = congested(dispatch="static")
+    situation = replace(
+        delayed._situation,
+        transfers=tuple(MEAN * (link == SLOW) for link in range(STAGES - 1)),
+    )
+    narrow = delayed.under(situation)
+    for option in narrow.fresh(DELEGATED):
+        expected = []
+        for start in STARTS:
+
+            def transfer_at(link: int, sent: float, start: int = start) -> float:
+                return RUNS[(start + int(sent / 0.05)) % len(RUNS)] if link == SLOW else 0.0
+
+            problem = narrow.problem(option.plan.routes)
+            ran = simulate_changing(
+                option.plan.schedule, problem, lambda *_: 0.001, transfer_at=transfer_at
+            )
+            expected.append(ran.makespan)
+        assert option.seconds == pytest.approx(mean(expected), rel=1e-9)
+        assert option.seconds > 1.05 * delayed.of(option.plan).seconds
+
+
 def test_delays_that_are_all_equal_are_one_delay() -> None:
     (steady,), equal = congested((), dispatch="static").fresh(DELEGATED), congested((MEAN,) * 40)
     assert equal.of(steady.plan).seconds == pytest.approx(steady.seconds, rel=1e-9)
@@ -231,7 +255,8 @@ def test_what_links_did_at_the_same_time_they_do_at_the_same_time() -> None:
     op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
     varying = Varying.of(recent, (0.0, 0.0), (op,) * 3, cells=3)
     assert varying is not None
-    for delay_at in varying._drawn(problem_for(1, (op,) * 3, (0.0, 0.0))):
+    for delay_at, transfer_at in varying._drawn(problem_for(1, (op,) * 3, (0.0, 0.0))):
+        assert transfer_at is None
         windows = [0.05 * (k + 0.5) for k in range(len(recent[0]))]
         both = {delay_at(0, at): delay_at(1, at) for at in windows if delay_at(0, at)}
         assert both == {0.05: 0.0, 0.06: 0.01}

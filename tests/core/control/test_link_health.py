@@ -409,3 +409,35 @@ def test_a_route_that_replaces_a_broken_one_is_no_slower_than_others_that_are_us
     job = Job()
     failed_over(job, BASE + 0.001, 8)
     assert job.slow() == set(), "not by as much as counts"
+
+
+def test_a_narrow_link_whose_rate_varies_stays_one_and_its_windows_are_told() -> None:
+    """While the rate is high no message waits, so then nothing shows that the link is narrow."""
+    job = Job()
+    job.until_slow({2}, lambda link: 0.030 if link == 2 else 0.0, 5)
+    for window in range(110):
+        job.now += 0.05
+        job.windows += 1
+        late = 0.010 if window >= 80 else (0.010, 0.030, 0.050)[window // 5 % 3]
+        spacing = None if window >= 80 else BASE + late
+        fields = {"route": Route.DELEGATED, "spacing": spacing}
+        job.report([job.sample(2, d, late).model_copy(update=fields) for d in (0, 1)])
+        state = job.states()[2]
+        if window > 60:
+            assert 0.5 * state.wire_time <= state.transfer <= state.wire_time
+    assert len(state.recent) > 20
+    assert min(state.recent) < 0.015
+    assert max(state.recent) > 0.045
+
+
+def test_a_delay_that_varies_makes_no_link_narrow() -> None:
+    """Messages on the way together arrive close to each other, however late they are."""
+    job = Job()
+    job.until_slow({2}, lambda link: 0.030 if link == 2 else 0.0, 5)
+    for _ in range(90):
+        job.now += 0.05
+        job.windows += 1
+        late = (0.010, 0.030, 0.050)[job.windows // 5 % 3]
+        fields = {"route": Route.DELEGATED, "spacing": 0.002 if job.windows % 5 else late}
+        job.report([job.sample(2, d, late).model_copy(update=fields) for d in (0, 1)])
+        assert job.states()[2].transfer == 0.0

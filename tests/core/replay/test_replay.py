@@ -261,6 +261,19 @@ def test_where_delays_keep_changing_online_dispatch_is_chosen() -> None:
     assert ["and it varies" in change.reason for change in free.changes] == [False, True]
 
 
+def test_a_rate_that_keeps_changing_is_planned_for_as_such() -> None:
+    """Not as another rate every other iteration, nor as a delay while it is high."""
+    problem = load_problem(str(TRACES / "problem.yaml"))
+    trace = load_trace(str(TRACES / "varying-bandwidth.jsonl"), len(problem.links))
+    found = replay(problem, trace, telemetry="python", iterations=60)
+    assert len(found.changes) <= 6
+    last = found.changes[-1]
+    assert "narrow" in last.reason
+    static, adaptive = (found.trained[name].steps for name in ("static", "adaptive"))
+    assert last.iteration is not None
+    assert sum(adaptive[last.iteration :]) < sum(static[last.iteration :])
+
+
 def test_delegated_messages_take_time_of_the_ops_at_both_ends() -> None:
     links = Links(PROBLEM, WELL, delegation=0.05)
     away = (Route.DIRECT, Route.DELEGATED, Route.DELEGATED)
