@@ -1,7 +1,7 @@
 """How long a job takes to go on after a rank was killed, and whether it goes on as if nothing was.
 
-    python benchmarks/recovery.py [--kills 50] [--pods 10] [--seed 0] [--out FOLDER] [--json FILE]
-                                  [--check]
+    python benchmarks/recovery.py [--kills 50] [--stops 10] [--terms 5] [--pods 10] [--seed 0]
+                                  [--out FOLDER] [--json FILE] [--check]
 
 Runs a small GPT, 2 stages × 2 replicas, under ``pipemorph run``: once undisturbed, and once with
 ``kill -9`` of a drawn rank at a drawn moment of an iteration, again when the job has gone on.
@@ -9,7 +9,12 @@ Prints the seconds from each kill to the end of the next iteration (as the host 
 fraction of a second later), how many finished iterations were run again, and whether all losses are
 the same to the bit.
 
-Then the same with 4 stages of one replica, each rank in a pod of its own, as far as its memory
+The same with SIGSTOP and ``failurePolicy.hangSeconds``: how long until the rank is found, too.
+
+Then the run as a whole gets SIGTERM at drawn moments, with 30 s of grace: how long until it has
+saved and ended, and whether the next run goes on with the next iteration.
+
+Then kills with 4 stages of one replica, each rank in a pod of its own, as far as its memory
 goes: with the rank its folder is lost, so that its state comes from the next pod's.
 """
 
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import runpy
@@ -35,15 +41,27 @@ STAGES, REPLICAS = 2, 2
 POD_STAGES, EVERY = 4, 4
 """Of the second job: stages, and iterations from one copy of its state to the next."""
 MEDIAN, WORST = 5.0, 10.0
-"""Goals, seconds from a kill to the end of the next iteration."""
+"""Goals, seconds from a kill, or from when a stopped rank is found, to the end of the next
+iteration."""
+HANG_SECONDS, HANG_OVER_LONGEST, NOTICED_SECONDS = 3, 3.0, 2.0
+"""The deadline of an iteration, at least so many times the longest undisturbed one; and how much
+later a stopped rank may be found: others end the iteration in which it is stopped."""
+GRACE_SECONDS = 30
 DEADLINE = 120.0
 """Seconds without an iteration after which the run is given up."""
 
 
 def manifest(
-    iterations: int, restarts: int, folder: Path, every: int, *, pods: bool = False
+    iterations: int,
+    restarts: int,
+    folder: Path,
+    every: int,
+    *,
+    pods: bool = False,
+    policy: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """``pods``: of the second job, whose ranks have folders of their own."""
+    """``pods``: of the second job, whose ranks have folders of their own. ``policy``: more of its
+    failure policy."""
     stages, replicas = (POD_STAGES, 1) if pods else (STAGES, REPLICAS)
     program: dict[str, Any] = {"module": "pipemorph_trainer.examples.gpt"}
     if pods:
@@ -63,7 +81,13 @@ def manifest(
                 "args": {"width": 64, "heads": 4, "sequence": 64, "microbatch_size": 2},
             },
             **({} if pods else checkpoint),
-            "failurePolicy": {"maxRestarts": restarts},
+            "failurePolicy": {"maxRestarts": restarts, **(policy or {})},
+            "template": {
+                "spec": {
+                    "terminationGracePeriodSeconds": GRACE_SECONDS,
+                    "containers": [{"name": "trainer"}],
+                }
+            },
             "recovery": {"snapshotIterations": EVERY if pods else 1, "neighbour": pods},
         },
     }
@@ -159,9 +183,10 @@ def killed_run(
     *,
     ranks: int,
     pods: Path | None = None,
+    by: signal.Signals = signal.SIGKILL,
 ) -> list[float]:
-    """Kill ranks at drawn moments; the times of the kills. ``pods``: where the folders of ranks are
-    written down, which are lost with them."""
+    """Send drawn ranks a signal at drawn moments; the times. ``pods``: where the folders of ranks
+    are written down, which are lost with them."""
     times: list[float] = []
     # The first iterations are slower: they test the split of the backward.
     while len(times) < kills and run.await_iterations(run.iterations() + apart):
@@ -176,7 +201,7 @@ def killed_run(
             continue
         gone = lose(pods, rank) if pods is not None else None
         times.append(time.time())
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, by)
         if gone is not None:
             shutil.rmtree(gone)
     return times
@@ -187,38 +212,54 @@ def losses(report: dict[str, Any]) -> dict[int, float]:
 
 
 def measure(
-    name: str, options: argparse.Namespace, folder: Path, kills: int, *, pods: bool
+    name: str, options: argparse.Namespace, folder: Path, kills: int
 ) -> tuple[list[tuple[str, bool]], dict[str, Any]]:
     """Run a job undisturbed and with kills, and print what came of it. Returns goals, with whether
-    they hold, and figures."""
+    they hold, and figures. ``name``: ``ranks`` or ``pods`` are killed, or ``stops``."""
+    pods, stops = name == "pods", name == "stops"
     apart = options.iterations_apart + (EVERY if pods else 0)
     iterations = (kills + 1) * (apart + 4)
+    # A checkpoint on a busy disk takes longer than an iteration may.
+    every = 10 * iterations if stops else options.checkpoint_every
 
-    def job(what: str, restarts: int) -> Run:
+    def job(what: str, restarts: int, policy: Mapping[str, int]) -> Run:
         where = folder / f"{name}-{what}"
-        every = options.checkpoint_every
-        return Run(where, manifest(iterations, restarts, where, every, pods=pods))
+        made = manifest(iterations, restarts, where, every, pods=pods, policy=policy)
+        return Run(where, made)
 
-    undisturbed = job("undisturbed", 0).finish()
-    run = job("killed", kills)
+    undisturbed = job("undisturbed", 0, {}).finish()
+    longest = max(each["seconds"] for each in undisturbed["iterations"][1:])
+    hang = max(HANG_SECONDS, math.ceil(HANG_OVER_LONGEST * longest))
+    run = job("killed", kills, {"hangSeconds": hang} if stops else {})
     ranks = POD_STAGES if pods else STAGES * REPLICAS
     where = folder / f"{name}-killed" if pods else None
     draw = random.Random(options.seed)
-    times = killed_run(run, kills, apart, draw, ranks=ranks, pods=where)
+    by = signal.SIGSTOP if stops else signal.SIGKILL
+    times = killed_run(run, kills, apart, draw, ranks=ranks, pods=where, by=by)
     report = run.finish()
 
     recoveries = [each for each in report["recoveries"] if each["seconds"] is not None]
+    caused: dict[float, float] = {}
+    """By when a failure was noticed, when its signal was sent."""
+    for at in times:
+        later = [each["lost_at"] for each in report["recoveries"] if at <= each["lost_at"] + 0.05]
+        if later:
+            caused[later[0]] = at
+    by_signal = [each for each in recoveries if each["lost_at"] in caused]
+    noticed = [each["lost_at"] - caused[each["lost_at"]] for each in by_signal]
     seconds = [
-        each["seconds"] + each["lost_at"] - max(at for at in times if at <= each["lost_at"] + 0.05)
-        for each in recoveries
+        each["seconds"] + (0.0 if stops else late)
+        for each, late in zip(by_signal, noticed, strict=True)
     ]
+    if other := len(report["recoveries"]) - len(caused):
+        print(f"{name}: {other} failures that no signal caused; is the machine busy?")
     repeated = [each["repeated"] for each in recoveries]
     found, expected = losses(report), losses(undisturbed)
     same = all(found[index] == expected[index] for index in found)
     shape = f"{STAGES} stages x {REPLICAS} replicas"
     if pods:
         shape = f"{POD_STAGES} stages, each in a pod, whose memory is lost with it"
-    print(f"{name}: {len(times)} kills of a drawn rank of {shape}")
+    print(f"{name}: {len(times)} times {by.name} for a drawn rank of {shape}")
     print(
         f"recoveries that finished an iteration: {len(recoveries)} of {len(report['recoveries'])}"
     )
@@ -228,9 +269,10 @@ def measure(
         print(f"finished by ranks that ended before they could report: {unreported} iterations")
     print(f"goodput {report['goodput']:.1%}; undisturbed {undisturbed['goodput']:.1%}")
     most = EVERY if pods else 0
+    since = "from when it is found" if stops else "from the kill"
     goals = [
         (
-            f"{name}: from the kill to the next finished iteration, median ≤ {MEDIAN:g} s:"
+            f"{name}: {since} to the next finished iteration, median ≤ {MEDIAN:g} s:"
             f" {median(seconds):.2f}",
             median(seconds) <= MEDIAN,
         ),
@@ -241,10 +283,70 @@ def measure(
         ),
         (f"{name}: losses of {len(found)} iterations, equal to the bit", same),
     ]
+    if stops:
+        late = max(noticed) - hang
+        goals.append(
+            (
+                f"{name}: found after {median(noticed):.2f} s, median, of hangSeconds"
+                f" {hang}, and at most {NOTICED_SECONDS:g} s later: {late:.2f}",
+                late <= NOTICED_SECONDS,
+            )
+        )
     if pods:
         held = sum(each["state"] == "neighbour" for each in recoveries)
         goals.append((f"{name}: {held} of {len(recoveries)} from the next pod", held > 0))
-    return goals, {"seconds": seconds, "repeated": repeated, "same_losses": same}
+    figures = {"seconds": seconds, "noticed": noticed, "repeated": repeated, "same_losses": same}
+    return goals, figures
+
+
+def asked_to_end(
+    options: argparse.Namespace, folder: Path, terms: int
+) -> tuple[list[tuple[str, bool]], dict[str, Any]]:
+    """Ask a run to end at drawn moments, and begin the next one where it has saved. Goals and
+    figures as of :func:`measure`."""
+    draw = random.Random(options.seed)
+    iterations = (terms + 1) * (options.iterations_apart + 4)
+
+    def job(what: str) -> dict[str, Any]:
+        # Nothing but what they save as they are asked to end: no other checkpoint is due.
+        return manifest(iterations, 0, folder / what, 10 * iterations)
+
+    undisturbed = Run(folder / "terms-undisturbed", job("terms-undisturbed")).finish()
+    seconds, lost, ran = [], [], 0
+    found: dict[int, float] = {}
+    for number in range(terms + 1):
+        run = Run(folder / f"terms-{number}", job("terms"))
+        last = number == terms
+        if not last:
+            run.await_iterations(options.iterations_apart)
+            time.sleep(draw.random() * 0.2)
+            began = time.monotonic()
+            run.host.terminate()
+            run.host.wait(DEADLINE)
+            seconds.append(time.monotonic() - began)
+        report = run.finish() if last else run.report()
+        each = losses(report)
+        if not each or (not last and "saved a checkpoint" not in run.said()):
+            raise SystemExit(f"the run has not saved:\n{run.said()[-4000:]}")
+        ran += len(each)
+        if number:
+            # Negative where one ran again.
+            lost.append(min(each) - max(found) - 1)
+        found |= each
+    same = found == losses(undisturbed)
+    print(f"terms: {terms} times SIGTERM for a run of {STAGES} stages x {REPLICAS} replicas")
+    return [
+        (
+            f"terms: saved and ended within {GRACE_SECONDS} s, worst: {max(seconds):.2f}, median:"
+            f" {median(seconds):.2f}",
+            max(seconds) <= GRACE_SECONDS,
+        ),
+        (
+            f"terms: iterations lost or run again: {sum(map(abs, lost))} of {ran}",
+            not any(lost) and ran == iterations,
+        ),
+        (f"terms: losses of {len(found)} iterations, equal to the bit", same),
+    ], {"seconds": seconds, "lost": lost, "same_losses": same}
 
 
 def main() -> None:
@@ -252,6 +354,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=50, help="of ranks; 0: no such run")
+    parser.add_argument("--stops", type=int, default=10, help="the same by SIGSTOP")
+    parser.add_argument("--terms", type=int, default=5, help="of runs, by SIGTERM; 0: none")
     parser.add_argument("--pods", type=int, default=10, help="that are lost; 0: no such run")
     parser.add_argument("--iterations-apart", type=int, default=4)
     parser.add_argument("--checkpoint-every", type=int, default=2)
@@ -264,10 +368,17 @@ def main() -> None:
     print(f"reports: {folder}")
     goals: list[tuple[str, bool]] = []
     figures = {}
-    for name, kills in (("ranks", options.kills), ("pods", options.pods)):
+    for name, kills in (
+        ("ranks", options.kills),
+        ("stops", options.stops),
+        ("pods", options.pods),
+    ):
         if kills:
-            found, figures[name] = measure(name, options, folder, kills, pods=name == "pods")
+            found, figures[name] = measure(name, options, folder, kills)
             goals += found
+    if options.terms:
+        found, figures["terms"] = asked_to_end(options, folder, options.terms)
+        goals += found
     for text, holds in goals:
         print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
     if options.json is not None:
