@@ -29,8 +29,8 @@ class Useful:
 
     def take(self, samples: Iterable[IterationSample]) -> None:
         """Take reported iterations. One that was run again does not count again. Those of which
-        nothing was heard, as ranks ended before they could report, count like the others on average;
-        the next ranks report them after their own first one if they know of them."""
+        nothing was heard, as ranks ended before they could report, count like the others on
+        average; the next ranks report them after their own first one if they know of them."""
         for sample in samples:
             new = sample.index + 1 - self.iterations
             if new <= 0:
