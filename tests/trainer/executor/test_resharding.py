@@ -10,10 +10,11 @@ from hybrid_models import batch_of, distribute, loss_fn, part_of, whole_model
 from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_jobs import Job, make_plan
 
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.executor.stages.resharding import Resharding
 from pipemorph_trainer.topology.mesh import join_process_group
 
 STAGES, SHARDS, N, ROWS, ITERATIONS = 2, 2, 4, 8, 3
@@ -176,3 +177,20 @@ def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
         for name in ("all", "graph", "fused"):
             assert found[name].between == 0, name
             assert found[name].within == rest + max(kept.blocks), name
+
+
+def freed(context: TrainerContext) -> dict[str, int]:
+    """How many modules are freed after each use, by what they are sharded over."""
+    join_process_group(context, torch.device("cpu"))
+    found = {}
+    for names in (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard")):
+        mesh = init_device_mesh("cpu", (2,) if len(names) == 1 else (1, 2), mesh_dim_names=names)
+        module: Any = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=True)
+        found["x".join(names)] = len(Resharding([module]).freed)
+    return found
+
+
+def test_what_is_sharded_over_replicas_stays_gathered() -> None:
+    """Their ops may come in different orders, in which no collective may be."""
+    expected = {"dp_shard": 1, "dp_replicate": 0, "dp_replicatexdp_shard": 1}
+    assert run_ranks(2, freed) == [expected] * 2

@@ -21,8 +21,8 @@ class Resharding:
     gathers each of them where a forward or a backward enters it, and shards it again where that
     leaves it. ``kept``: all others, also those for which it gave nothing. They stay as they are
     until they are gathered or sharded. torch's own default would free them, since it has one
-    microbatch per gather; a pipeline would gather them 2 N times in an iteration. Those sharded over
-    replicas are kept, too: replicas need not run their ops in one order, so no op may gather.
+    microbatch per gather; a pipeline would gather them 2 N times in an iteration. Those sharded
+    over replicas are kept, too: replicas need not run their ops in one order, so no op may gather.
     """
 
     def __init__(self, modules: list[Any]) -> None:
@@ -63,9 +63,9 @@ def _asked(module: Any) -> bool:
         return False
     if asked and not automatic and _over_replicas(module):
         log.warning(
-            "fully_shard(reshard_after_forward) over dp_replicate is not followed, since replicas may"
-            " run their ops in different orders: parameters stay gathered within an iteration; shard"
-            " over dp_shard to free them"
+            "fully_shard(reshard_after_forward) over dp_replicate is not followed, since replicas"
+            " may run their ops in different orders: parameters stay gathered within an iteration;"
+            " shard over dp_shard to free them"
         )
         return False
     return asked and not automatic
