@@ -151,7 +151,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
     with driven(device), rigged(devices=(SimulatedDevice(), device)) as rig:
         end: Any = SimpleNamespace(
             link=0, staged=True, delegated=rig.incoming, route=Route.DIRECT,
-            has=lambda _: True, expect=lambda _: None,
+            has=lambda _: True, expect=lambda _: None, no_direct=None,
         )  # fmt: skip
         book = PlanBook(first, mesh.coordinate(1), [end], no_offload="")
         book.shapes_known(end, (META,))
