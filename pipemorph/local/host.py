@@ -129,6 +129,10 @@ def run_job(
             useful=journal.useful,
         )
         run.relayouts = host.moves.records(run.iterations)
+        try:
+            run.outlook = service.outlook()
+        except TimeoutError:
+            progress.note("the report predicts nothing: the control loop did not answer at the end")
         host.over = True
         if page is not None:
             page.finish()

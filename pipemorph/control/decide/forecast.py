@@ -223,6 +223,12 @@ class Outlook:
     start: Plan
     running: Plan
 
+    @property
+    def seconds(self) -> float:
+        """Predicted time of an iteration under the plan in effect. Raises
+        :class:`~pipemorph.errors.InputError` if it cannot be simulated."""
+        return Forecast(self.rules, self.situation).of(self.running).seconds
+
 
 class Forecast:
     """Predictions for one situation of one job."""

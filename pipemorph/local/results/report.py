@@ -10,8 +10,10 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.worth import worth
+from pipemorph.errors import InputError
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -116,6 +118,8 @@ class RunRecord:
     useful: Useful = field(default_factory=Useful)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places, for the report."""
+    outlook: Outlook | None = None
+    """What the plan in effect at the end can be predicted from; None if it cannot."""
 
     @property
     def goodput(self) -> float | None:
@@ -197,11 +201,32 @@ class RunRecord:
             "recoveries": [recovery.record() for recovery in self.recoveries],
             "relayouts": self.relayouts,
             "goodput": self.goodput,
+            "predicted": self._predicted(),
             "saved": worth(self.adaptations).record(self.job.spec.parallelism.mesh.world_size),
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
             "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
         }
+
+    def _predicted(self) -> dict[str, Any] | None:
+        """An iteration under the plan in effect at the end as predicted from what was measured, and
+        the median of the newest ones as they were."""
+        if self.outlook is None:
+            return None
+        version = self.outlook.running.version
+        ran = [i.seconds for i in self.iterations if i.plan_version == version][-COMPARED:]
+        seconds, reason = None, None
+        try:
+            seconds = self.outlook.seconds
+        except InputError as error:
+            reason = str(error)
+        measured = median(ran) if ran else None
+        found = {"plan_version": version, "seconds": seconds, "measured": measured}
+        return found | ({"reason": reason} if reason else {})
+
+
+COMPARED = 20
+"""Newest iterations that a prediction is compared with."""
 
 
 def write_report(folder: OutFolder, run: RunRecord) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_jobs import watched
 
 from pipemorph.api.spec import Fault, PipeMorphJob
 from pipemorph.control.controller import JobController
+from pipemorph.control.decide.forecast import Forecast
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import Decision
@@ -333,6 +335,28 @@ def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> No
     assert report["rails"]["health"] == "sick"
     assert report["rails"]["sick"][0]["what"] == "is DOWN"
     assert report["rails"]["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
+
+
+def test_the_plan_in_effect_is_predicted_beside_what_was_measured() -> None:
+    known, _ = watched(4, 8, "adapted")
+    assert known.outlook is not None
+    version = known.outlook.running.version
+    assert version == 1
+    ran = [
+        sample(i).model_copy(update={"plan_version": i // 4, "seconds": 9.0 - i}) for i in range(8)
+    ]
+    run = RunRecord(known.job, 1.0, outlook=known.outlook)
+    run.finish(Ending(End.COMPLETED), ran, [])
+    situation, plan = known.outlook.situation, known.outlook.running
+    own = Forecast(known.outlook.rules, situation).of(plan).seconds
+    assert run.content([], [])["predicted"] == {
+        "plan_version": 1, "seconds": own, "measured": 3.5,
+    }  # fmt: skip
+    # None of the plan's own was measured yet, and where op times are unknown there is nothing.
+    run.finish(Ending(End.COMPLETED), ran[:4], [])
+    assert run.content([], [])["predicted"]["measured"] is None
+    run.outlook = None
+    assert run.content([], [])["predicted"] is None
 
 
 def test_emulation_is_never_silent() -> None:

@@ -63,6 +63,8 @@ def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> Non
         assert [reason for reason in reasons if not reason.startswith(about_ops)] == []
     else:
         assert reasons == []
+        predicted = report["predicted"]
+        assert predicted["seconds"] == pytest.approx(predicted["measured"], rel=0.08), predicted
     assert "slow link" not in said
 
 
