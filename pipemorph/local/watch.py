@@ -92,6 +92,7 @@ class Observer:
             lanes=self.journal.lanes(),
             worth=view.worth,
             plan_version=view.plan_version,
+            wanted_version=view.wanted_version,
             peak_memory=view.peak_memory,
             recoveries=[recovered(each.record()) for each in told.recoveries],
             available=self._index.iterations(),

@@ -87,6 +87,9 @@ class Watched:
     lanes: LaneLog = field(default_factory=LaneLog)
     worth: Worth = field(default_factory=Worth)
     plan_version: int = 0
+    wanted_version: int = 0
+    """Of the plan that the ranks should run; 0 too while that is not known. Changes of an attempt
+    that is over may have higher versions than it."""
     recoveries: Sequence[Recovered] = ()
     available: Sequence[int] = ()
     peak_memory: Sequence[int | None] = ()
@@ -341,9 +344,8 @@ def story(known: Watched) -> list[str]:
         said.append(_in_force(record))
     if slow and known.kept and record is None:
         said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
-    pending = [each for each in known.changes if each.plan_version > known.plan_version]
-    if pending:
-        said.append(f"The ranks are changing to plan v{pending[-1].plan_version}.")
+    if known.wanted_version > known.plan_version:
+        said.append(f"The ranks are changing to plan v{known.wanted_version}.")
     ranks = mesh.world_size
     told = worth_line(known.worth.seconds, known.worth.error, ranks, len(known.changes))
     if told:

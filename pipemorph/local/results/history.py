@@ -50,6 +50,8 @@ class View:
     """Events of rails, transports, stragglers and reductions."""
     plan_version: int = 0
     """Of the plan in effect."""
+    wanted_version: int = 0
+    """Of the plan that the ranks should run, which may not be in effect yet."""
     peak_memory: tuple[int | None, ...] = ()
     """Bytes per stage, of the highest column; None if not reported."""
     worth: Worth = field(default_factory=Worth)
@@ -85,6 +87,7 @@ class Journal:
             reductions=controller.reductions(),
             events=controller.events,
             plan_version=controller.running.version,
+            wanted_version=controller.wanted.version,
             worth=controller.worth,
             peak_memory=controller.peak_memory,
         )

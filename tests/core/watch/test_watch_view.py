@@ -214,6 +214,20 @@ def test_the_story_says_why_nothing_is_done() -> None:
     assert told[-1] == "Nothing was changed the last time: it saves 0.3%."
 
 
+def test_the_story_names_the_plan_that_the_ranks_change_to() -> None:
+    known, traces = watched(4, 12)
+    told = watch_view(replace(known, wanted_version=2), traces, column=0).story
+    assert "The ranks are changing to plan v2." in told
+
+
+def test_changes_of_an_attempt_that_is_over_are_not_about_to_come() -> None:
+    """A new attempt begins with the plan of the start again."""
+    known, traces = watched(4, 12)
+    told = watch_view(replace(known, plan_version=0), traces, column=0).story
+    assert "Plan v0 is in force." in told
+    assert not any("changing to" in line for line in told)
+
+
 def test_before_anything_is_known() -> None:
     known, _ = watched(4, 12)
     view = watch_view(Watched(known.job, NOW, "starting"), [], column=0)
