@@ -160,9 +160,76 @@ def test_documents_have_a_budget(
     for second in range(600):
         now["wall"] += 1.0
         assert server._document((None, None)) is not None
-        server._document((None, second))  # Somebody holds an arrow key down.
+        server._document((None, second))  # Of those that are not there, too.
     # What may be taken at once, and five per cent of ten minutes.
     assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
+
+
+@pytest.fixture
+def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the clocks say. A document takes ``each`` seconds of a core."""
+    now = {"wall": time.monotonic(), "cpu": 0.0, "each": 0.4}
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(watch.time, "thread_time", lambda: now["cpu"])
+    made = sight.document
+
+    def document(*args: Any, **more: Any) -> WatchView:
+        now["cpu"] += now["each"]
+        return made(*args, **more)
+
+    monkeypatch.setattr(sight, "document", document)
+    return now
+
+
+def test_who_steps_through_iterations_is_paced(
+    server: WatchServer, sight: Sight, costly: dict[str, float]
+) -> None:
+    """Somebody holds an arrow key down for a minute, another one looks at the newest iteration."""
+    looked = set()
+    for step in range(600):
+        costly["wall"] += 0.1
+        server._document((None, 38 - step % 38))
+        live = server._document(watch.NEWEST)
+        assert live is not None and sight.asked[live.view.number - 1] == watch.NEWEST
+        looked.add(live.view.number)
+    assert costly["cpu"] <= watch.BURST + watch.SHARE * 60 + 2 * costly["each"]
+    assert len(looked) >= 4 and server._number - len(looked) >= 4, "they take turns"
+
+
+def test_one_document_stops_the_page_for_a_minute_at_most(
+    server: WatchServer, sight: Sight, costly: dict[str, float]
+) -> None:
+    costly["each"] = 1000.0
+    server._document(watch.NEWEST)
+    costly["wall"] += watch.BURST / watch.SHARE + 1
+    server._document(watch.NEWEST)
+    assert len(sight.asked) == 2
+
+
+def test_to_write_a_document_counts_too(
+    server: WatchServer, costly: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(view: WatchView) -> str:
+        costly["cpu"] += 1.0
+        return "page"
+
+    def dump(view: WatchView) -> str:
+        costly["cpu"] += 0.5
+        return "{}"
+
+    monkeypatch.setattr(watch, "render_page", render)
+    monkeypatch.setattr(WatchView, "model_dump_json", dump)
+    for _ in range(5):  # Each is written once.
+        server._document(watch.NEWEST, page=True)
+    assert server._left == pytest.approx(watch.BURST - 0.4 - 0.5 - 1.0)
+
+
+@pytest.mark.parametrize("asked", [(7, None), (None, 12345), (9, 40)])
+def test_what_is_not_there_is_the_newest_document(
+    server: WatchServer, sight: Sight, asked: tuple[int | None, int | None]
+) -> None:
+    newest = server._document(watch.NEWEST)
+    assert server._document(asked) is newest and len(sight.asked) == 1
 
 
 def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
@@ -172,6 +239,7 @@ def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
     assert (status, body, headers["Retry-After"]) == (429, b"", "1")
     assert ask(server, own(server, "view"))[0] == 200, "there is one of before"
     assert ask(server, own(server))[0] == 200
+    assert ask(server, own(server, "?iteration=7"))[0] == 200, "a page begins with what there is"
 
 
 def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
