@@ -315,6 +315,7 @@ def listen(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("127.0.0.1", port))
+        found.listen()  # Before, with that option, another one could bind it, too.
     except OSError as error:
         found.close()
         raise InputError(

@@ -122,7 +122,6 @@ def test_a_port_in_use_is_said_before_anything_starts(
 ) -> None:
     run = LocalRun(tmp_path, {})
     with listen(0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--watch {port}: port {port}.*cannot be used"):
             listen(port)
@@ -136,6 +135,12 @@ def test_a_port_is_a_number(port: str, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         main(["run", "job.yaml", "--out", "out", f"--watch={port}"])
     assert ended.value.code == 2 and "is no port" in capsys.readouterr().err
+
+
+def test_a_job_after_watch_is_not_its_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--out", "out", "--watch", "job.yaml"])
+    assert "put the job before --watch" in capsys.readouterr().err
 
 
 def test_all_who_look_share_a_document(server: WatchServer, sight: Sight) -> None:
