@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.report import Recovery
 from pipemorph.local.results.traces import StageTrace, TraceIndex
@@ -41,6 +41,9 @@ from pipemorph.watch.document import WatchView
 from pipemorph.watch.page import render_page
 
 log = logging.getLogger("pipemorph.watch")
+_unsaid = logging.getLogger("pipemorph.watch.requests")
+"""Of requests that are no HTTP: who sends them is told, the run's terminal is not."""
+_unsaid.setLevel(logging.CRITICAL + 1)
 
 SHARE = 0.05
 """Part of a core that documents may take in the long run, for all viewers together."""
@@ -170,6 +173,8 @@ class WatchServer:
         self._number = 0
         self._left, self._filled = BURST, time.monotonic()
         self._asked_at = float("-inf")
+        self._failed: set[type[Exception]] = set()
+        """Errors that have been logged: once, as the page asks every second."""
         self._over = False
         self._last_word = threading.Event()
         self._runner: web.ServerRunner | None = None
@@ -198,7 +203,8 @@ class WatchServer:
             self._last_word.wait(LAST_WORD)
 
     async def _start(self) -> None:
-        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
+        server = web.Server(self._answer, access_log=None, logger=_unsaid)
+        self._runner = web.ServerRunner(server)
         await self._runner.setup()
         await web.SockSite(self._runner, self._listener).start()
 
@@ -207,22 +213,29 @@ class WatchServer:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        path = request.path.encode(errors="surrogateescape")
         page, document = (
-            hmac.compare_digest(request.path.encode(), f"/{self._token}/{what}".encode())
-            for what in ("", "view")
+            hmac.compare_digest(path, f"/{self._token}/{what}".encode()) for what in ("", "view")
         )
         if request.method != "GET" or not (page or document):
             refused = web.Response(status=401)
             refused.force_close()
             return refused
         self._asked_at = time.monotonic()
+        try:
+            return await self._tell(request, page)
+        except Exception as error:  # noqa: BLE001  # Whatever it is, the run goes on.
+            if type(error) not in self._failed:
+                self._failed.add(type(error))
+                late = isinstance(error, TimeoutError)
+                why = "the control loop does not answer" if late else f"{error!r}"
+                log.warning("the page of the run cannot be made now: %s", one_line(why, 300))
+            return web.Response(status=503, headers=HEADERS)
+
+    async def _tell(self, request: web.BaseRequest, page: bool) -> web.Response:
         query = request.query
         asked = _number(query.get("column")), _number(query.get("iteration"))
-        try:
-            made = await self._loop.run_in_executor(self._maker, self._document, asked, page)
-        except TimeoutError:
-            log.warning("the page of the run is late: the control loop does not answer")
-            return web.Response(status=503, headers=HEADERS)
+        made = await self._loop.run_in_executor(self._maker, self._document, asked, page)
         if made is None:
             return web.Response(status=429, headers=HEADERS | {"Retry-After": "1"})
         view = made.view

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,42 @@ def test_anything_else_is_refused_and_told_nothing(
     status, body, headers = ask(server, path.format(token=token), method, Authorization="Bearer x")
     assert (status, body) == (401, b"")
     assert sight.asked == [] and "WWW-Authenticate" not in headers
+
+
+def test_what_is_no_http_is_told_to_its_sender_only(
+    server: WatchServer, sight: Sight, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = server.url.split("/")[2].split(":")
+    for sent, status in ((b"GET /\xff HTTP/1.1\r\n\r\n", b"400"), (b"x\r\n\r\n", b"400"),
+                         (b"GET /%ff HTTP/1.1\r\nHost: x\r\n\r\n", b"401")):  # fmt: skip
+        with socket.create_connection((address[0], int(address[1])), DEADLINE) as connection:
+            connection.sendall(sent)
+            assert connection.recv(4096).split()[1] == status, sent
+    assert sight.asked == [] and caplog.records == []
+
+
+@pytest.mark.parametrize("error", [KeyError("ops"), TimeoutError()])
+def test_a_document_that_cannot_be_made_is_said_once(
+    server: WatchServer,
+    sight: Sight,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    made = sight.document
+
+    def fail(*args: Any, **more: Any) -> WatchView:
+        raise error
+
+    monkeypatch.setattr(sight, "document", fail)
+    for _ in range(3):
+        status, body, headers = ask(server, own(server, "view"))
+        assert (status, body, headers["X-Frame-Options"]) == (503, b"", "DENY")
+    late = isinstance(error, TimeoutError)
+    told = "the control loop does not answer" if late else "KeyError('ops')"
+    assert caplog.messages == [f"the page of the run cannot be made now: {told}"]
+    monkeypatch.setattr(sight, "document", made)
+    assert ask(server, own(server, "view"))[0] == 200
 
 
 def test_each_run_has_another_token(sight: Sight) -> None:
