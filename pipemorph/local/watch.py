@@ -95,7 +95,8 @@ class Observer:
         """What is known now, without the ops. Raises TimeoutError if the control loop does not
         answer."""
         told, view = self.tell(), self.journal.view
-        newest = view.decisions[-1] if view.decisions else None
+        decisions = (each for each in reversed(view.decisions) if each.kind != "outcome")
+        newest = next(decisions, None)
         self._index.update(self.folder)
         return Watched(
             job=self.job,

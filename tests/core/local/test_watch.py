@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from local_support import DEADLINE, LocalRun
 from watched_jobs import watched
 
 from pipemorph.cli import main
+from pipemorph.control.record.history import Decision
 from pipemorph.errors import InputError
 from pipemorph.local import watch
+from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer, listen
+from pipemorph.local.watch import Observer, Told, WatchServer, listen
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
 
@@ -324,6 +327,26 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
         host.communicate(timeout=DEADLINE)
         for pid in run.processes():
             os.kill(pid, 9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [("keep", "keep"), ("keep outcome", "keep"), ("adapt outcome", ""), ("outcome", ""), ("", "")],
+)
+def test_what_a_change_brought_is_no_refusal(tmp_path: Path, kinds: str, kept: str) -> None:
+    decisions = tuple(
+        Decision(at=0.0, iteration=9, kind=kind, reason=kind, line="")  # type: ignore[arg-type]
+        for kind in kinds.split()
+    )
+    known, _ = watched(4, 12)
+    observer = Observer(
+        known.job,
+        Journal(view=View(decisions=decisions)),
+        SimpleNamespace(outlook=lambda: None),  # type: ignore[arg-type]
+        tmp_path,
+        lambda: Told("training", "", ()),
+    )
+    assert observer.look().kept == kept
 
 
 # --- traces that grow -------------------------------------------------------------------------
