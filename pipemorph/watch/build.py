@@ -187,6 +187,9 @@ def _alternative(
     links = known.lanes.at(measured.iteration)
     situation = outlook.situation.of((mesh.replica_of(column),))
     if measured.iteration != known.available[-1]:
+        if mesh.replicas > 1 and any(link.health is Health.SLOW for link in links):
+            # The lanes have the worst column of each link.
+            return None, "a link was slow in this iteration, and in which replicas is not kept"
         situation = _with_links(situation, links)
     forecast = Forecast(outlook.rules, situation)
     start = outlook.start.of_replica(mesh.replica_of(column))
@@ -220,6 +223,10 @@ def _with_links(situation: Situation, links: Sequence[LinkHealth]) -> Situation:
         delays=tuple(link.delay for link in links),
         slow=slow,
         transfers=tuple(link.transfer for link in links),
+        unknown=tuple(link.health is Health.UNKNOWN for link in links),
+        failed_over=tuple(link.failed_over for link in links)
+        if any(link.failed_over for link in links)
+        else (),
         recent=(),
         own=(),
     )

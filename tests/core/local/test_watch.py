@@ -406,6 +406,17 @@ def test_an_index_notices_a_file_that_was_shortened(
     assert index.read([30])[30][0].iteration == 30
 
 
+def test_an_index_skips_what_has_grown_too_much(tmp_path: Path, write: Callable[..., None]) -> None:
+    index = TraceIndex(newest=1500)
+    write(0, *range(10))
+    index.update(tmp_path)
+    write(0, *range(10, 1000))
+    index.update(tmp_path)
+    found = index.iterations()
+    assert found[-1] == 999 and len(found) < 40
+    assert index.read([999])[999][0].iteration == 999
+
+
 def test_an_index_may_begin_near_the_end(tmp_path: Path, write: Callable[..., None]) -> None:
     write(0, *range(1000))
     index = TraceIndex(newest=1500)

@@ -177,6 +177,45 @@ def test_a_lane_of_ranks_that_repeat_iterations() -> None:
     assert told == [(0, 9, "healthy"), (9, None, "slow")]
 
 
+def test_a_lane_of_ranks_that_repeat_iterations_in_the_same_state() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, slow)):
+        log.take(iteration, 1.0, [link], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    told = [(span.begin, span.end, span.kind) for span in lane.spans]
+    assert told == [(0, 5, "healthy"), (5, None, "slow")]
+
+
+def test_a_link_whose_direct_route_broke_is_delegated() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    log.take(0, 1.0, [well], [Route.DIRECT], {})
+    log.take(5, 2.0, [replace(well, failed_over=True)], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    assert (lane.kind, lane.since_iteration) == ("delegated", 5)
+    assert lane.text == "healthy, fell back to the engine"
+
+
+def test_a_link_is_slow_since_it_was_found_to_be_however_often_its_delay_changes() -> None:
+    log = LaneLog()
+    for i in range(12, 3000):
+        delay = 0.01 * (1 + i % 2)
+        slow = LinkHealth(0, Health.SLOW, delay=delay, since_iteration=11, since=5.0)
+        log.take(i, 1.0 * i, [slow], [Route.DIRECT], {})
+    ((_, first),) = log.slow()
+    assert (first.begin, first.at) == (11, 5.0)
+
+
+def test_with_replicas_an_older_iteration_has_no_alternative_if_a_link_was_slow() -> None:
+    known, traces = watched(4, 12)
+    spec = known.job.spec
+    cut = type(spec.parallelism).model_validate({"stages": 4, "replicas": 2})
+    job = known.job.model_copy(update={"spec": spec.model_copy(update={"parallelism": cut})})
+    traces = [replace(trace, iteration=known.available[-5]) for trace in traces]
+    view = watch_view(replace(known, job=job), traces, column=0)
+    assert view.alternative is None and "in which replicas is not kept" in view.no_alternative
+
+
 def test_a_lane_is_bounded() -> None:
     log = LaneLog()
     for i in range(3000):
