@@ -172,6 +172,7 @@ def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Pict
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
         limits=_limits(known, traces[0].plan_version, traces[0].replica, mesh),
+        numbers=sorted(ranks),
     )  # fmt: skip
 
 
@@ -197,6 +198,7 @@ def _alternative(
         made = picture(
             forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
             limits=start.in_flight_limits if mesh.stages_per_rank == 1 else (),
+            numbers=[mesh.rank(mesh.placed.index(i), column) for i in range(mesh.sizes["pp"])],
         )  # fmt: skip
         if measured.seconds is None or outlook.running.version != measured.plan_version:
             return made, ""
@@ -258,17 +260,23 @@ def picture(
     plan_version: int,
     seconds: float | None,
     limits: Sequence[int | None],
+    numbers: Sequence[int],
 ) -> Picture:
-    """A picture of the ops of an iteration. ``limits``: of microbatches in flight, by rank."""
+    """A picture of the ops of an iteration. Of each row: ``limits`` of microbatches in flight,
+    empty if they are not known, and ``numbers`` of the ranks."""
     begin, end = bounds(ran)
     span = max(end - begin, 1e-9)
     several = any(row and row[0][0] != stage for row in ran for stage, _ in row)
     causes: dict[str, float] = defaultdict(float)
     rows = []
-    for rank, (row, idle) in enumerate(zip(ran, idle_times(ran), strict=True)):
+    for i, (row, idle) in enumerate(zip(ran, idle_times(ran), strict=True)):
         for cause, start, stop in idle:
             causes[cause.value] += (stop - start) / span / len(ran)
-        rows.append(_row(rank, row, idle, begin, span, several=several, limits=limits))
+        own = sorted({stage for stage, _ in row})
+        stages = ", ".join(map(str, own))
+        name = f"rank {numbers[i]} ({stages})" if several else f"stage {stages or i}"
+        limit = limits[i] if i < len(limits) else None
+        rows.append(_row(name, row, idle, begin, span, several=several, limit=limit))
     return Picture(
         iteration=iteration,
         plan_version=plan_version,
@@ -281,22 +289,20 @@ def picture(
 
 
 def _row(
-    rank: int,
+    name: str,
     row: Sequence[tuple[int, TimedOp]],
     idle: Idle,
     begin: float,
     span: float,
     *,
     several: bool,
-    limits: Sequence[int | None],
+    limit: int | None,
 ) -> Row:
     starts = [round(1e6 * (op.start - begin)) for _, op in row]
     ends = [round(1e6 * (op.end - begin)) for _, op in row]
-    own = sorted({stage for stage, _ in row})
-    stages = ", ".join(map(str, own))
     flight = accumulate(ENTERS.get(op.kind, 0) for _, op in row)
     return Row(
-        name=f"rank {rank} ({stages})" if several else f"stage {stages or rank}",
+        name=name,
         kinds="".join([LETTERS[op.kind] for _, op in row]),
         microbatches=[op.microbatch for _, op in row],
         stages=[stage for stage, _ in row] if several else [],
@@ -308,7 +314,7 @@ def _row(
             if b - a >= SEEN * span
         ],
         in_flight=max(flight, default=0),
-        limit=limits[rank] if rank < len(limits) else None,
+        limit=limit,
     )
 
 

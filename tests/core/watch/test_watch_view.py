@@ -12,6 +12,7 @@ from watched_jobs import (
     LATE,
     NOW,
     SLOW_AT,
+    Trace,
     link_states,
     situation_of,
     watched,
@@ -66,7 +67,7 @@ def test_within_a_rank_nothing_is_on_a_link() -> None:
 def test_a_picture_has_every_op_at_its_time() -> None:
     ran = [[(0, TimedOp(F, 0, 5.0, 5.002)), (0, TimedOp(B, 0, 5.003, 5.0045))],
            [(1, TimedOp(F, 0, 5.002, 5.003))]]  # fmt: skip
-    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None))
+    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None), numbers=(0, 1))
     first, second = made.rows
     assert (first.kinds, first.microbatches, spans(first)) == (
         "FB", [0, 0], [(0, 2000), (3000, 4500)]
@@ -76,6 +77,26 @@ def test_a_picture_has_every_op_at_its_time() -> None:
     assert (first.in_flight, first.limit, second.limit) == (1, 2, None)
     assert made.bubble == pytest.approx((1 + 3.5) / 9)
     assert sum(made.causes.values()) == pytest.approx(made.bubble)
+
+
+def test_rows_of_several_stages_are_named_by_their_rank() -> None:
+    known, _ = watched(4, 12)
+    spec = known.job.spec
+    cut = spec.parallelism.model_validate({"stages": 4, "replicas": 2, "stagesPerRank": 2})
+    job = known.job.model_copy(update={"spec": spec.model_copy(update={"parallelism": cut})})
+    assert cut.mesh.columns == 2
+    traces = [
+        Trace(cut.mesh.rank(stage, 1), stage, 1, 59, 0, (TimedOp(F, 0, stage, stage + 1),))
+        for stage in range(4)
+    ]
+    view = watch_view(replace(known, job=job, plan_version=0), traces, column=1)
+    assert view.measured is not None
+    first, second = sorted({trace.rank for trace in traces})
+    assert [row.name for row in view.measured.rows] == [
+        f"rank {first} (0, 2)",
+        f"rank {second} (1, 3)",
+    ]
+    assert (first, second) != (0, 1)
 
 
 @pytest.mark.parametrize("stages", [4, 8])
