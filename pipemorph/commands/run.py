@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no port; expected 1 to 65535, or 0 for any that is free"
+            f"{text!r} is no port; expected 1 to 65535, or 0 for any that is free; put the job"
+            " before --watch"
         )
     return int(text)
 

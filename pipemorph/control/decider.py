@@ -91,7 +91,7 @@ class Decider:
     def _conclude(self, verdict: Verdict, now: float) -> None:
         trial, last = verdict.trial, self._ledger.last_iteration
         line = reasons.outcome(verdict)
-        self.journal.log(now, "keep", line, line)
+        self.journal.log(now, "outcome", line, line)
         stages = self._observed.stages.times()
         if not verdict.failed or stages is None or not trial.promise.may_go_back:
             return

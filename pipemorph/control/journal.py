@@ -28,7 +28,7 @@ class Journal:
     def log(
         self,
         now: float,
-        kind: Literal["adapt", "return", "revert", "keep"],
+        kind: Literal["adapt", "return", "revert", "keep", "outcome"],
         reason: str,
         line: str,
         plan_version: int | None = None,

@@ -87,6 +87,9 @@ class Watched:
     lanes: LaneLog = field(default_factory=LaneLog)
     worth: Worth = field(default_factory=Worth)
     plan_version: int = 0
+    wanted_version: int = 0
+    """Of the plan that the ranks should run; 0 too while that is not known. Changes of an attempt
+    that is over may have higher versions than it."""
     recoveries: Sequence[Recovered] = ()
     available: Sequence[int] = ()
     peak_memory: Sequence[int | None] = ()
@@ -169,6 +172,7 @@ def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Pict
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
         limits=_limits(known, traces[0].plan_version, traces[0].replica, mesh),
+        numbers=sorted(ranks),
     )  # fmt: skip
 
 
@@ -184,6 +188,9 @@ def _alternative(
     links = known.lanes.at(measured.iteration)
     situation = outlook.situation.of((mesh.replica_of(column),))
     if measured.iteration != known.available[-1]:
+        if mesh.replicas > 1 and any(link.health is Health.SLOW for link in links):
+            # The lanes have the worst column of each link.
+            return None, "a link was slow in this iteration, and in which replicas is not kept"
         situation = _with_links(situation, links)
     forecast = Forecast(outlook.rules, situation)
     start = outlook.start.of_replica(mesh.replica_of(column))
@@ -191,6 +198,7 @@ def _alternative(
         made = picture(
             forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
             limits=start.in_flight_limits if mesh.stages_per_rank == 1 else (),
+            numbers=[mesh.rank(mesh.placed.index(i), column) for i in range(mesh.sizes["pp"])],
         )  # fmt: skip
         if measured.seconds is None or outlook.running.version != measured.plan_version:
             return made, ""
@@ -217,6 +225,10 @@ def _with_links(situation: Situation, links: Sequence[LinkHealth]) -> Situation:
         delays=tuple(link.delay for link in links),
         slow=slow,
         transfers=tuple(link.transfer for link in links),
+        unknown=tuple(link.health is Health.UNKNOWN for link in links),
+        failed_over=tuple(link.failed_over for link in links)
+        if any(link.failed_over for link in links)
+        else (),
         recent=(),
         own=(),
     )
@@ -248,17 +260,23 @@ def picture(
     plan_version: int,
     seconds: float | None,
     limits: Sequence[int | None],
+    numbers: Sequence[int],
 ) -> Picture:
-    """A picture of the ops of an iteration. ``limits``: of microbatches in flight, by rank."""
+    """A picture of the ops of an iteration. Of each row: ``limits`` of microbatches in flight,
+    empty if they are not known, and ``numbers`` of the ranks."""
     begin, end = bounds(ran)
     span = max(end - begin, 1e-9)
     several = any(row and row[0][0] != stage for row in ran for stage, _ in row)
     causes: dict[str, float] = defaultdict(float)
     rows = []
-    for rank, (row, idle) in enumerate(zip(ran, idle_times(ran), strict=True)):
+    for i, (row, idle) in enumerate(zip(ran, idle_times(ran), strict=True)):
         for cause, start, stop in idle:
             causes[cause.value] += (stop - start) / span / len(ran)
-        rows.append(_row(rank, row, idle, begin, span, several=several, limits=limits))
+        own = sorted({stage for stage, _ in row})
+        stages = ", ".join(map(str, own))
+        name = f"rank {numbers[i]} ({stages})" if several else f"stage {stages or i}"
+        limit = limits[i] if i < len(limits) else None
+        rows.append(_row(name, row, idle, begin, span, several=several, limit=limit))
     return Picture(
         iteration=iteration,
         plan_version=plan_version,
@@ -271,22 +289,20 @@ def picture(
 
 
 def _row(
-    rank: int,
+    name: str,
     row: Sequence[tuple[int, TimedOp]],
     idle: Idle,
     begin: float,
     span: float,
     *,
     several: bool,
-    limits: Sequence[int | None],
+    limit: int | None,
 ) -> Row:
     starts = [round(1e6 * (op.start - begin)) for _, op in row]
     ends = [round(1e6 * (op.end - begin)) for _, op in row]
-    own = sorted({stage for stage, _ in row})
-    stages = ", ".join(map(str, own))
     flight = accumulate(ENTERS.get(op.kind, 0) for _, op in row)
     return Row(
-        name=f"rank {rank} ({stages})" if several else f"stage {stages or rank}",
+        name=name,
         kinds="".join([LETTERS[op.kind] for _, op in row]),
         microbatches=[op.microbatch for _, op in row],
         stages=[stage for stage, _ in row] if several else [],
@@ -298,7 +314,7 @@ def _row(
             if b - a >= SEEN * span
         ],
         in_flight=max(flight, default=0),
-        limit=limits[rank] if rank < len(limits) else None,
+        limit=limit,
     )
 
 
@@ -341,9 +357,8 @@ def story(known: Watched) -> list[str]:
         said.append(_in_force(record))
     if slow and known.kept and record is None:
         said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
-    pending = [each for each in known.changes if each.plan_version > known.plan_version]
-    if pending:
-        said.append(f"The ranks are changing to plan v{pending[-1].plan_version}.")
+    if known.wanted_version > known.plan_version:
+        said.append(f"The ranks are changing to plan v{known.wanted_version}.")
     ranks = mesh.world_size
     told = worth_line(known.worth.seconds, known.worth.error, ranks, len(known.changes))
     if told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from pipemorph.control.observed.links import Health, LinkHealth
@@ -50,13 +50,16 @@ class Moment:
             parts.append(f"+{1e3 * self.link.delay:.3g} ms{narrow}")
         elif not parts:
             parts.append(self.link.health.value)
-        if self.route is Route.DELEGATED:
+        if self.link.failed_over:
+            parts.append("fell back to the engine")
+        elif self.route is Route.DELEGATED:
             parts.append("delegated")
         return ", ".join(parts)
 
     def same(self, other: Moment) -> bool:
         """Whether both are one state to who looks at them."""
-        alike = (self.kind, self.route, self.fallen) == (other.kind, other.route, other.fallen)
+        mine = (self.kind, self.route, self.fallen, self.link.failed_over)
+        alike = mine == (other.kind, other.route, other.fallen, other.link.failed_over)
         here, there = self.link.delay, other.link.delay
         return alike and abs(here - there) <= SAME * max(here, there)
 
@@ -80,6 +83,11 @@ class LaneLog:
             self._lanes = [[] for _ in links]
         for number, (lane, link) in enumerate(zip(self._lanes, links, strict=True)):
             route = routes[number] if number < len(routes) else Route.DIRECT
+            if link.failed_over:
+                route = Route.DELEGATED  # Whatever the plan says.
+            # Ranks that start again may repeat iterations, in which links may be otherwise.
+            while lane and lane[-1].begin > iteration:
+                lane.pop()
             moment = Moment(iteration, now, link, route, fallen.get(number, ""))
             last = lane[-1] if lane else None
             if last is not None and last.same(moment):
@@ -90,7 +98,6 @@ class LaneLog:
                 earliest = last.begin if last is not None else 0
                 moment = Moment(max(earliest, min(shown, iteration)), now, link, route,
                                 moment.fallen)  # fmt: skip
-            # Ranks that start again may repeat iterations, in which links may be otherwise.
             while lane and lane[-1].begin >= moment.begin:
                 lane.pop()
             if not lane or not lane[-1].same(moment):
@@ -121,7 +128,11 @@ class LaneLog:
         for lane in self._lanes:
             late = [*takewhile(lambda each: each.link.health is Health.SLOW, reversed(lane))]
             if late:
-                found.append((late[0], late[-1]))
+                first, link = late[-1], late[0].link
+                begin, at = first.begin, first.at if link.since is None else link.since
+                if len(late) == len(lane) and link.since_iteration is not None:
+                    begin = min(begin, link.since_iteration)  # Its beginning may be dropped.
+                found.append((late[0], replace(first, begin=begin, at=at)))
         return sorted(found, key=lambda each: -each[0].link.delay)
 
     def fallen(self) -> list[Moment]:

@@ -42,13 +42,13 @@ KEPT_DECISIONS = 64
 
 
 class Decision(BaseModel):
-    """One decision whether to adapt, and its reason."""
+    """One decision whether to adapt, and its reason; of kind "outcome": what a change brought."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     at: float
     iteration: int
-    kind: Literal["adapt", "return", "revert", "keep"]
+    kind: Literal["adapt", "return", "revert", "keep", "outcome"]
     reason: str
     line: str
     """The text for a terminal, with a short form of the reason."""

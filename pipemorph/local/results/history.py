@@ -50,6 +50,8 @@ class View:
     """Events of rails, transports, stragglers and reductions."""
     plan_version: int = 0
     """Of the plan in effect."""
+    wanted_version: int = 0
+    """Of the plan that the ranks should run, which may not be in effect yet."""
     peak_memory: tuple[int | None, ...] = ()
     """Bytes per stage, of the highest column; None if not reported."""
     worth: Worth = field(default_factory=Worth)
@@ -85,14 +87,16 @@ class Journal:
             reductions=controller.reductions(),
             events=controller.events,
             plan_version=controller.running.version,
+            wanted_version=controller.wanted.version,
             worth=controller.worth,
             peak_memory=controller.peak_memory,
         )
         fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
-            self._lanes.take(
-                report.iteration, now, view.links, controller.running.all_routes, fallen
-            )
+            # Ranks that start do not know yet with which iteration they go on.
+            starting = report.state == "starting"
+            iteration = max(report.iteration, self._done) if starting else report.iteration
+            self._lanes.take(iteration, now, view.links, controller.running.all_routes, fallen)
             self._changes.update((each.plan_version, each) for each in view.adaptations)
             for number, sample in enumerate(report.iterations, start=1):
                 if len(self._arrived) < FIRST_ITERATIONS:

@@ -51,8 +51,8 @@ class _Seen:
 class TraceIndex:
     """Offsets of the iterations in each rank's file. For a repeated iteration, of its last line.
 
-    ``newest``: how many bytes at the end of all files together to index when they are seen first;
-    None: all of them.
+    ``newest``: how many bytes at the end of all files together to index in one look, of which what
+    came before is left out; None: all of them.
     """
 
     offsets: dict[Path, dict[int, int]] = field(default_factory=dict)
@@ -81,6 +81,11 @@ class TraceIndex:
                     if seen.end:
                         file.seek(seen.end)
                         seen.end += len(file.readline())  # The rest of a line.
+                elif self.newest is not None and about.st_size - seen.end > (
+                    most := self.newest // len(paths)
+                ):
+                    file.seek(about.st_size - most)
+                    seen.end = about.st_size - most + len(file.readline())
                 self._index(file, seen, self.offsets[path])
 
     @staticmethod

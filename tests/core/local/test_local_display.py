@@ -163,6 +163,26 @@ def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> N
     assert journal.view == View(plan_version=3, worth=Worth(7.0, 1.0)), "what is over stays"
 
 
+def test_a_view_has_the_plan_that_the_ranks_run_and_the_one_that_they_should() -> None:
+    made = job()
+    journal, controller = Journal(), JobController(made.spec)
+    controller._plans.wanted = replace(controller.wanted, version=2)
+    report = LinkHealthReport(
+        namespace="default",
+        job="j",
+        attempt=0,
+        sequence=1,
+        sent_at=1.0,
+        state="training",
+        iteration=3,
+        protocol=PROTOCOL,
+        observed_plan_version=0,
+        applied_plan_version=0,
+    )
+    journal.take(report, controller, 1.0)
+    assert (journal.view.plan_version, journal.view.wanted_version) == (0, 2)
+
+
 def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
     journal, stream, now = Journal(), io.StringIO(), 0.0
     progress = Progress(stream, job(), journal, clock=lambda: now)

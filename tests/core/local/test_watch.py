@@ -6,10 +6,12 @@ import http.client
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from local_support import DEADLINE, LocalRun
 from watched_jobs import watched
 
 from pipemorph.cli import main
+from pipemorph.control.record.history import Decision
 from pipemorph.errors import InputError
 from pipemorph.local import watch
+from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer, listen
+from pipemorph.local.watch import Observer, Told, WatchServer, listen
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
 
@@ -105,6 +109,42 @@ def test_anything_else_is_refused_and_told_nothing(
     assert sight.asked == [] and "WWW-Authenticate" not in headers
 
 
+def test_what_is_no_http_is_told_to_its_sender_only(
+    server: WatchServer, sight: Sight, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = server.url.split("/")[2].split(":")
+    for sent, status in ((b"GET /\xff HTTP/1.1\r\n\r\n", b"400"), (b"x\r\n\r\n", b"400"),
+                         (b"GET /%ff HTTP/1.1\r\nHost: x\r\n\r\n", b"401")):  # fmt: skip
+        with socket.create_connection((address[0], int(address[1])), DEADLINE) as connection:
+            connection.sendall(sent)
+            assert connection.recv(4096).split()[1] == status, sent
+    assert sight.asked == [] and caplog.records == []
+
+
+@pytest.mark.parametrize("error", [KeyError("ops"), TimeoutError()])
+def test_a_document_that_cannot_be_made_is_said_once(
+    server: WatchServer,
+    sight: Sight,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    made = sight.document
+
+    def fail(*args: Any, **more: Any) -> WatchView:
+        raise error
+
+    monkeypatch.setattr(sight, "document", fail)
+    for _ in range(3):
+        status, body, headers = ask(server, own(server, "view"))
+        assert (status, body, headers["X-Frame-Options"]) == (503, b"", "DENY")
+    late = isinstance(error, TimeoutError)
+    told = "the control loop does not answer" if late else "KeyError('ops')"
+    assert caplog.messages == [f"the page of the run cannot be made now: {told}"]
+    monkeypatch.setattr(sight, "document", made)
+    assert ask(server, own(server, "view"))[0] == 200
+
+
 def test_each_run_has_another_token(sight: Sight) -> None:
     with listen(0) as one, listen(0) as other:
         urls = {WatchServer(sight, each).url for each in (one, other)}  # type: ignore[arg-type]
@@ -122,7 +162,6 @@ def test_a_port_in_use_is_said_before_anything_starts(
 ) -> None:
     run = LocalRun(tmp_path, {})
     with listen(0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--watch {port}: port {port}.*cannot be used"):
             listen(port)
@@ -136,6 +175,12 @@ def test_a_port_is_a_number(port: str, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         main(["run", "job.yaml", "--out", "out", f"--watch={port}"])
     assert ended.value.code == 2 and "is no port" in capsys.readouterr().err
+
+
+def test_a_job_after_watch_is_not_its_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--out", "out", "--watch", "job.yaml"])
+    assert "put the job before --watch" in capsys.readouterr().err
 
 
 def test_all_who_look_share_a_document(server: WatchServer, sight: Sight) -> None:
@@ -160,9 +205,76 @@ def test_documents_have_a_budget(
     for second in range(600):
         now["wall"] += 1.0
         assert server._document((None, None)) is not None
-        server._document((None, second))  # Somebody holds an arrow key down.
+        server._document((None, second))  # Of those that are not there, too.
     # What may be taken at once, and five per cent of ten minutes.
     assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
+
+
+@pytest.fixture
+def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the clocks say. A document takes ``each`` seconds of a core."""
+    now = {"wall": time.monotonic(), "cpu": 0.0, "each": 0.4}
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(watch.time, "thread_time", lambda: now["cpu"])
+    made = sight.document
+
+    def document(*args: Any, **more: Any) -> WatchView:
+        now["cpu"] += now["each"]
+        return made(*args, **more)
+
+    monkeypatch.setattr(sight, "document", document)
+    return now
+
+
+def test_who_steps_through_iterations_is_paced(
+    server: WatchServer, sight: Sight, costly: dict[str, float]
+) -> None:
+    """Somebody holds an arrow key down for a minute, another one looks at the newest iteration."""
+    looked = set()
+    for step in range(600):
+        costly["wall"] += 0.1
+        server._document((None, 38 - step % 38))
+        live = server._document(watch.NEWEST)
+        assert live is not None and sight.asked[live.view.number - 1] == watch.NEWEST
+        looked.add(live.view.number)
+    assert costly["cpu"] <= watch.BURST + watch.SHARE * 60 + 2 * costly["each"]
+    assert len(looked) >= 4 and server._number - len(looked) >= 4, "they take turns"
+
+
+def test_one_document_stops_the_page_for_a_minute_at_most(
+    server: WatchServer, sight: Sight, costly: dict[str, float]
+) -> None:
+    costly["each"] = 1000.0
+    server._document(watch.NEWEST)
+    costly["wall"] += watch.BURST / watch.SHARE + 1
+    server._document(watch.NEWEST)
+    assert len(sight.asked) == 2
+
+
+def test_to_write_a_document_counts_too(
+    server: WatchServer, costly: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(view: WatchView) -> str:
+        costly["cpu"] += 1.0
+        return "page"
+
+    def dump(view: WatchView) -> str:
+        costly["cpu"] += 0.5
+        return "{}"
+
+    monkeypatch.setattr(watch, "render_page", render)
+    monkeypatch.setattr(WatchView, "model_dump_json", dump)
+    for _ in range(5):  # Each is written once.
+        server._document(watch.NEWEST, page=True)
+    assert server._left == pytest.approx(watch.BURST - 0.4 - 0.5 - 1.0)
+
+
+@pytest.mark.parametrize("asked", [(7, None), (None, 12345), (9, 40)])
+def test_what_is_not_there_is_the_newest_document(
+    server: WatchServer, sight: Sight, asked: tuple[int | None, int | None]
+) -> None:
+    newest = server._document(watch.NEWEST)
+    assert server._document(asked) is newest and len(sight.asked) == 1
 
 
 def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
@@ -172,6 +284,7 @@ def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
     assert (status, body, headers["Retry-After"]) == (429, b"", "1")
     assert ask(server, own(server, "view"))[0] == 200, "there is one of before"
     assert ask(server, own(server))[0] == 200
+    assert ask(server, own(server, "?iteration=7"))[0] == 200, "a page begins with what there is"
 
 
 def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
@@ -214,6 +327,26 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
         host.communicate(timeout=DEADLINE)
         for pid in run.processes():
             os.kill(pid, 9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [("keep", "keep"), ("keep outcome", "keep"), ("adapt outcome", ""), ("outcome", ""), ("", "")],
+)
+def test_what_a_change_brought_is_no_refusal(tmp_path: Path, kinds: str, kept: str) -> None:
+    decisions = tuple(
+        Decision(at=0.0, iteration=9, kind=kind, reason=kind, line="")  # type: ignore[arg-type]
+        for kind in kinds.split()
+    )
+    known, _ = watched(4, 12)
+    observer = Observer(
+        known.job,
+        Journal(view=View(decisions=decisions)),
+        SimpleNamespace(outlook=lambda: None),  # type: ignore[arg-type]
+        tmp_path,
+        lambda: Told("training", "", ()),
+    )
+    assert observer.look().kept == kept
 
 
 # --- traces that grow -------------------------------------------------------------------------
@@ -271,6 +404,17 @@ def test_an_index_notices_a_file_that_was_shortened(
     index.update(tmp_path)
     assert index.iterations() == list(range(15, 60))
     assert index.read([30])[30][0].iteration == 30
+
+
+def test_an_index_skips_what_has_grown_too_much(tmp_path: Path, write: Callable[..., None]) -> None:
+    index = TraceIndex(newest=1500)
+    write(0, *range(10))
+    index.update(tmp_path)
+    write(0, *range(10, 1000))
+    index.update(tmp_path)
+    found = index.iterations()
+    assert found[-1] == 999 and len(found) < 40
+    assert index.read([999])[999][0].iteration == 999
 
 
 def test_an_index_may_begin_near_the_end(tmp_path: Path, write: Callable[..., None]) -> None:

@@ -155,7 +155,13 @@ def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
     with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
         browser.look(server.url)
     browser.until("!document.getElementById('gone').hidden")
-    assert "does not answer" in browser.eval("document.getElementById('gone').textContent")
+    told = browser.eval("document.getElementById('gone').textContent")
+    assert all(each in told for each in ("does not answer", "next try", "reload", "report.json"))
+    # It asks ever less often, and at once when somebody looks again.
+    browser.until("failed >= 3")
+    assert browser.eval("live && nextPoll > performance.now() + 1000")
+    browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
+    browser.until("failed >= 4")
     browser.errors.clear()  # Those connections.
 
 

@@ -12,6 +12,7 @@ from watched_jobs import (
     LATE,
     NOW,
     SLOW_AT,
+    Trace,
     link_states,
     situation_of,
     watched,
@@ -66,7 +67,7 @@ def test_within_a_rank_nothing_is_on_a_link() -> None:
 def test_a_picture_has_every_op_at_its_time() -> None:
     ran = [[(0, TimedOp(F, 0, 5.0, 5.002)), (0, TimedOp(B, 0, 5.003, 5.0045))],
            [(1, TimedOp(F, 0, 5.002, 5.003))]]  # fmt: skip
-    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None))
+    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None), numbers=(0, 1))
     first, second = made.rows
     assert (first.kinds, first.microbatches, spans(first)) == (
         "FB", [0, 0], [(0, 2000), (3000, 4500)]
@@ -76,6 +77,26 @@ def test_a_picture_has_every_op_at_its_time() -> None:
     assert (first.in_flight, first.limit, second.limit) == (1, 2, None)
     assert made.bubble == pytest.approx((1 + 3.5) / 9)
     assert sum(made.causes.values()) == pytest.approx(made.bubble)
+
+
+def test_rows_of_several_stages_are_named_by_their_rank() -> None:
+    known, _ = watched(4, 12)
+    spec = known.job.spec
+    cut = spec.parallelism.model_validate({"stages": 4, "replicas": 2, "stagesPerRank": 2})
+    job = known.job.model_copy(update={"spec": spec.model_copy(update={"parallelism": cut})})
+    assert cut.mesh.columns == 2
+    traces = [
+        Trace(cut.mesh.rank(stage, 1), stage, 1, 59, 0, (TimedOp(F, 0, stage, stage + 1),))
+        for stage in range(4)
+    ]
+    view = watch_view(replace(known, job=job, plan_version=0), traces, column=1)
+    assert view.measured is not None
+    first, second = sorted({trace.rank for trace in traces})
+    assert [row.name for row in view.measured.rows] == [
+        f"rank {first} (0, 2)",
+        f"rank {second} (1, 3)",
+    ]
+    assert (first, second) != (0, 1)
 
 
 @pytest.mark.parametrize("stages", [4, 8])
@@ -177,6 +198,45 @@ def test_a_lane_of_ranks_that_repeat_iterations() -> None:
     assert told == [(0, 9, "healthy"), (9, None, "slow")]
 
 
+def test_a_lane_of_ranks_that_repeat_iterations_in_the_same_state() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, slow)):
+        log.take(iteration, 1.0, [link], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    told = [(span.begin, span.end, span.kind) for span in lane.spans]
+    assert told == [(0, 5, "healthy"), (5, None, "slow")]
+
+
+def test_a_link_whose_direct_route_broke_is_delegated() -> None:
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    log.take(0, 1.0, [well], [Route.DIRECT], {})
+    log.take(5, 2.0, [replace(well, failed_over=True)], [Route.DIRECT], {})
+    (lane,) = log.lanes(["link 0"])
+    assert (lane.kind, lane.since_iteration) == ("delegated", 5)
+    assert lane.text == "healthy, fell back to the engine"
+
+
+def test_a_link_is_slow_since_it_was_found_to_be_however_often_its_delay_changes() -> None:
+    log = LaneLog()
+    for i in range(12, 3000):
+        delay = 0.01 * (1 + i % 2)
+        slow = LinkHealth(0, Health.SLOW, delay=delay, since_iteration=11, since=5.0)
+        log.take(i, 1.0 * i, [slow], [Route.DIRECT], {})
+    ((_, first),) = log.slow()
+    assert (first.begin, first.at) == (11, 5.0)
+
+
+def test_with_replicas_an_older_iteration_has_no_alternative_if_a_link_was_slow() -> None:
+    known, traces = watched(4, 12)
+    spec = known.job.spec
+    cut = type(spec.parallelism).model_validate({"stages": 4, "replicas": 2})
+    job = known.job.model_copy(update={"spec": spec.model_copy(update={"parallelism": cut})})
+    traces = [replace(trace, iteration=known.available[-5]) for trace in traces]
+    view = watch_view(replace(known, job=job), traces, column=0)
+    assert view.alternative is None and "in which replicas is not kept" in view.no_alternative
+
+
 def test_a_lane_is_bounded() -> None:
     log = LaneLog()
     for i in range(3000):
@@ -212,6 +272,20 @@ def test_the_story_says_why_nothing_is_done() -> None:
     known, traces = watched(4, 12, "slow")
     told = watch_view(replace(known, kept="it saves 0.3%"), traces, column=0).story
     assert told[-1] == "Nothing was changed the last time: it saves 0.3%."
+
+
+def test_the_story_names_the_plan_that_the_ranks_change_to() -> None:
+    known, traces = watched(4, 12)
+    told = watch_view(replace(known, wanted_version=2), traces, column=0).story
+    assert "The ranks are changing to plan v2." in told
+
+
+def test_changes_of_an_attempt_that_is_over_are_not_about_to_come() -> None:
+    """A new attempt begins with the plan of the start again."""
+    known, traces = watched(4, 12)
+    told = watch_view(replace(known, plan_version=0), traces, column=0).story
+    assert "Plan v0 is in force." in told
+    assert not any("changing to" in line for line in told)
 
 
 def test_before_anything_is_known() -> None:
