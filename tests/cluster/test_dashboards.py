@@ -96,7 +96,7 @@ def show(plan: int, recoveries: int) -> None:
         saved_error_seconds=2.0, last_adaptation=change, fallen_link_count=1,
         fallen_links=[FallenLink(link=2, direction="forward", agreed="rdma", transport="tcp")],
     )  # fmt: skip
-    figures.show(JOB, training, [], time.time(), recoveries=recoveries)
+    figures.show(JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9)
     values = (("sick_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
     metrics.set_job(*JOB, values)
 

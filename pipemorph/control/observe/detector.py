@@ -471,9 +471,11 @@ class DelayDetector:
         late = within.low - known.value >= threshold
         self._late = max(0.0, self._late + (OFTEN * weight if late else -SELDOM))
         self._lately.append(within)
+        enough = self.thresholds.alarm - ALARM + LATE_ALARM
+        self._late = min(self._late, enough)
         if self._late == 0.0:
             self._lately.clear()
-        elif self._late >= self.thresholds.alarm - ALARM + LATE_ALARM:
+        elif self._late == enough and self._is_late(known.value):
             self._since = self._lately.copy()
             self._alarmed_at = fmean(window.low for window in self._since) - known.value
             if not self._memory:
@@ -501,6 +503,10 @@ class DelayDetector:
                 line = known.value + certain / 2
                 self._since = deque((w for w in self._since if w.high >= line), RECENT)
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
+
+    def _is_late(self, base: float) -> bool:
+        """Whether windows that are late now and then make a delay, on average, that counts."""
+        return fmean(likely(self._lately)) - base >= self.threshold / 2
 
     def _observe_slow(
         self, known: _Base, value: float, within: Within, mark: int, *, slack: float, weight: float
