@@ -121,18 +121,8 @@ def run_job(
             progress.note(f"watch: {page.url}")
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
-        run.finish(
-            ending,
-            journal.iterations(),
-            service.adaptations(),
-            journal.view,
-            useful=journal.useful,
-        )
+        conclude(run, ending, journal, service, progress.note)
         run.relayouts = host.moves.records(run.iterations)
-        try:
-            run.outlook = service.outlook()
-        except TimeoutError:
-            progress.note("the report predicts nothing: the control loop did not answer at the end")
         host.over = True
         if page is not None:
             page.finish()
@@ -390,6 +380,27 @@ class _Host:
     def _deadline(self) -> float | None:
         seconds = self.job.spec.active_deadline_seconds
         return None if seconds is None else self.started + seconds
+
+
+def conclude(
+    run: RunRecord,
+    ending: Ending,
+    journal: Journal,
+    service: ControlService,
+    note: Callable[[str], None],
+) -> None:
+    """Take the results of a run that has ended, while its control loop is still there."""
+    run.finish(
+        ending,
+        journal.iterations(),
+        service.adaptations(),
+        journal.view,
+        useful=journal.useful,
+    )
+    try:
+        run.outlook = service.outlook()
+    except TimeoutError:
+        note("the report predicts nothing: the control loop did not answer at the end")
 
 
 def written(

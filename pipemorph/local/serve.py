@@ -24,7 +24,14 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.credentials import kept_secret
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
-from pipemorph.local.host import EXIT, UNWRITTEN_STATUS, describe, end_spans, written
+from pipemorph.local.host import (
+    EXIT,
+    UNWRITTEN_STATUS,
+    conclude,
+    describe,
+    end_spans,
+    written,
+)
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.supervise import (
@@ -109,13 +116,7 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
             refresh()
 
         ending = _until_over(run, roll, service, events=events, update=update, note=progress.note)
-        run.finish(
-            ending,
-            journal.iterations(),
-            service.adaptations(),
-            journal.view,
-            useful=journal.useful,
-        )
+        conclude(run, ending, journal, service, progress.note)
     progress.close()
     complete = folder is None or written(write_report, folder, run, who=WHO)
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]

@@ -34,6 +34,8 @@ def run(folder: Path, name: str, change: Any) -> dict[str, Any]:
     assert report["completed"] is True
     assert len(report["iterations"]) == manifest["spec"]["trainer"]["iterations"]
     assert (folder / name / "timeline.png").stat().st_size > 0
+    predicted = report["predicted"]
+    assert predicted["seconds"] > 0 and predicted["measured"] > 0, predicted
     return report
 
 

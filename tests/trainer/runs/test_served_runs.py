@@ -94,6 +94,8 @@ def test_ranks_of_torchrun_adapt(served: Any, tmp_path: Path) -> None:
     changed = [each for each in report["adaptations"] if each["applied_at_iteration"]]
     assert changed, host.output
     assert changed[-1]["plan_version"] == report["iterations"][-1]["plan_version"]
+    predicted = report["predicted"]
+    assert predicted["plan_version"] == changed[-1]["plan_version"] and predicted["seconds"] > 0
 
 
 def test_ranks_that_torchrun_starts_again_are_another_attempt(served: Any, tmp_path: Path) -> None:
