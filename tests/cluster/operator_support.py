@@ -2,7 +2,7 @@
 
 `Installation` is the chart in the test cluster. There is no kubelet at the API level, so the two
 processes run beside it, each with a token of its own service account: what the chart's roles do
-not grant is refused. `Ranks` stands for the trainer, over HTTPS as rank 0's agent would.
+not grant is refused.
 """
 
 import base64
@@ -12,33 +12,17 @@ import socket
 import ssl
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from observing import Agent
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from testbed import ApiError, Cluster, NotYet, TestbedError, wait_for
 from testbed.controlplane import free_ports
 from testbed.processes import Process
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control import initial_plan
-from pipemorph.planning import Plan, Route, StageTimes, problem_for, simulate
-from pipemorph.planning.offload import device_peak
-from pipemorph.wire import (
-    Directive,
-    DirectiveEnvelope,
-    HandIn,
-    IterationSample,
-    LinkHealthReport,
-    LinkSample,
-    StageProfile,
-    WireTime,
-)
 from pipemorph_operator.children.attempt import audience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,11 +35,9 @@ FABRIC_MAP = f"{SYSTEM}/{FULL_NAME}-fabric"
 Object = dict[str, Any]
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
-REPORT_INTERVAL = 0.05
 DEADLINE = 120.0
 """For what comes within seconds on a machine that has nothing else to do. An API server that was
 away may be asked again only half a minute later: so long its clients wait between two tries."""
-STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
 
 
 def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
@@ -349,21 +331,6 @@ class Jobs:
             self.namespace, "default", bound_pod=pod["metadata"]["name"], **wanted
         )
 
-    def ranks(self, name: str, pod: Object, attempt: int = 0) -> "Ranks":
-        """The ranks of a job's attempt, once the ingest has heard of it: as an agent, whose first
-        reports may be refused as well."""
-        spec, token = JobSpec.model_validate(self.get(name)["spec"]), self.token(name, pod)
-        path = f"/v1/jobs/{self.namespace}/{name}/directive?attempt={attempt}&after=0&wait=0"
-
-        def heard_of() -> bool:
-            status, answer = self.installation.request("GET", path, token=token)
-            if status != 200:
-                raise NotYet(f"it answered {status}: {answer}")
-            return True
-
-        wait_for(f"the ingest to hear of attempt {attempt} of {name}", heard_of, DEADLINE)
-        return Ranks(self, name, spec, token, attempt)
-
 
 STATES = frozenset(
     {"Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Complete", "Failed"}
@@ -397,189 +364,6 @@ class History:
             return f"last status: {json.dumps(self._last.get('status', {}), indent=1)}"
 
         return wait_for(f"{what} of {self._name}", look, DEADLINE, interval=0.0, details=details)
-
-
-class Ranks:
-    """A trainer in simulation, reporting to the real ingest. ``delays``: the truth, seconds."""
-
-    def __init__(self, jobs: Jobs, name: str, spec: JobSpec, token: str, attempt: int) -> None:
-        self.jobs, self.name, self.spec, self.token = jobs, name, spec, token
-        self.attempt = attempt
-        self.delays = [0.0] * (spec.parallelism.stages - 1)
-        self.avoidable = False
-        """Whether the delegated route knows nothing of the delays."""
-        self.plan: Plan = initial_plan(spec)
-        self.newest: Directive | None = None
-        self.next: Directive | None = None
-        self.iteration = self.sequence = 0
-        self.seconds: list[float] = []
-        self.waits: list[float] = []
-        """Seconds until each report was answered."""
-        self.due = 0.0
-        self.agent = Agent(spec, job=name, namespace=jobs.namespace, attempt=attempt)
-
-    def run(self, iterations: int) -> None:
-        """Train; a directive takes effect at the next iteration."""
-        for _ in range(iterations):
-            self._iterate()
-
-    def until(self, wanted: str, reason: str = "") -> Object:
-        """Train until the job's status says so, for that reason if one is given."""
-        kind, _, status = wanted.partition("=")
-
-        def look() -> Object:
-            self._iterate()
-            found = self.jobs.get(self.name)
-            said = condition(found, kind)
-            if said != (status, reason or said[1]):
-                raise NotYet(f"iteration {self.iteration}: {json.dumps(found['status'])}")
-            return found
-
-        return wait_for(f"{wanted} {reason} of {self.name}", look, DEADLINE, interval=0.0)
-
-    def _iterate(self) -> None:
-        if self.next is not None:
-            self.plan, self.next = self.next.plan.plan(), None
-        felt = [
-            0.002 + (delay if route is Route.DIRECT or not self.avoidable else 0.0)
-            for delay, route in zip(self.delays, self.plan.routes, strict=True)
-        ]
-        stages = self.spec.parallelism.stages
-        problem = problem_for(
-            self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.routes, queues=8
-        )
-        result = simulate(self.plan.schedule, problem)
-        for _ in range(3):
-            links = [
-                self._sample(link, direction, wire)
-                for link, wire in enumerate(felt)
-                for direction in ("forward", "backward")
-            ]
-            self.send(links=links)
-        self.seconds.append(result.makespan)
-        self.iteration += 1
-        self.send(
-            stages=[
-                StageProfile(
-                    stage=i, forward=0.01, backward_input=0.01, backward_weight=0.01,
-                    split="emulated", peak_memory=peak,
-                )
-                for i, peak in enumerate(self.peak_memory)
-            ],
-            iterations=[
-                IterationSample(
-                    index=self.iteration - 1, seconds=result.makespan, loss=1.0,
-                    plan_version=self.plan.version, bubble_fraction=result.bubble_fraction,
-                )
-            ],
-        )  # fmt: skip
-
-    @property
-    def peak_memory(self) -> list[int]:
-        """Bytes per stage: 1 MiB for each microbatch in flight at a time under the plan."""
-        plan = self.plan
-        return [
-            device_peak(ops, limit) << 20
-            for ops, limit in zip(plan.schedule.stages, plan.device_limits, strict=True)
-        ]
-
-    def _sample(self, link: int, direction: Any, wire: float) -> LinkSample:
-        times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
-        return LinkSample(
-            link=link, direction=direction, route=self.plan.routes[link], transport="gloo",
-            iteration=self.iteration, bytes=1 << 20,
-            wire=WireTime(count=2, exact=2, **times), queue_p50=0.0,
-        )  # fmt: skip
-
-    def report(self, **fields: Any) -> LinkHealthReport:
-        values = {
-            "protocol": 3,
-            "job": self.name,
-            "namespace": self.jobs.namespace,
-            "attempt": self.attempt,
-            "sequence": self.sequence,
-            "sent_at": 1.0,
-            "state": "training",
-            "iteration": self.iteration,
-            "observed_plan_version": self.observed,
-            "applied_plan_version": self.plan.version,
-        }
-        return LinkHealthReport.model_validate(values | fields)
-
-    def send(self, **telemetry: Any) -> None:
-        """Post a report of telemetry, which must be taken, and take up what is answered."""
-        self._pace()
-        now = time.time()
-        self.agent.observe(
-            now,
-            iteration=self.iteration,
-            applied_plan_version=self.plan.version,
-            **telemetry,
-        )
-        self.deliver(now)
-
-    def deliver(self, now: float) -> None:
-        """Post what the agent has to tell."""
-        self.sequence += 1
-        observer = self.agent.observer
-        report = observer.report(self.sequence, now, self.observed)
-        began = time.monotonic()
-        status, answer = self.post(report.body())
-        self.waits.append(time.monotonic() - began)
-        assert status == 200, answer
-        envelope = DirectiveEnvelope.model_validate(answer)
-        observer.delivered(report, envelope, now)
-        directive = envelope.directive
-        if directive is not None:
-            self.newest = self.next = directive
-        if envelope.wants_plan and self.newest is not None:
-            handed = HandIn(
-                job=self.name, namespace=self.jobs.namespace, attempt=self.attempt,
-                directive=self.newest,
-            )  # fmt: skip
-            status, answer = self.post(handed.body(), path=f"{self.base}/plan")
-            assert status == 200, answer
-
-    def _pace(self) -> None:
-        """At most 20 reports a second, as rank 0's agent."""
-        left = self.due - time.monotonic()
-        if left > 0:
-            time.sleep(left)
-        self.due = time.monotonic() + REPORT_INTERVAL
-
-    @property
-    def observed(self) -> int:
-        """The newest version that the ranks know."""
-        return self.newest.plan_version if self.newest is not None else 0
-
-    @property
-    def base(self) -> str:
-        return f"/v1/jobs/{self.jobs.namespace}/{self.name}"
-
-    @property
-    def path(self) -> str:
-        return f"{self.base}/reports"
-
-    def post(
-        self, body: bytes, token: str | None = None, path: str | None = None
-    ) -> tuple[int, Object]:
-        token = self.token if token is None else token
-        return self.jobs.installation.request("POST", path or self.path, token=token, body=body)
-
-    def flood(self, body: bytes, count: int) -> set[int]:
-        """Post so many times over one connection, as fast as it goes, and on until one is turned
-        down; the answers' codes."""
-        codes: set[int] = set()
-        posted, end = 0, time.monotonic() + DEADLINE
-        headers = {"Authorization": f"Bearer {self.token}"}
-        with closing(self.jobs.installation.connection()) as connection:
-            while posted < count or (429 not in codes and time.monotonic() < end):
-                posted += 1
-                connection.request("POST", self.path, body=body, headers=headers)
-                answer = connection.getresponse()
-                answer.read()
-                codes.add(answer.status)
-        return codes
 
 
 UNSEEN = {"observedGeneration": 0}
@@ -622,7 +406,6 @@ __all__ = [
     "Installation",
     "Jobs",
     "Program",
-    "Ranks",
     "condition",
     "manifest",
     "may",

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from operator_support import DEADLINE, Jobs, Object, manifest
+from played_ranks import Ranks
 from testbed import wait_for
 
 from pipemorph_operator.cluster.client import Cluster
@@ -82,7 +83,7 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
     # So many iterations that a change of plan always pays, however long this takes.
     endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
     jobs.apply(manifest("reborn", trainer=endless))
-    ranks = jobs.ranks("reborn", jobs.run("reborn", 4)[0])
+    ranks = Ranks.of(jobs, "reborn", jobs.run("reborn", 4)[0])
     ranks.run(4)
     chance = random.Random(5)
     seen, plans = [0], {0: ranks.plan}
@@ -177,7 +178,7 @@ def test_the_api_server_goes_away_and_comes_back(jobs: Jobs) -> None:
         pytest.skip("the control plane is not ours to stop")
     jobs.apply(manifest("before", stages=2))
     pods = jobs.run("before", 2)
-    ranks = jobs.ranks("before", pods[0])
+    ranks = Ranks.of(jobs, "before", pods[0])
     ranks.run(2)
     plane.restart_apiserver()
     ranks.run(2)

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 from operator_support import DEADLINE, Jobs, condition, manifest
+from played_ranks import Ranks
 from testbed import ApiError, wait_for
 from testbed.api import Object
 
@@ -26,7 +27,7 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
         jobs.wait("story", lambda job: condition(job, "LinksHealthy")[0] == "Unknown"),
         "LinksHealthy",
     ) == ("Unknown", "NoReportsYet")
-    ranks = jobs.ranks("story", pods[0])
+    ranks = Ranks.of(jobs, "story", pods[0])
     ranks.until("LinksHealthy=True")
     normal, lean = ranks.seconds[-1], ranks.peak_memory
     ranks.delays[1] = SLOW
@@ -67,7 +68,7 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
 
 def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: Jobs) -> None:
     jobs.apply(manifest("moved"))
-    ranks = jobs.ranks("moved", jobs.run("moved", 4)[0])
+    ranks = Ranks.of(jobs, "moved", jobs.run("moved", 4)[0])
     ranks.avoidable = True
     ranks.run(4)
     ranks.delays[1] = 4 * SLOW
@@ -86,7 +87,7 @@ def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: 
 def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     jobs.apply(manifest("kept", failurePolicy={"maxRestarts": 1}))
     pods = jobs.run("kept", 4)
-    ranks = jobs.ranks("kept", pods[0])
+    ranks = Ranks.of(jobs, "kept", pods[0])
     ranks.run(4)
     ranks.delays[1] = SLOW
     ranks.until("ScheduleAdapted=True")
@@ -111,7 +112,7 @@ def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     # Over attempts as well.
     newest = ranks.observed
     jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
-    again = jobs.ranks("kept", jobs.run("kept", 4, attempt=1)[0], attempt=1)
+    again = Ranks.of(jobs, "kept", jobs.run("kept", 4, attempt=1)[0], attempt=1)
     jobs.wait("kept", lambda job: job["status"]["training"]["attempt"] == 1)
     again.run(4)
     late = ranks.report(sequence=10_000).model_dump_json().encode()
@@ -174,7 +175,7 @@ def test_jobs_adapt_while_the_api_server_is_away(jobs: Jobs, seconds: float) -> 
     trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
     jobs.apply(manifest("away", trainer=trainer))
     pods = jobs.run("away", 4)
-    ranks = jobs.ranks("away", pods[0])
+    ranks = Ranks.of(jobs, "away", pods[0])
     ranks.run(4)
     reserved = jobs.wait("away", lambda job: job["status"]["control"]["reserved"] > 0)
     cluster.control_plane.stop_apiserver()
@@ -205,7 +206,7 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
         },
     }
     jobs.cluster.client.create("pods", stranger, jobs.namespace)
-    ranks = jobs.ranks("mine", mine)
+    ranks = Ranks.of(jobs, "mine", mine)
     ranks.run(2)
     good = ranks.report(sequence=99).model_dump_json().encode()
     forged = ranks.token[:-4] + ("AAAA" if not ranks.token.endswith("AAAA") else "BBBB")
@@ -245,7 +246,7 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
 
 def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
     jobs.apply(manifest("strict", stages=2))
-    ranks = jobs.ranks("strict", jobs.run("strict", 2)[0])
+    ranks = Ranks.of(jobs, "strict", jobs.run("strict", 2)[0])
     ranks.run(2)
     before = jobs.wait("strict", lambda job: job["status"].get("training", {}).get("iteration"))[
         "status"
@@ -276,7 +277,7 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
 
 def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> None:
     jobs.apply(manifest("quiet", adaptation={"staleAfterSeconds": 3.0}))
-    ranks = jobs.ranks("quiet", jobs.run("quiet", 4)[0])
+    ranks = Ranks.of(jobs, "quiet", jobs.run("quiet", 4)[0])
     ranks.until("LinksHealthy=True")
     stale = ("Unknown", "ReportsStale")
     jobs.wait("quiet", lambda job: condition(job, "LinksHealthy") == stale)
@@ -286,8 +287,8 @@ def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> Non
 def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
     for name in ("storm", "calm"):
         jobs.apply(manifest(name, stages=2))
-    storm = jobs.ranks("storm", jobs.run("storm", 2)[0])
-    calm = jobs.ranks("calm", jobs.run("calm", 2)[0])
+    storm = Ranks.of(jobs, "storm", jobs.run("storm", 2)[0])
+    calm = Ranks.of(jobs, "calm", jobs.run("calm", 2)[0])
     body = b"{" + b" " * 30_000
     calm.run(3)
     alone, calm.waits = calm.waits, []
@@ -306,7 +307,7 @@ def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
 
 def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
     jobs.apply(manifest("switch"))
-    ranks = jobs.ranks("switch", jobs.run("switch", 4)[0])
+    ranks = Ranks.of(jobs, "switch", jobs.run("switch", 4)[0])
     ranks.run(4)
     jobs.patch("switch", {"adaptation": {"enabled": False}})
     # The ingest sees it apart from the operator.
@@ -336,7 +337,7 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         for pod, node in zip(pods, seat, strict=True):
             cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=nodes[node])
         jobs.wait("sick", "Running")
-        ranks = jobs.ranks("sick", pods[0], attempt)
+        ranks = Ranks.of(jobs, "sick", pods[0], attempt)
         ranks.run(4)
         ranks.delays[1] = SLOW
         ranks.until("LinksHealthy=False")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from api_proxy import api_proxy
 from operator_support import DEADLINE, FULL_NAME, SYSTEM, Jobs, Object, Program, manifest
+from played_ranks import Ranks
 from testbed import wait_for
 from testbed.waiting import patience
 
@@ -257,7 +258,7 @@ def test_another_ingest_serves_when_the_one_that_serves_is_killed(
     pods = jobs.run("dealt", 4)
     second.start()
     try:
-        ranks = jobs.ranks("dealt", pods[0])
+        ranks = Ranks.of(jobs, "dealt", pods[0])
         ranks.run(3)
         assert turned_away[0] == "second-ingest stands by; 1 replica serves; connect again"
         seen = [0]

@@ -15,6 +15,7 @@ from operator_support import (
     manifest,
     said,
 )
+from played_ranks import Ranks
 from testbed import TestbedError, wait_for
 
 pytest_plugins = ("operator_fixtures",)
@@ -257,7 +258,7 @@ def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: 
 
     jobs.apply(manifest(name, stages=2, failurePolicy={"maxRestarts": 1}))
     pods = jobs.run(name, 2)
-    jobs.ranks(name, pods[0]).run(2)
+    Ranks.of(jobs, name, pods[0]).run(2)
     series = {"namespace": jobs.namespace, "name": name}
     wait_for(
         "the job's series",

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from operator_support import DEADLINE, FULL_NAME, SYSTEM, Jobs, Object, Program, Ranks, manifest
+from operator_support import DEADLINE, FULL_NAME, SYSTEM, Jobs, Object, Program, manifest
+from played_ranks import Ranks
 from testbed import wait_for
 from testbed.waiting import patience
 
