@@ -125,6 +125,9 @@ class GenerationDesk:
                 _log(namespace, name, found.state)
             if found.saved != saved:
                 await self._persist(namespace, name)
+            if session.gone:
+                # Another host has written of the job meanwhile, and knows nothing of this.
+                return Reply.error(404, "the job is another host's, or read anew: tell it again")
             session.served = found.state
             if session.served != before:
                 session.release()

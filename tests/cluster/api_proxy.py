@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import yaml
@@ -18,6 +19,10 @@ from testbed import Cluster, wait_for
 
 Request = tuple[str, str]
 """Method and path."""
+
+Moment = Literal["lost", "late", "unanswered"]
+"""What becomes of a write that is held: it never arrives, it does when the proxy is opened, or its
+answer does then."""
 
 HOP = frozenset({"host", "connection", "transfer-encoding", "content-length"})
 
@@ -32,6 +37,7 @@ class ApiProxy:
         self._asked: list[Request] = []
         self._holds: Callable[[str, str], bool] = lambda *_: False
         self._held = 0
+        self._moment: Moment = "late"
         self._cut = False
         self._connections: set[asyncio.Transport] = set()
         self._loop = asyncio.new_event_loop()
@@ -46,10 +52,10 @@ class ApiProxy:
         """What was to change an object, except for the Lease and events about it."""
         return [r for r in self.asked if r[0] != "GET" and "/pipemorph-system/" not in r[1]]
 
-    def hold(self, which: Callable[[str, str], bool]) -> None:
+    def hold(self, which: Callable[[str, str], bool], moment: Moment = "late") -> None:
         """Answer no request from now on for which ``which(method, path)`` is true: those that read
-        are asked now and answered later, and the others not even passed on."""
-        self._holds, self._held = which, 0
+        are asked now and answered later, and of the others becomes what ``moment`` says."""
+        self._holds, self._held, self._moment = which, 0, moment
         self._loop.call_soon_threadsafe(self._released.clear)
 
     def cut(self) -> None:
@@ -65,6 +71,11 @@ class ApiProxy:
     def wait_held(self) -> None:
         """Until a request is held."""
         wait_for("a request that is held", lambda: self._held > 0, 60.0, interval=0.005)
+
+    @property
+    def holds(self) -> bool:
+        """Whether a request is held."""
+        return self._held > 0
 
     def open(self) -> None:
         """Pass everything on again."""
@@ -86,10 +97,13 @@ class ApiProxy:
             self._connections.discard(connection)
 
     async def _passed(self, request: web.Request) -> web.StreamResponse:
-        held = self._holds(request.method, request.path)
-        if held and request.method != "GET":
+        held, moment = self._holds(request.method, request.path), self._moment
+        reads = request.method == "GET"
+        if held and not reads and moment != "unanswered":
             self._held += 1
             await self._released.wait()
+            if moment == "lost":
+                raise ConnectionAbortedError
         self._asked.append((request.method, request.path))
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         async with self._session.request(
@@ -100,12 +114,12 @@ class ApiProxy:
         ) as answer:
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
-            if held and request.method == "GET":
+            if held and (reads or moment == "unanswered"):
                 self._held += 1
                 await self._released.wait()
             await response.prepare(request)
             async for part in answer.content.iter_any():
-                if self._holds(request.method, request.path):
+                if reads and self._holds(request.method, request.path):
                     await self._released.wait()
                 await response.write(part)
             await response.write_eof()

@@ -24,6 +24,7 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
+from pipemorph_trainer.agent.uplinks.to_ingest import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
 
 REPORT_INTERVAL = 0.05
 STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
@@ -226,3 +227,70 @@ class Ranks:
                 answer.read()
                 codes.add(answer.status)
         return codes
+
+
+class Followers(Ranks):
+    """Ranks whose agent goes to the owner that a replica names, and back to the Service when that
+    one does not answer; it sends a refused report anew, as another one. ``service``: the ports to
+    which the Service may lead, in turn."""
+
+    def __init__(
+        self, jobs: Jobs, name: str, service: list[int], pod: Object, attempt: int = 0
+    ) -> None:
+        spec = JobSpec.model_validate(jobs.get(name)["spec"])
+        super().__init__(jobs, name, spec, jobs.token(name, pod), attempt)
+        self.service = list(service)
+        self.owner: int | None = None
+        self.owners: list[int] = []
+        """All that have answered, one after the other."""
+        self.plans: dict[int, Plan] = {}
+        self.answered: list[float] = []
+        """When reports were answered."""
+
+    def deliver(self, now: float) -> None:
+        backoff, deadline = FIRST_BACKOFF_SECONDS, time.monotonic() + DEADLINE
+        while True:
+            self.refused: Object = {}
+            try:
+                super().deliver(now)
+                break
+            except (OSError, AssertionError) as error:
+                last = self.refused.get("last")
+                if isinstance(error, AssertionError) and not self.refused:
+                    raise
+                if last is not None:
+                    self.sequence = max(self.sequence, last)
+                assert time.monotonic() < deadline, f"{self.name}: {error!r} {self.refused}"
+            time.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+        self.answered.append(time.monotonic())
+        directive = self.newest
+        if directive is not None:
+            plan = directive.plan.plan()
+            assert self.plans.setdefault(plan.version, plan) == plan, "a version is two plans"
+
+    def post(
+        self, body: bytes, token: str | None = None, path: str | None = None
+    ) -> tuple[int, Object]:
+        for last in (False, True):
+            port = self.owner
+            if port is None:
+                self.service.append(self.service.pop(0))
+                port = self.service[0]
+            try:
+                status, answer = self.jobs.installation.request(
+                    "POST", path or self.path, token=token or self.token, body=body, port=port
+                )
+            except OSError:
+                self.owner = None
+                raise
+            named = answer.get("owner") if status == 421 else None
+            if named is None or last:
+                break
+            self.owner = int(named.rpartition(":")[2])
+        if status == 200:
+            if self.owners[-1:] != [port]:
+                self.owners.append(port)
+        else:
+            self.owner, self.refused = None, answer
+        return status, answer

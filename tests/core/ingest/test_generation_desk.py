@@ -206,6 +206,27 @@ def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
     run(work())
 
 
+def test_nobody_is_told_of_a_generation_that_another_host_has_overtaken() -> None:
+    """The job is read anew, and what is read knows nothing of it: launchers tell it once more."""
+
+    async def work() -> None:
+        host = OneJob(pods=1)
+        desk, before = GenerationDesk(host), host.job
+
+        async def overtaken() -> None:
+            host.job = OneJob(pods=1).job
+            desk.dropped(before)
+            raise RuntimeError("another ingest has written a plan or a recovery of this job")
+
+        host.writing = overtaken
+        assert (await tell(desk, loss=LOSS)).status == 404
+        host.writing = None
+        assert state(await tell(desk, loss=LOSS))["generation"] == 1
+        assert host.job.saved.count == 1, "a failure is not forgotten"
+
+    run(work())
+
+
 def test_a_generation_that_another_host_has_begun_goes_on() -> None:
     """That host could not write it: launchers run it, and one has not heard of it."""
 
