@@ -71,6 +71,8 @@ class Decider:
         self._checked_rooms: tuple[Room, ...] = ()
         self._weighed_at = -1
         """The newest iteration when the plan in effect was last compared with that of the start."""
+        self._turned_at: int | None = None
+        """The iteration in which the cause that waits for a decision was first seen."""
 
     @property
     def judged(self) -> Judgement:
@@ -137,12 +139,17 @@ class Decider:
         progress = assessment.progress
         cause = judgement.cause(situation, plans.known, progress, hold=self.pacing.hold)
         self._checked_rooms = rooms
+        last = self._ledger.last_iteration
+        if cause is None and not truth.held(last):
+            self._turned_at = None  # What is held may still become the cause.
+        elif cause is not None and self._turned_at is None:
+            self._turned_at = observed.iteration
         if cause is None or not judgement.is_time(cause, links, progress, self.pacing):
             return
         if cause not in CHECKED:
             self._ask(cause, situation, links)
             return
-        last, sources = self._ledger.last_iteration, judgement.sources(cause, situation)
+        sources = judgement.sources(cause, situation)
         if sources <= truth.held(last):
             return
         evidence, since = assessment.evidence(cause, sources, situation, links)
@@ -247,11 +254,15 @@ class Decider:
             truth.decided(last)
         present = self._ledger.record(asked.current.version)
         if present is not None and proposal.start is not None and proposal.current is not None:
+            # A decision may have had to wait since its cause was there.
+            turned_at = pending.detectable_at if self._turned_at is None else self._turned_at
+            since = max(min(pending.detectable_at, turned_at), self._weighed_at + 1)
             # If a change was taken back, what it was for was never there.
-            since = max(pending.detectable_at, self._weighed_at)
             since = -1 if asked.cause == "undelivered" else since
             revise(present, proposal.start - proposal.current.seconds, since)
             self._weighed_at = last
+        if not proposal.waits:
+            self._turned_at = None
         if proposal.chosen is None:
             self.journal.keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return

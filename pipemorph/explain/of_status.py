@@ -126,7 +126,9 @@ def _change(training: TrainingStatus) -> str:
     count = f"{plural(training.adaptations, 'plan change')}; the last, "
     when = f"plan {newest.plan_version}"
     if newest.applied_at_iteration is None:
-        return f"{count}{when}, is not in force yet: {newest.reason}"
+        coming = newest.plan_version == training.wanted_plan_version
+        told = "is not in force yet" if coming else "was never in force"
+        return f"{count}{when}, {told}: {newest.reason}"
     when += f" from iteration {newest.applied_at_iteration}"
     effect = ""
     if newest.kind == "adapt":

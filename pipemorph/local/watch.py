@@ -178,6 +178,9 @@ class WatchServer:
         """Errors that have been logged: once, as the page asks every second."""
         self._over = False
         self._last_word = threading.Event()
+        self._ended = asyncio.Event()
+        self._waiting_for_end = 0
+        """How many ask for nothing but the last word."""
         self._runner: web.ServerRunner | None = None
 
     @property
@@ -190,6 +193,7 @@ class WatchServer:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)  # Who waits is not waited for.
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._maker.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -197,10 +201,11 @@ class WatchServer:
         self._loop.close()
 
     def finish(self) -> None:
-        """The run is over: who looks is told so, and that nothing follows."""
+        """The run is over: who looks, or waits for that, is told so, and that nothing follows."""
         looked = time.monotonic() - self._asked_at < LOOKING
         self._over = True
-        if looked:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        if looked or self._waiting_for_end:
             self._last_word.wait(LAST_WORD)
 
     async def _start(self) -> None:
@@ -235,6 +240,12 @@ class WatchServer:
 
     async def _tell(self, request: web.BaseRequest, page: bool) -> web.Response:
         query = request.query
+        if query.get("until") == "end":
+            self._waiting_for_end += 1
+            try:
+                await self._ended.wait()
+            finally:
+                self._waiting_for_end -= 1
         asked = _number(query.get("column")), _number(query.get("iteration"))
         made = await self._loop.run_in_executor(self._maker, self._document, asked, page)
         if made is None:

@@ -138,7 +138,7 @@ def watch_view(
         no_alternative="" if alternative else why,
         peak_memory=[each or None for each in known.peak_memory],
         links=known.lanes.lanes(link_name(i) for i in range(mesh.stages - 1)),
-        changes=[_change(each) for each in known.changes],
+        changes=[_change(each, known) for each in known.changes],
         recoveries=list(known.recoveries),
         saved=Saved(
             per_iteration=record.saving if record is not None else None,
@@ -407,12 +407,15 @@ def recovered(record: dict[str, object]) -> Recovered:
     )
 
 
-def _change(record: AdaptationRecord) -> Change:
+def _change(record: AdaptationRecord, known: Watched) -> Change:
+    # Another one may have taken its place, or its attempt be over, before the ranks ran it.
+    wanted = record.plan_version == known.wanted_version > known.plan_version
     return Change(
         plan_version=record.plan_version,
         kind=record.kind,
         at=record.detected_at,
         iteration=record.applied_at_iteration,
+        pending=record.applied_at_iteration is None and wanted,
         reason=record.reason,
         promised=record.promised,
         measured=record.measured,

@@ -82,12 +82,14 @@ class Lane(_Part):
 
 
 class Change(_Part):
-    """A change of plan. ``iteration``: the first under it; None before it."""
+    """A change of plan. ``iteration``: the first under it; None: there was none. ``pending``: the
+    ranks are to change to it."""
 
     plan_version: int
     kind: Literal["adapt", "return", "revert"]
     at: float
     iteration: int | None
+    pending: bool
     reason: str
     promised: float | None
     measured: float | None

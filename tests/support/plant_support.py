@@ -107,7 +107,11 @@ class Plant:
             queues=8,
         ).under(self.plan)
         result = simulate_changing(
-            self.plan.schedule, problem, lambda link, _: felt[link], before=self._before
+            self.plan.schedule,
+            problem,
+            lambda link, _: felt[link],
+            self.plan.dispatch,
+            before=self._before,
         )
         seconds = result.makespan
         if not self.waits:

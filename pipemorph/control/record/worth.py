@@ -69,10 +69,11 @@ def count(record: AdaptationRecord, iteration: int) -> None:
 
 
 def revise(record: AdaptationRecord, saving: float, since: int) -> None:
-    """An iteration under the record's plan saves ``saving`` now, and has after iteration ``since``,
-    in which the present state began to show."""
+    """An iteration under the record's plan saves ``saving`` now, and has from iteration ``since``
+    on, the first in which the present state showed. That one counts as a whole: where the state
+    began is not known more exactly, and most often it is nearly all of it."""
     if record.saved_until is not None and record.applied_at_iteration is not None:
-        began = max(since, record.applied_at_iteration - 1)
-        late = max(0, record.saved_until - began)
+        before = max(since, record.applied_at_iteration) - 1
+        late = max(0, record.saved_until - before)
         record.saved += (saving - (record.saving or 0.0)) * late
     record.saving = saving

@@ -47,10 +47,13 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
         ({20: delay(2, 0.060)}, 0.02),
         ({20: delay(0, 0.03), 60: delay(2, 0.05), 100: delay(0, 0), 140: delay(2, 0)}, 0.02),
         ({20: delay(1, 0.080), 60: delay(1, 0.020), 100: delay(1, 0.050)}, 0.02),
+        # Phases of a few iterations, so that those count in which a decision has to wait.
+        ({8: delay(2, 0.030), 16: delay(2, 0.060), 24: delay(2, 0.0)}, 0.02),
+        ({8: delay(2, 0.060), 16: delay(2, 0.090), 24: delay(2, 0.0)}, 0.02),
         # Other op times are looked at every 50 iterations, and so is what they change.
         ({20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)}, 0.08),
     ],
-    ids=["comes-and-goes", "stays", "two-links", "levels", "slower-stage"],
+    ids=["comes-and-goes", "stays", "two-links", "levels", "short", "short-2", "slower-stage"],
 )
 def test_it_says_what_the_job_would_have_taken_longer_without_adaptation(
     history: dict[int, Change], within: float

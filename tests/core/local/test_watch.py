@@ -303,6 +303,24 @@ def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
     assert not last[-1].live and time.monotonic() - began < watch.LAST_WORD + DEADLINE
 
 
+def test_who_waits_for_the_end_is_told_nothing_before_it(
+    server: WatchServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOKING", -1.0)  # Nobody else looks.
+    answers: list[Answer] = []
+    waits = threading.Thread(
+        target=lambda: answers.append(ask(server, own(server, "view?until=end")))
+    )
+    waits.start()
+    while not server._waiting_for_end:
+        time.sleep(0.01)
+    assert answers == [] and sight.asked == []
+    server.finish()
+    waits.join(DEADLINE)
+    ((status, body, _),) = answers
+    assert status == 200 and not WatchView.model_validate_json(body).live
+
+
 def test_nobody_is_waited_for_if_nobody_looks(server: WatchServer) -> None:
     began = time.monotonic()
     server.finish()

@@ -151,6 +151,54 @@ def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
         assert all(url.startswith(server.url) for url in browser.requests)
 
 
+def test_it_says_when_pictures_come_less_often(browser: Browser) -> None:
+    """Those of a large job cost more than looking may."""
+    paced = "document.getElementById('paced')"
+    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        browser.until("live && !asking")
+        assert browser.eval(f"{paced}.hidden")
+        left, server._left = server._left, -2.0
+        browser.until(f"!{paced}.hidden")
+        told = browser.eval(f"{paced}.textContent")
+        assert "as of" in told and "5% of a core" in told
+        # An older iteration has to wait as well.
+        browser.eval("void look(shown() - 3)")
+        browser.until("document.getElementById('now').textContent.includes('5% of a core')")
+        server._left = left
+        browser.until(f"{paced}.hidden")
+    browser.errors.clear()
+
+
+def test_who_does_not_look_is_told_the_last_word(browser: Browser) -> None:
+    """A hidden page asks for nothing while the run goes on, and the run is gone afterwards."""
+    sight = Sight(4, 12)
+    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        browser.eval("Object.defineProperty(document, 'hidden', { get: () => true })")
+        browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
+        browser.until("waitingForEnd && !asking")
+        begun = sight.begun
+        browser.eval("new Promise(done => setTimeout(done, 1500))")
+        assert sight.begun == begun
+        server.finish()
+    browser.until("!live && view.number > 0 && !view.live")
+    assert "The run is over" in browser.eval("document.getElementById('gone').textContent")
+
+
+@pytest.mark.parametrize(("pending", "told"), [(True, "not in force yet"), (False, "never in")])
+def test_a_plan_that_was_never_in_force_is_not_about_to_come(
+    browser: Browser, tmp_path: Path, pending: bool, told: str
+) -> None:
+    known, traces = watched(4, 12)
+    view = watch_view(known, traces, column=0, live=False)
+    change = view.changes[0].model_copy(update={"iteration": None, "pending": pending})
+    path = tmp_path / "page.html"
+    path.write_text(render_page(view.model_copy(update={"changes": [change]})))
+    browser.look(path.as_uri())
+    assert told in browser.eval("document.getElementById('changes').textContent")
+
+
 def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
     with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
         browser.look(server.url)

@@ -161,6 +161,27 @@ def test_an_older_iteration_has_the_links_of_then() -> None:
     assert view.alternative.span_us == pytest.approx(1e6 * then.seconds, abs=2)
 
 
+def test_an_older_iteration_has_the_direct_routes_that_were_broken_then() -> None:
+    """Its alternative had the link delegated too, whatever the plan of the start says."""
+    known, traces = watched(4, 12, delegated=False)
+    older = known.available[-5]
+    traces = [replace(trace, iteration=older) for trace in traces]
+    log = LaneLog()
+    broke = [replace(each, failed_over=each.link == 1) for each in link_states(4, {1: LATE}, 12)]
+    log.take(older - 1, NOW - 9, broke, [Route.DIRECT] * 3, {})
+    log.take(older + 1, NOW - 8, link_states(4, {1: LATE}, 12), [Route.DIRECT] * 3, {})
+    view = watch_view(replace(known, lanes=log), traces, column=0)
+    assert known.outlook is not None and view.alternative is not None
+    # Delegated links have several queues and may be late in any order.
+    situation = replace(situation_of(4, {1: LATE}), failed_over=(False, True, False))
+    then = Forecast(known.outlook.rules, situation).of(known.outlook.start).seconds
+    now = Forecast(known.outlook.rules, situation_of(4, {1: LATE})).of(known.outlook.start).seconds
+    assert then != pytest.approx(now, rel=1e-3)
+    assert view.alternative.span_us == pytest.approx(1e6 * then, abs=2)
+    # In the newest iteration the link is on its direct route again.
+    assert known.available[-1] > older + 1
+
+
 def test_lanes_tell_what_each_link_was_like() -> None:
     log, direct = LaneLog(), Route.DIRECT
     well = LinkHealth(0, Health.HEALTHY, wire_time=0.001)
@@ -286,6 +307,21 @@ def test_changes_of_an_attempt_that_is_over_are_not_about_to_come() -> None:
     told = watch_view(replace(known, plan_version=0), traces, column=0).story
     assert "Plan v0 is in force." in told
     assert not any("changing to" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("applied", "wanted", "pending"),
+    [(None, 1, True), (None, 2, False), (None, 0, False), (CHANGED_AT, 1, False)],
+    ids=["to-come", "overtaken", "of-an-attempt-that-is-over", "in-force"],
+)
+def test_a_change_is_to_come_only_while_the_ranks_are_to_change_to_it(
+    applied: int | None, wanted: int, pending: bool
+) -> None:
+    known, traces = watched(4, 12)
+    change = known.changes[0].model_copy(update={"applied_at_iteration": applied})
+    known = replace(known, changes=[change], plan_version=0, wanted_version=wanted)
+    (told,) = watch_view(known, traces, column=0).changes
+    assert (told.iteration, told.pending) == (applied, pending)
 
 
 def test_before_anything_is_known() -> None:
