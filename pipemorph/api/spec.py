@@ -567,15 +567,16 @@ class JobSpec(SpecModel):
             )
         if not several:
             return
-        for where, given in (
-            ("schedule.dispatch", self.schedule.dispatch_kind is Dispatch.ONLINE),
-            ("schedule.warmup", self.schedule.warmup is not None),
-            ("schedule.objective", self.schedule.objective == "period"),
-            ("schedule.recompute", self.schedule.recompute != "never"),
-            ("adaptation.allowOffload", self.adaptation.allow_offload),
-        ):
-            if given:
-                raise FieldError(where, "is set; ranks with several stages do not have it")
+        if self.schedule.dispatch_kind is Dispatch.ONLINE:
+            raise FieldError(
+                "schedule.dispatch", "is online; ranks with several stages need static, or auto"
+            )
+        if self.schedule.warmup is not None:
+            raise FieldError(
+                "schedule.warmup",
+                f"is {self.schedule.warmup}; the plan sets that of ranks with several stages: leave"
+                " it out",
+            )
         for i, fault in enumerate(self.faults):
             placed = cut.mesh.placed
             if fault.link is None:

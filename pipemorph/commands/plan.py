@@ -92,12 +92,12 @@ def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace
     planned = plan_interleaved(problem, policy)
     fields = report_interleaved(
         planned.simulation,
-        problem,
+        planned.problem,
         policy=policy,
         lower_bound=planned.lower_bound,
         planning_seconds=planned.planning_seconds,
     )
-    write(fields, planned.simulation, problem, args)
+    write(fields, planned.simulation, planned.problem, args)
 
 
 def parse_warmup(text: str) -> list[int]:

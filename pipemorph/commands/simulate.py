@@ -68,13 +68,15 @@ def _simulate_interleaved(
 ) -> None:
     if args.dispatch == Dispatch.ONLINE.value:
         raise InputError("--dispatch online needs a plan with one stage per rank; use static")
-    problem.check_makespan("a plan with several stages per rank")
+    if loaded.device_limits is not None:
+        check_fits(order.per_stage(), problem)
+        problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
     ran = simulate_interleaved(order, problem)
     fields = report_interleaved(
         ran,
         problem,
         policy=loaded.policy,
-        lower_bound=min(interleaved_bound(problem, ran.placement), ran.makespan),
+        lower_bound=min(interleaved_bound(problem, ran.placement), ran.objective(problem)),
         planning_seconds=loaded.planning_seconds,
     )
     write(fields, ran, problem, args)

@@ -73,10 +73,12 @@ def room(
     ``device`` is 0 if not even one microbatch fits into ``activationMemory``.
     """
     device = stated_limits(spec)[stage]
-    memory, by_memory = spec.schedule.activation_memory, False
+    # Memory is that of the rank, whose stages share it.
+    several, by_memory = spec.parallelism.stages_per_rank, False
+    memory = spec.schedule.activation_memory
+    memory = memory // several if memory is not None else None
     if memory is not None and activation_bytes:
-        # Of the rank, whose stages share it.
-        fits = memory // spec.parallelism.stages_per_rank // activation_bytes
+        fits = memory // activation_bytes
         if device is None or fits < device:
             device, by_memory = fits, True
     host = 0
@@ -87,11 +89,10 @@ def room(
         and activation_bytes
         and copy is not None
     ):
-        host = adaptation.host_memory // activation_bytes
+        host = adaptation.host_memory // several // activation_bytes
     inputs = 0
     if (
         spec.schedule.recompute == "auto"
-        and spec.parallelism.stages_per_rank == 1
         and device
         and activation_bytes
         and input_bytes is not None

@@ -8,8 +8,10 @@ from time import perf_counter
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import OpKind, Plan, Policy, Route, place_stages
+from pipemorph.planning.offload import recompute_room
 from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
-from pipemorph.planning.problem import Problem
+from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.search.variants import on_device, with_stated_limits
 from pipemorph.planning.simulation.core import KINDS
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
@@ -25,7 +27,8 @@ AHEAD = (0, 1, 2, 4, 8)
 """Microbatches that policy pipemorph tries to have in flight on every stage, beyond one per stage
 from there to the end of the pipeline."""
 SAME = 0.005
-"""Makespans within this fraction count as equal: then fewer microbatches in flight win."""
+"""Times within this fraction count as equal: then fewer microbatches in flight win, and plans
+whose activations stay on the device."""
 MOST_OPS = 50_000
 """Of a problem for which all of :data:`AHEAD` are tried; of a larger one, the first and the
 last."""
@@ -33,7 +36,7 @@ last."""
 
 @dataclass(frozen=True)
 class InterleavedPlan:
-    """A schedule with its problem and predicted time.
+    """A schedule with its predicted time, and the problem with the limits that it keeps.
 
     ``planning_seconds``: wall time; all other times are in the problem's unit.
     """
@@ -46,8 +49,11 @@ class InterleavedPlan:
     planning_seconds: float
 
     def to_plan(self, version: int, routes: Sequence[Route]) -> Plan:
-        limits = self.problem.in_flight_limits()
-        return self.schedule.to_plan(version, routes, policy=self.policy, in_flight_limits=limits)
+        problem = self.problem
+        return self.schedule.to_plan(
+            version, routes, policy=self.policy, in_flight_limits=problem.in_flight_limits(),
+            device_limits=problem.device_limits(), recompute=problem.recompute(),
+        )  # fmt: skip
 
 
 def plan_interleaved(problem: Problem, policy: Policy | None = None) -> InterleavedPlan:
@@ -55,23 +61,27 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
     by ``problem.placement``.
 
     Policies 1f1b-interleaved and zero-bubble-v follow their rule and need the placement that it is
-    made for. Policy pipemorph takes the fastest of these and of list schedules under the problem's
-    delays, with more and more microbatches in flight. Raises :class:`InputError` if the policy
-    cannot plan the problem.
+    made for. Policy pipemorph takes the one with the shortest makespan or period, as the problem's
+    objective says, of these and of list schedules under the problem's delays: with more and more
+    microbatches in flight, on the device or, as far as the stages' limits allow, with activations
+    in host memory or computed again. Raises :class:`InputError` if the policy cannot plan the
+    problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
-    problem.check_makespan(f"policy {policy.value}")
     if problem.warmup is not None:
         raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
-    simulation = _best(problem) if policy is Policy.PIPEMORPH else _by_rule(problem, policy)
+    if policy is Policy.PIPEMORPH:
+        kept, simulation = _best(problem)
+    else:
+        kept, simulation = problem, _by_rule(problem, policy)
     bound = interleaved_bound(problem, simulation.placement)
     return InterleavedPlan(
         policy=policy,
-        problem=problem,
+        problem=kept,
         schedule=simulation.schedule,
         simulation=simulation,
-        lower_bound=min(bound, simulation.makespan),
+        lower_bound=min(bound, simulation.objective(problem)),
         planning_seconds=perf_counter() - began,
     )
 
@@ -90,16 +100,27 @@ def _by_rule(problem: Problem, policy: Policy) -> InterleavedSimulation:
     return simulate_interleaved(schedule, problem)
 
 
-def _best(problem: Problem) -> InterleavedSimulation:
-    """The candidate with the shortest makespan; of equal ones the first, which has the fewest
-    microbatches in flight."""
-    found = list(_candidates(problem))
-    least = min(each.makespan for each in found) * (1 + SAME)
-    return next(each for each in found if each.makespan <= least)
+_Candidate = tuple[Problem, InterleavedSimulation]
+"""A schedule that was simulated, and the problem with the limits that it keeps."""
 
 
-def _candidates(problem: Problem) -> Iterator[InterleavedSimulation]:
-    stages, ranks, n = problem.stage_count, problem.ranks, problem.microbatches
+def _best(problem: Problem) -> _Candidate:
+    """The candidate that takes the shortest time; of equal ones the first, which has the fewest
+    microbatches in flight, on the device if possible."""
+    within = on_device(problem)
+    found = [
+        *_candidates(within),
+        *_exceeding(with_stated_limits(problem)),
+        *_exceeding(within.recomputing()),
+    ]
+    times = [ran.objective(problem) for _, ran in found]
+    least = min(times) * (1 + SAME)
+    return next(each for each, time in zip(found, times, strict=True) if time <= least)
+
+
+def _candidates(problem: Problem) -> Iterator[_Candidate]:
+    """Schedules whose activations stay on the device."""
+    stages, ranks = problem.stage_count, problem.ranks
     if ranks is None or stages % ranks:
         raise InputError(
             f"ranks is {ranks}; policy pipemorph puts {stages} stages on a number of ranks that"
@@ -110,18 +131,44 @@ def _candidates(problem: Problem) -> Iterator[InterleavedSimulation]:
         try:
             schedule = make(problem)
             if schedule.placement() == placement:
-                yield simulate_interleaved(schedule, problem)
+                yield problem, simulate_interleaved(schedule, problem)
         except InputError:
             # Not for this placement or number of microbatches, or beyond the caps.
             continue
-    stages_of = [[s for s in range(stages) if placement[s] == rank] for rank in range(ranks)]
-    costs = placed_costs(problem, placement)
-    whole = [
-        fused < b + w
-        for fused, b, w in zip(
-            costs.whole_backward, costs.backward_input, costs.backward_weight, strict=True
-        )
-    ]
+    for caps in _caps(problem):
+        yield problem, _listed(problem, placement, caps)
+
+
+def _exceeding(problem: Problem) -> Iterator[_Candidate]:
+    """List schedules of which activations leave the device; none if no stage has a device limit.
+
+    Where a stage recomputes, the more microbatches are in flight, the fewer stay on its device.
+    """
+    assert problem.ranks is not None, "checked for the candidates on the device"
+    placement = place_stages(problem.stage_count, problem.ranks, problem.placement)
+    for caps in _caps(problem):
+        stages = tuple(map(_with_cap, problem.stages, caps))
+        if any(stage.device_limit is not None for stage in stages):
+            kept = problem.model_copy(update={"stages": stages})
+            yield kept, _listed(kept, placement, caps)
+
+
+def _with_cap(stage: StageTimes, cap: int) -> StageTimes:
+    """A stage with ``cap`` microbatches in flight; with a device limit only if it needs one."""
+    limit = stage.device_limit
+    if limit is None or cap <= limit:
+        # Its own limit in flight; where it may exceed the device's, that of the device.
+        least = stage.in_flight_limit if limit is None else limit
+        off = {"in_flight_limit": least, "device_limit": None, "recompute": False}
+        return stage.model_copy(update=off)
+    if stage.recompute and stage.recompute_limit is not None:
+        limit = recompute_room(cap, limit, stage.recompute_limit)
+    return stage.model_copy(update={"in_flight_limit": cap, "device_limit": limit})
+
+
+def _caps(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """The microbatches in flight by stage that are tried, fewest first."""
+    stages, n = problem.stage_count, problem.microbatches
     tried = AHEAD if 3 * stages * n <= MOST_OPS else (AHEAD[0], AHEAD[-1])
     seen = set()
     for ahead in (*tried, n):
@@ -129,11 +176,26 @@ def _candidates(problem: Problem) -> Iterator[InterleavedSimulation]:
             min(n, stages - s + ahead, n if limit is None else limit)
             for s, limit in enumerate(problem.in_flight_limits())
         )
-        if caps in seen:
-            continue
-        seen.add(caps)
-        codes = greedy(costs, stages_of, caps, whole)
-        yield simulate_interleaved(_decoded(codes, stages_of, n), problem)
+        if caps not in seen:
+            seen.add(caps)
+            yield caps
+
+
+def _listed(
+    problem: Problem, placement: tuple[int, ...], caps: Sequence[int]
+) -> InterleavedSimulation:
+    """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*."""
+    ranks = range(max(placement) + 1)
+    stages_of = [[s for s, where in enumerate(placement) if where == rank] for rank in ranks]
+    costs = placed_costs(problem, placement)
+    whole = [
+        fused < b + w
+        for fused, b, w in zip(
+            costs.whole_backward, costs.backward_input, costs.backward_weight, strict=True
+        )
+    ]
+    codes = greedy(costs, stages_of, caps, whole)
+    return simulate_interleaved(_decoded(codes, stages_of, problem.microbatches), problem)
 
 
 def _decoded(
@@ -152,7 +214,7 @@ def _decoded(
 
 
 def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
-    """Lower bound of the makespan: the larger of the stages' bound and the ranks' total work.
+    """Lower bound of the objective: the larger of the stages' bound and the ranks' total work.
 
     A link within a rank takes no time.
     """
@@ -167,6 +229,8 @@ def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
             sum(problem.stages[s].forward for s in range(first)) + sum(delays[:first])
             for first in mine
         )
+        if problem.objective == "period":
+            before = 0.0
         work = sum(problem.stages[s].forward + problem.stages[s].least_backward for s in mine)
         best = max(best, before + problem.microbatches * work)
     return best

@@ -29,9 +29,10 @@ def make_plan(
     version: int = 0,
     delay: float = 0.0,
     routes: Sequence[Route] | None = None,
+    **limits: int,
 ) -> Plan:
-    """``delay`` on link 0, in op times."""
-    one = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    """``delay`` on link 0, in op times. ``limits``: of each stage, see :class:`StageTimes`."""
+    one = StageTimes(forward=1, backward_input=1, backward_weight=1, **limits)
     problem = Problem(
         microbatches=microbatches,
         stages=(one,) * stages,
@@ -79,6 +80,7 @@ def train(
         deadline_seconds=job.deadline,
         engine=job.engine,  # type: ignore[arg-type]
         route=job.route,  # type: ignore[arg-type]
+        **job.extra,
     ) as pipe:
         for iteration in range(job.iterations):
             for at, new, whose in job.switches:
@@ -90,9 +92,12 @@ def train(
             began = time.monotonic()
             loss = pipe.step(tokens, target=target)
             took = time.monotonic() - began
-            ran = pipe._parts.iterations._turns.ran
-            order = [f"{stage}{op.kind.value}{op.microbatch}" for stage, op in ran]
+            turns = pipe._parts.iterations._turns
+            order = [f"{stage}{op.kind.value}{op.microbatch}" for stage, op in turns.ran]
             for stage, module in pipe.modules.items():
+                copies = [copy for whose, copy in turns.copied if whose == stage]
+                records[stage].moved.append(sum(copy.out for copy in copies))
+                records[stage].again.append(sum(copy.again for copy in copies))
                 records[stage].losses.append(loss)
                 records[stage].seconds.append(took)
                 records[stage].versions.append(pipe.plan.version)

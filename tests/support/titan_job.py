@@ -31,6 +31,8 @@ class TitanJob:
 
     adaptive: bool
     pipeline: int = 2
+    replicate: int = 1
+    """Above 1, with ``shard``: hybrid-sharded data parallel."""
     shard: int = 1
     tensor: int = 1
     chunked_loss: bool = False
@@ -212,7 +214,8 @@ def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int
         ),
         parallelism=ParallelismConfig(
             pipeline_parallel_degree=job.pipeline, data_parallel_shard_degree=job.shard,
-            tensor_parallel_degree=job.tensor, pipeline_parallel_schedule=job.schedule,
+            data_parallel_replicate_degree=job.replicate, tensor_parallel_degree=job.tensor,
+            pipeline_parallel_schedule=job.schedule,
             spmd_backend="spmd_types",
         ),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),

@@ -144,6 +144,9 @@ class Record:
     profiles: list[StageProfile] = field(default_factory=list)
     offloaded: list[Offloaded | None] = field(default_factory=list)
     """Per iteration."""
+    moved: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    """Per iteration: microbatches that went to host memory, and whose forward ran again."""
     threads: list[str] = field(default_factory=list)
 
 

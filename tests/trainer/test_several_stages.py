@@ -23,6 +23,7 @@ from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route
 from pipemorph.planning.formats.torch_csv import parse_csv
+from pipemorph.planning.offload import left
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent.rank_plan import check_plan
 
@@ -109,6 +110,27 @@ def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "iteration-00000004")
         found += run_ranks(4, replicated, 1, "interleaved", str(tmp_path))
     assert_as_one_process(found, [0, 2][: len(found) // 4])
+
+
+@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@pytest.mark.parametrize("how", ["offload", "recompute"])
+def test_activations_leave_the_device(placement: str, how: str) -> None:
+    """Planned for a slow link within the limits of every stage, from the second iteration on; the
+    stages of a rank move or drop activations as the simulator says."""
+    limits, extra = {"device_limit": 2, "offload_copy": 0}, {"host_memory": 1 << 30}
+    if how == "recompute":
+        limits, extra = {"in_flight_limit": 2, "recompute_limit": 8}, {"recompute": "auto"}
+    first = make_plan("pipemorph", 2, 4, 8, placement=placement)
+    new = make_plan("pipemorph", 2, 4, 8, placement=placement, version=3, delay=20.0, **limits)
+    away = left(new.schedule, new.device_limits, new.recompute)
+    leaving = away.recomputed if how == "recompute" else away.offloaded
+    assert all(leaving), "on every stage"
+    records = check(first, switches=[(1, new, (0, 1))], extra=extra)
+    for stage, record in enumerate(records):
+        told = record.again if how == "recompute" else record.moved
+        assert sum(record.again) + sum(record.moved) == sum(told), "in one way only"
+        planned = [leaving[stage] if version == 3 else 0 for version in record.versions]
+        assert told == planned and record.versions[2:] == [3, 3]
 
 
 def breaking(context: TrainerContext, job: Job, how: str) -> None:

@@ -28,7 +28,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
-from pipemorph_trainer.executor.local_stage import OwnStage
+from pipemorph_trainer.executor.local_stage import OwnStage, StageMemory
 from pipemorph_trainer.executor.split import OffloadAttempt, OpTimes, SplitReport
 from pipemorph_trainer.executor.split.report import RecomputeAttempt
 from pipemorph_trainer.executor.stage_profile import (
@@ -489,7 +489,8 @@ def test_a_profile_names_the_column_of_its_rank() -> None:
     last = MeshShape(stages=2, replicas=3, order=("dp_replicate", "pp")).coordinate(5)
     stage = OwnStage(
         EmulatedStage(0.01, 0.01, 0.01, 64), last, loss_fn=None, microbatches=2, split="auto",
-        device=torch.device("cpu"), accelerator=None, store=None, agree=lambda own: [own],
+        device=torch.device("cpu"), accelerator=None, memory=StageMemory(None, "", ""),
+        agree=lambda own: [own],
     )  # fmt: skip
     told = stage.profile([timed(OpKind.F, 0, 0.5)], [])
     assert (told.stage, told.replica) == (1, 2)

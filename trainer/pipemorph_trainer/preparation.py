@@ -20,12 +20,10 @@ from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import (
     Stage,
+    StageMemory,
     device_of,
     mode_of,
-    open_store,
-    recompute_refusal,
 )
-from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage
@@ -45,18 +43,14 @@ from pipemorph_trainer.topology.part import Part
 class Preparation:
     """The parts of a pipeline that need no other rank.
 
-    ``split``: how a module runs B and W apart. ``store``: host memory for activations; None if they
-    stay on the device, for the reason ``no_offload``. ``no_recompute``: why they must not be
-    dropped and computed again; empty if they may. ``engine``: options of the transfer engine; None
-    if it is not needed.
+    ``split``: how a module runs B and W apart. ``memory``: by stage, what may become of its
+    activations. ``engine``: options of the transfer engine; None if it is not needed.
     """
 
     settings: Settings
     plan: RankPlan
     split: Mode
-    store: ActivationStore | None
-    no_offload: str
-    no_recompute: str
+    memory: Mapping[int, StageMemory]
     engine: EngineOptions | None
 
 
@@ -180,16 +174,23 @@ def prepare(
                 f"microbatches is {settings.microbatches}, and the plan that was given has "
                 f"{microbatches}; make the two equal"
             )
-        if len(stages) == 1:
-            store, no_offload = open_store(
-                stages[0], device, accelerator, settings.host_memory, mode
+        host_memory = settings.host_memory
+        if host_memory is not None:
+            # Shared out evenly, as the controller counts it.
+            host_memory //= len(stages)
+        memory = {
+            number: StageMemory.of(
+                stage,
+                device,
+                accelerator,
+                host_memory,
+                mode,
+                recomputes=settings.recompute == "auto",
             )
-            no_recompute = recompute_refusal(stages[0], settings.recompute == "auto", mode)
-        else:
-            store, no_offload = None, "ranks with several stages do not offload"
-            no_recompute = "ranks with several stages do not recompute"
-        check_offload(mine, no_offload)
-        check_recompute(mine, no_recompute)
+            for number, stage in zip(coordinate.held, stages, strict=True)
+        }
+        check_offload(mine, {number: each.no_offload for number, each in memory.items()})
+        check_recompute(mine, {number: each.no_recompute for number, each in memory.items()})
         engine = engine_options(context, settings, plan, directed=directed)
         held = tuple(
             held
@@ -205,7 +206,7 @@ def prepare(
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
     return (
-        Preparation(settings, mine, mode, store, no_offload, no_recompute, engine),
+        Preparation(settings, mine, mode, memory, engine),
         Start(
             mesh=settings.mesh,
             microbatches=microbatches,

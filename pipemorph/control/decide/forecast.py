@@ -284,12 +284,11 @@ class Forecast:
             half_duplex=self._spec.transport.direct_duplex == "half",
         )
         cut = self._spec.parallelism
-        if cut.stages_per_rank > 1:
-            # Planned for the makespan, with or without a barrier.
-            placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
-            return problem.model_copy(update=placed)
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
+        if cut.stages_per_rank > 1:
+            placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
+            return problem.model_copy(update=placed)
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
@@ -311,7 +310,8 @@ class Forecast:
         """Of the replicas that run this plan, without those that run another."""
         problem = self.problem(plan.routes).under(plan)
         if plan.turns:
-            return simulate_interleaved(InterleavedSchedule.of_plan(plan), problem).makespan
+            ran = simulate_interleaved(InterleavedSchedule.of_plan(plan), problem)
+            return ran.objective(problem)
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
         if not self._situation.barrier:
@@ -456,7 +456,7 @@ def _broken(plan: Plan) -> str | None:
     caps, device = plan.in_flight_limits, plan.device_limits
     try:
         if plan.turns:
-            validate_interleaved(InterleavedSchedule.of_plan(plan), caps)
+            validate_interleaved(InterleavedSchedule.of_plan(plan), caps, device)
             return None
         validate(plan.schedule, caps, device)
         if plan.dispatch is Dispatch.ONLINE:

@@ -69,6 +69,7 @@ def report_interleaved(
     """The same fields for ranks with several stages. ``bubbles``: per rank; ``ranks``: rank of each
     stage; ``order``: the ops of each rank in torch's notation."""
     schedule = ran.simulation.schedule()
+    away = left(schedule, problem.device_limits(), problem.recompute())
     return {
         "policy": str(policy),
         "dispatch": Dispatch.STATIC.value,
@@ -77,12 +78,16 @@ def report_interleaved(
         "period": _rounded(ran.period),
         "objective": problem.objective,
         "lower_bound": _rounded(lower_bound),
-        "gap": _gap(ran.makespan, lower_bound),
+        "gap": _gap(ran.objective(problem), lower_bound),
         "bubble_fraction": _rounded(ran.bubble_fraction),
         "warmup": list(schedule.warmup()),
         "slackness": list(schedule.slackness()),
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
+        "device_limit": list(problem.device_limits()),
+        "offloaded": away.offloaded,
+        "recompute": list(problem.recompute()),
+        "recomputed": away.recomputed,
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain_interleaved(ran)),
         "ranks": list(ran.placement),

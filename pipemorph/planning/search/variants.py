@@ -116,11 +116,11 @@ def variants(problem: Problem) -> Iterator[Variant]:
             if each.schedule.mixed is None:
                 without = each
             yield each
-    yield from exceeding_variants(_with_stated_limits(problem), without)
+    yield from exceeding_variants(with_stated_limits(problem), without)
     yield from exceeding_variants(within.recomputing(), without)
 
 
-def _with_stated_limits(problem: Problem) -> Problem:
+def with_stated_limits(problem: Problem) -> Problem:
     """The problem whose stages keep their own device limits, also where they recompute."""
     stages = [
         stage.model_copy(update={"recompute_limit": None}) if stage.recompute else stage

@@ -18,7 +18,7 @@ from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.simulator import Simulation, TimedOp
-from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
+from pipemorph.planning.validator import ScheduleError, check_cap, check_device, check_stage
 
 
 class StageOp(NamedTuple):
@@ -114,8 +114,11 @@ class InterleavedSchedule:
         *,
         policy: Policy = Policy.PIPEMORPH,
         in_flight_limits: Sequence[int | None] | None = None,
+        device_limits: Sequence[int | None] = (),
+        recompute: Sequence[bool] = (),
     ) -> Plan:
-        """A plan that runs this schedule. ``routes``: default: direct."""
+        """A plan that runs this schedule. ``routes``: default: direct. ``device_limits``,
+        ``recompute``: by stage; default: no activations leave the device."""
         per_stage = self.per_stage()
         stages = per_stage.stage_count
         several = self.placement() != tuple(range(len(self.ranks)))
@@ -125,6 +128,8 @@ class InterleavedSchedule:
             schedule=per_stage,
             routes=tuple(routes) if routes is not None else (Route.DIRECT,) * (stages - 1),
             in_flight_limits=tuple(in_flight_limits or (None,) * stages),
+            device_limits=tuple(device_limits or (None,) * stages),
+            recompute=tuple(recompute or (False,) * stages),
             turns=self.turns if several else (),
         )
 
@@ -156,7 +161,12 @@ class InterleavedSimulation:
     @property
     def period(self) -> float:
         """As :attr:`Simulation.period`, of the ranks."""
-        return max(ops[-1][1].end - ops[0][1].start for ops in self.by_rank())
+        after = self.simulation.after or (0.0,) * len(self.placement)
+        return max(ops[-1][1].end + after[ops[-1][0]] - ops[0][1].start for ops in self.by_rank())
+
+    def objective(self, problem: Problem) -> float:
+        """Makespan or period, as the problem asks for."""
+        return self.period if problem.objective == "period" else self.makespan
 
     @property
     def bubble_fraction(self) -> float:
@@ -167,13 +177,15 @@ class InterleavedSimulation:
 
 
 def validate_interleaved(
-    schedule: InterleavedSchedule, in_flight_limits: Sequence[int | None] | None = None
+    schedule: InterleavedSchedule,
+    in_flight_limits: Sequence[int | None] | None = None,
+    device_limits: Sequence[int | None] | None = None,
 ) -> None:
     """Raise :class:`InputError` that names the op that violates a rule.
 
     Applies the rules of :mod:`pipemorph.planning.validator` to each stage. Detects deadlocks by
     running the ops with buffered sends, since counting forwards is not sufficient for several
-    stages per rank. ``in_flight_limits[s]``: cap of stage *s*.
+    stages per rank. ``in_flight_limits[s]``, ``device_limits[s]``: of stage *s*.
     """
     if schedule.microbatches < 1:
         raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
@@ -190,6 +202,9 @@ def validate_interleaved(
         limit = in_flight_limits[stage] if in_flight_limits is not None else None
         if limit is not None:
             check_cap(stage, ops_of_stage, limit)
+        device = device_limits[stage] if device_limits is not None else None
+        if device is not None:
+            check_device(stage, ops_of_stage, device)
     no_time = [0.0] * per_stage.stage_count
     free = Costs(
         schedule.microbatches,
@@ -218,7 +233,7 @@ def simulate_interleaved(
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
 ) -> InterleavedSimulation:
-    """Execute a schedule in its order under the times, caps and delays of ``problem``.
+    """Execute a schedule in its order under the times, limits and delays of ``problem``.
 
     ``problem.stages`` and ``links`` follow the model; a link within a rank takes no time.
     ``delay_at`` and ``transfer_at``: as of
@@ -232,12 +247,7 @@ def simulate_interleaved(
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
-    for i, limit in enumerate(problem.device_limits()):
-        if limit is not None:
-            raise InputError(
-                f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
-            )
-    validate_interleaved(schedule, problem.in_flight_limits())
+    validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
     ran = _run(
         schedule,
         placed_costs(problem, placement),

@@ -218,7 +218,8 @@ def greedy(
 ) -> Sequence[bytes]:
     """The orders in which ranks run the first ready op of B, F, W. Of two stages the later one in
     the model runs first. ``caps[s]``: F on stage *s* only while fewer microbatches than this are in
-    flight there; at least 1. ``fused[s]``: one BW in place of B and W."""
+    flight there; at least 1. ``fused[s]``: one BW in place of B and W. Device limits are those of
+    ``costs``: whenever one forbids an op, a W of that stage can run."""
     core = _Core(costs, stages_of, None, None)
     n = costs.microbatches
 
@@ -233,6 +234,8 @@ def greedy(
                 if kind == B and b == f:
                     continue
                 op = core.op(4 * place + (BW if kind == B and fused[stage] else kind), stage)
+                if not core.fits(stage, op.kind, op.microbatch):
+                    continue
                 at = core.arrived(op)
                 if at < INF and kind == F:
                     at = max(at, core.clear(op))

@@ -103,6 +103,24 @@ def test_ranks_that_share_a_stage_do_not_change_places() -> None:
     assert "relayout: is true, but several ranks share a stage of a replica" in refusal(document)
 
 
+def test_what_ranks_with_several_stages_have() -> None:
+    document: Any = copy.deepcopy(GOOD)
+    spec = document["spec"]
+    spec["parallelism"] = {"stages": 4, "stagesPerRank": 2}
+    spec["faults"] = []
+    spec["schedule"] = {
+        "microbatches": 8, "objective": "period", "recompute": "auto", "dispatch": "auto",
+    }  # fmt: skip
+    spec["adaptation"] = {"allowOffload": True, "hostMemory": 1 << 30}
+    parse_job(json.dumps(document))
+    spec["schedule"]["dispatch"] = "online"
+    said = refusal(document)
+    assert "spec.schedule.dispatch: is online; ranks with several stages need static" in said
+    spec["schedule"] |= {"dispatch": "static", "warmup": [4, 3, 2, 1]}
+    said = refusal(document)
+    assert "spec.schedule.warmup: is [4, 3, 2, 1]; the plan sets that of ranks with" in said
+
+
 ENV = "spec/template/spec/containers/1/env/0/name"
 
 

@@ -584,3 +584,12 @@ def test_a_plan_that_fits_is_walked_again_only_for_other_limits(
         assert judgement.cause(small, plan, progress, hold=1) == "memory"
     assert judgement.cause(large, replace(plan), progress, hold=1) is None
     assert walks == 4, "other limits, and another plan"
+
+
+def test_the_stages_of_a_rank_share_its_memory() -> None:
+    parallelism = {"stages": STAGES, "stagesPerRank": 2}
+    schedule = {"recompute": "auto", "stageTimes": None}
+    alone = room_of(tight(schedule=schedule), 0, MIB, 0.01, MIB // 4)
+    assert alone == Room(4, True, 8, 12)
+    several = tight(schedule=schedule, parallelism=parallelism)
+    assert room_of(several, 0, MIB, 0.01, MIB // 4) == Room(2, True, 4, 4)

@@ -10,7 +10,7 @@ import pytest
 from plant_support import spec
 
 from pipemorph.control.decide import forecast as module
-from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
 from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
@@ -28,6 +28,7 @@ from pipemorph.planning import (
     plan,
     problem_for,
 )
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 
 STAGES, SLOW, LIMIT = 8, 6, 16
@@ -114,6 +115,38 @@ def test_ranks_with_several_stages_are_planned_with_what_follows_their_last_op()
     without = replace(situation, stages=(op.model_copy(update={"reduction": None}),) * 4)
     ops = Forecast(job, without).of(option.plan).seconds
     assert 0.06 * 8 < ops < option.seconds <= ops + 0.02
+
+
+@pytest.mark.parametrize("how", ["offload", "recompute"])
+def test_ranks_with_several_stages_are_planned_without_a_barrier_and_with_less_on_the_device(
+    how: str,
+) -> None:
+    limits: dict[str, Any] = {"in_flight_limit": 8, "device_limit": 2, "offload_copy": 0.001}
+    if how == "recompute":
+        limits = {"in_flight_limit": 2, "recompute_limit": 8}
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, **limits)
+    delays = (0.0, 0.0, 0.08)
+    job = spec(
+        stages=4,
+        microbatches=8,
+        parallelism={"stages": 4, "stagesPerRank": 2},
+        schedule={"objective": "period", "recompute": "auto" if how == "recompute" else "never"},
+    )
+    routes = (Route.DIRECT, Route.DIRECT, Route.DELEGATED)
+    found = {}
+    for barrier in (True, False):
+        situation = Situation(
+            (op,) * 4, delays, delays, (False, False, True), (False,) * 3, barrier=barrier
+        )
+        (option,) = Forecast(job, situation).fresh(routes)
+        assert option.plan.offloading if how == "offload" else option.plan.recomputing
+        problem = Forecast(job, situation).problem(routes).under(option.plan)
+        ran = simulate_interleaved(InterleavedSchedule.of_plan(option.plan), problem)
+        assert option.seconds == (ran.makespan if barrier else ran.period)
+        assert runnable(option.plan) is None
+        found[barrier] = option.seconds
+        assert problem.objective == ("makespan" if barrier else "period")
+    assert found[False] <= found[True]
 
 
 @pytest.mark.parametrize(("delay", "route"), [(0.012, Route.DIRECT), (0.020, Route.DELEGATED)])

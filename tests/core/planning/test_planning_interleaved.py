@@ -16,10 +16,13 @@ from planning_strategies import problems, random_schedule
 from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
-from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate, validate
+from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, plan, simulate, validate
 from pipemorph.planning.analysis.bubbles import explain_interleaved
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
-from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.interleaved import SAME, plan_interleaved
+from pipemorph.planning.ir import in_flight_peak
+from pipemorph.planning.offload import device_peak, recompute_room
+from pipemorph.planning.search.variants import on_device
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     simulate_interleaved,
@@ -109,6 +112,115 @@ def test_plans_keep_the_rules_and_never_beat_the_bound(
         for op in ops:
             if op.kind == "F":
                 assert op.start >= above[op.microbatch] + delay
+
+
+@given(
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 10),
+    placement=st.sampled_from(["interleaved", "v"]),
+    objective=st.sampled_from(["makespan", "period"]),
+    how=st.sampled_from(["offload", "recompute"]),
+    source=st.randoms(use_true_random=False),
+)
+@settings(max_examples=examples(100), deadline=None)
+def test_activations_leave_the_device_where_that_pays(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Any,
+    objective: Any,
+    how: str,
+    source: random.Random,
+) -> None:
+    """Policy pipemorph keeps the limits of every stage, and takes no longer than without."""
+
+    def stage(_: int) -> StageTimes:
+        times = {kind: source.randrange(25) / 2 for kind in ("forward", "backward_input")}
+        limit, more = source.randint(1, 3), source.randint(0, 6)
+        limits: dict[str, Any] = {"device_limit": limit, "offload_copy": more / 4}
+        if how == "recompute":
+            limits = {"in_flight_limit": limit, "recompute_limit": limit + more}
+        return StageTimes(**times, backward_weight=source.randrange(25) / 2, **limits)
+
+    count = 2 * ranks
+    given = Problem(
+        microbatches=microbatches, stages=tuple(map(stage, range(count))), ranks=ranks,
+        links=tuple(Link(delay=source.choice((0, 3, 60))) for _ in range(count - 1)),
+        placement=placement, objective=objective,
+    )  # fmt: skip
+    found = plan_interleaved(given)
+    made = found.to_plan(1, (Route.DIRECT,) * (count - 1))
+    order = InterleavedSchedule.of_plan(made)
+    assert order == found.schedule
+    validate_interleaved(order, made.in_flight_limits, made.device_limits)
+    for of, ops, kept, drops in zip(
+        given.stages, made.schedule.stages, made.device_limits, made.recompute, strict=True
+    ):
+        peak = device_peak(ops, kept)
+        if kept is None:
+            assert peak <= (of.device_limit or of.in_flight_limit or 0)
+        elif how == "offload":
+            assert not drops and peak <= kept == of.device_limit
+        else:
+            # Those with their inputs, beside those with their activations.
+            assert drops and of.in_flight_limit is not None and of.recompute_limit is not None
+            held = in_flight_peak(ops)
+            assert peak <= kept <= recompute_room(held, of.in_flight_limit, of.recompute_limit)
+    ran = simulate_interleaved(order, given.under(made))
+    assert ran.objective(given) == found.simulation.objective(given)
+    assert found.lower_bound <= ran.objective(given)
+    assert ran.objective(given) <= ran.makespan
+    stays = on_device(given)
+    update = {"recompute_limit": None}
+    without = stays.model_copy(
+        update={"stages": tuple(each.model_copy(update=update) for each in stays.stages)}
+    )
+    longest = plan_interleaved(without).simulation.objective(given)
+    assert ran.objective(given) <= longest * (1 + SAME)
+
+
+def test_a_plan_whose_activations_leave_is_written_and_read(tmp_path: Path, capsys: Any) -> None:
+    source, planned = tmp_path / "problem.json", tmp_path / "plan.json"
+    stages = (TEN.model_copy(update={"device_limit": 2, "offload_copy": 1.0}),) * 8
+    made = problem(8, 8, ranks=4, policy="pipemorph", delay=60.0, objective="period")
+    made = made.model_copy(update={"stages": stages})
+    source.write_text(made.model_dump_json(exclude_none=True))
+    assert main(["plan", str(source), "--out", str(planned)]) == 0
+    found = json.loads(planned.read_text())
+    assert found["device_limit"][0] == 2 and found["offloaded"][0] > 0
+    assert found["lower_bound"] <= found["period"] <= found["makespan"]
+    stays = plan_interleaved(on_device(made)).simulation.period
+    assert found["period"] < 0.8 * stays
+    assert main(["simulate", str(planned), str(source)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    same = ("makespan", "period", "device_limit", "offloaded", "recomputed", "stages")
+    assert [again[field] for field in same] == [found[field] for field in same]
+
+
+def test_the_period_of_ranks_includes_what_follows_their_last_op() -> None:
+    given = problem(4, 4, ranks=2, placement="v", policy="zero-bubble-v", objective="period")
+    without = plan_interleaved(given).simulation
+    late = TEN.model_copy(update={"reduction": 1000.0})
+    ran = simulate_interleaved(
+        without.schedule, given.model_copy(update={"stages": (TEN, late, TEN, TEN)})
+    )
+    ops = without.by_rank()[1]
+    assert ran.period == ops[-1][1].end - ops[0][1].start + 1000.0
+
+
+def test_the_shortest_period_is_not_that_of_the_shortest_makespan() -> None:
+    """Rank 1, which begins later, has most to do."""
+    slow = TEN.model_copy(update={"backward_weight": 30.0})
+    stages = tuple(
+        each.model_copy(update={"device_limit": 2, "offload_copy": 1.0, "in_flight_limit": 8})
+        for each in (TEN, slow, TEN, slow)
+    )
+    given = problem(4, 8, ranks=2, policy="pipemorph", delay=20.0, objective="period")
+    given = given.model_copy(update={"stages": stages})
+    found = plan_interleaved(given)
+    made = plan_interleaved(given.model_copy(update={"objective": "makespan"}))
+    assert found.lower_bound <= found.simulation.period == 800 < made.simulation.period == 810
+    assert found.simulation.period < made.simulation.makespan <= found.simulation.makespan
 
 
 def test_a_rank_that_waits_for_itself() -> None:

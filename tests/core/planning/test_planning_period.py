@@ -25,7 +25,6 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.analysis.advice import advise
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.simulator import SETTLED
 from pipemorph.planning.validator import ScheduleError
 
@@ -177,7 +176,5 @@ def test_what_knows_no_period_says_so() -> None:
         plan(given, Policy.EXACT)
     with pytest.raises(InputError, match="advise knows only makespan"):
         advise(given)
-    with pytest.raises(InputError, match="policy zero-bubble-v knows only makespan"):
-        plan_interleaved(given, Policy.ZERO_BUBBLE_V)
     by_hand = plan(given, Policy.ZERO_BUBBLE)
     assert by_hand.gap == pytest.approx(by_hand.simulation.period / by_hand.lower_bound - 1)

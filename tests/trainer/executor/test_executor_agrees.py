@@ -366,11 +366,26 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
     assert took == {Dispatch.STATIC: 440, Dispatch.ONLINE: 410}
 
 
-@pytest.mark.parametrize("policy", [Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V])
+@pytest.mark.parametrize(
+    ("policy", "limited"),
+    [
+        (Policy.ONE_F_ONE_B_INTERLEAVED, ""),
+        (Policy.ZERO_BUBBLE_V, ""),
+        (Policy.PIPEMORPH, "offload"),
+        (Policy.PIPEMORPH, "recompute"),
+    ],
+)
 def test_op_by_op_with_several_stages_per_rank(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, limited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``limited``: how activations leave the device."""
     rng = random.Random(11)
+    limits: dict[str, Any] = {
+        "": {},
+        "offload": {"device_limit": 2, "offload_copy": 1 / 128},
+        "recompute": {"in_flight_limit": 2, "recompute_limit": 6},
+    }[limited]
+    gone = 0
     for _ in range(40):
         ranks, n = rng.randint(1, 4), rng.choice((1, 2, 4, 8))
         rounds = max(1, n // ranks)
@@ -382,6 +397,7 @@ def test_op_by_op_with_several_stages_per_rank(
                     forward=rng.randint(1, 12) / 128,
                     backward_input=rng.randint(1, 12) / 128,
                     backward_weight=rng.randint(1, 12) / 128,
+                    **limits,
                 )
                 for _ in range(stages)
             ),
@@ -389,15 +405,21 @@ def test_op_by_op_with_several_stages_per_rank(
             ranks=ranks,
         )
         planned = plan_interleaved(problem, policy)
+        problem = planned.problem
+        away = left(planned.schedule.per_stage(), problem.device_limits(), problem.recompute())
+        gone += sum(away.recomputed if limited == "recompute" else away.offloaded)
         world = World(ranks)
         for module in (dispatch, mailbox):
             monkeypatch.setattr(module, "time", lambda world=world: world.now)
         made = executors(world, problem, planned.schedule.placement())
         per_stage = planned.schedule.per_stage()
         found = [
-            executor.begin(order, 1, Generations(), Inputs(), Start())
-            for executor, order in zip(made, per_stage.stages, strict=True)
-        ]
+            executor.begin(
+                order, 1, Generations(), Inputs(), Start(),
+                device_limit=stage.device_limit, recompute=stage.recompute,
+            )
+            for executor, order, stage in zip(made, per_stage.stages, problem.stages, strict=True)
+        ]  # fmt: skip
 
         def body(rank: int, order: Any = planned.schedule.ranks, made: Any = made) -> None:
             for stage, kind, microbatch in order[rank]:
@@ -407,3 +429,4 @@ def test_op_by_op_with_several_stages_per_rank(
         assert [
             [(op.kind, op.microbatch, op.start, op.end) for op in outcome.ops] for outcome in found
         ] == [[tuple(op) for op in ops] for ops in planned.simulation.simulation.stages]
+    assert not limited or gone > 50, "in all of these"

@@ -246,3 +246,63 @@ def test_a_gpt2_of_transformers_defers_its_share() -> None:
     assert report is not None
     waiting = {n for n in report.sizes if ".attn." in n or ".mlp." in n}
     assert set(report.deferred) == waiting, report.lines()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("base", ["frozen", "trained"])
+def test_adapters_of_peft_wait_for_w(kind: str, base: str) -> None:
+    """LoRA around GPT-2's Conv1D, registered, and around Llama's Linears. The adapters' Linears
+    wait for W, and where the base is trained, too, so do its weights."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    if kind == "gpt2":
+        model = transformers.GPT2Model(
+            transformers.GPT2Config(
+                n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, resid_pdrop=0.1
+            )
+        )
+        targets, within = ["c_attn", "c_proj", "c_fc"], (".attn.", ".mlp.")
+    else:
+        model = transformers.LlamaModel(
+            transformers.LlamaConfig(
+                num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=64,
+                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+            )
+        )  # fmt: skip
+        targets, within = ["q_proj", "v_proj", "down_proj"], ("_proj.",)
+    torch.manual_seed(2)
+    config = peft.LoraConfig(
+        r=4, target_modules=targets, lora_dropout=0.1, fan_in_fan_out=kind == "gpt2",
+        init_lora_weights=False,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(model, config)
+    if base == "trained":
+        for parameter in adapted.parameters():
+            parameter.requires_grad_(True)
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = adapted
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def tokens(k: int) -> tuple[Tensor, ...]:
+        return (torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(k)),)
+
+    job = Job(Stage(), tokens, is_first=True)
+    want = sequential(job)
+    got, runner = split(job, DELAYED)
+    assert_equal(want, got)
+    report = runner.report
+    assert report is not None
+    waiting = {
+        name
+        for name, parameter in job.module.named_parameters()
+        if parameter.requires_grad and any(part in name for part in within)
+    }
+    assert len({name for name in waiting if "lora" in name}) >= 12
+    assert set(report.deferred) == waiting, report.lines()

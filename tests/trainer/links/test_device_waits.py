@@ -153,7 +153,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
             link=0, staged=True, delegated=rig.incoming, route=Route.DIRECT,
             has=lambda _: True, expect=lambda _: None, no_direct=None,
         )  # fmt: skip
-        book = PlanBook(first, mesh.coordinate(1), [end], no_offload="")
+        book = PlanBook(first, mesh.coordinate(1), [end], no_offload={}, no_recompute={})
         book.shapes_known(end, (META,))
         had = len(device.registered)
         assert had, "the first plan has slots"

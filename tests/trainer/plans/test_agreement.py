@@ -35,7 +35,9 @@ FIRST_OF_TWO = make_plan(Job(2, 4), 0, "1f1b")
 
 def book(stage: int, stages: int = STAGES, first: Plan = FIRST) -> PlanBook:
     mesh = MeshShape(stages)
-    return PlanBook(part(first, stage, mesh), mesh.coordinate(stage), [], no_offload="")
+    return PlanBook(
+        part(first, stage, mesh), mesh.coordinate(stage), [], no_offload={}, no_recompute={}
+    )
 
 
 # --- the plans of a rank --------------------------------------------------------------------
@@ -72,7 +74,13 @@ def test_one_version_names_one_plan() -> None:
     sent: list[StepToken] = []
     passes = []
     for stage, mine in enumerate((one, replace(one, in_flight_limits=(4, 4)))):
-        held = PlanBook(part(FIRST_OF_TWO, stage, mesh), mesh.coordinate(stage), [], no_offload="")
+        held = PlanBook(
+            part(FIRST_OF_TWO, stage, mesh),
+            mesh.coordinate(stage),
+            [],
+            no_offload={},
+            no_recompute={},
+        )
         held.prepare(part(mine, stage, mesh))
         up: Any = SimpleNamespace(peer_stage=0, socket=SimpleNamespace(tokens=deque()))
         down: Any = SimpleNamespace(socket=SimpleNamespace(send_token=sent.append))

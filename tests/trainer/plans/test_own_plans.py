@@ -27,7 +27,7 @@ def test_a_rank_holds_the_plan_of_its_replica_alone() -> None:
     mesh = MeshShape(JOB.stages, REPLICAS, tensor=2)
     for rank in range(mesh.world_size):
         coordinate = mesh.coordinate(rank)
-        book = PlanBook(part(first, rank, mesh), coordinate, [], no_offload="")
+        book = PlanBook(part(first, rank, mesh), coordinate, [], no_offload={}, no_recompute={})
         assert book.prepare(part(both, rank, mesh))
         assert book.commit(3)
         expected = own if coordinate.replica == SLOW else replace(both, own=())
@@ -41,7 +41,13 @@ def test_a_plan_of_another_replica_that_does_not_fit_is_no_reason_to_refuse() ->
     both = replace(make_plan(JOB, 3, "gpipe"), own=(((SLOW,), own),))
     mesh = MeshShape(JOB.stages, REPLICAS)
     books = [
-        PlanBook(part(first, rank, mesh), mesh.coordinate(rank), [], no_offload="no room")
+        PlanBook(
+            part(first, rank, mesh),
+            mesh.coordinate(rank),
+            [],
+            no_offload={0: "no room"},
+            no_recompute={},
+        )
         for rank in (0, 1)
     ]
     assert books[0].prepare(part(both, 0, mesh))

@@ -23,7 +23,20 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded": {"shard": 2},
     "tensor": {"tensor": 2},
     "sharded, tensor": {"shard": 2, "tensor": 2},
+    "hybrid sharded": {"replicate": 2, "shard": 2},
     "chunked loss, selective checkpointing": {"chunked_loss": True, "recompute": "selective"},
+    "the same, hybrid sharded": {
+        "replicate": 2,
+        "shard": 2,
+        "chunked_loss": True,
+        "recompute": "selective",
+    },
+    "the same, sharded, tensor": {
+        "shard": 2,
+        "tensor": 2,
+        "chunked_loss": True,
+        "recompute": "selective",
+    },
     "full checkpointing": {"recompute": "full"},
     "two stages per rank": {"schedule": "Interleaved1F1B"},
     "two stages per rank, V": {"schedule": "ZBVZeroBubble", "placement": "v"},
@@ -43,7 +56,7 @@ def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
     planned = plan(problem) if stages == 2 else plan_interleaved(problem)
     moved = planned.to_plan(3, (Route.DELEGATED,) * (stages - 1))
     job = TitanJob(adaptive=True, plan=moved, **CASES[case])
-    ranks = job.pipeline * job.shard * job.tensor
+    ranks = job.pipeline * job.replicate * job.shard * job.tensor
     wanted = run_ranks(ranks, train, replace(job, adaptive=False), timeout=280)
     found = run_ranks(ranks, train, job, timeout=280)
     for mine, its in zip(found, wanted, strict=True):

@@ -142,7 +142,8 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
     if plan.dispatch is Dispatch.ONLINE and mesh.lockstep > 1:
         raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
     if plan.turns:
-        validate_interleaved(InterleavedSchedule.of_plan(plan), plan.in_flight_limits)
+        order = InterleavedSchedule.of_plan(plan)
+        validate_interleaved(order, plan.in_flight_limits, plan.device_limits)
     elif plan.dispatch is Dispatch.ONLINE:
         validate(schedule)
         fused_stages(schedule)

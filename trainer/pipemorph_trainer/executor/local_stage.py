@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -14,7 +14,6 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
-from pipemorph_trainer.agent.messages import Offloaded
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, of_stage, signature
@@ -25,7 +24,6 @@ from pipemorph_trainer.executor.split.self_test import Agree
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
-    offloaded,
     peak_memory,
     stage_profile,
 )
@@ -42,8 +40,7 @@ class OwnStage:
     """The stage of this rank, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
-    the CPU. ``store``: host memory for activations; None: they stay on the device. ``agree``,
-    ``recompute``: see :class:`StageRunner`.
+    the CPU. ``memory``: what may become of its activations. ``agree``: see :class:`StageRunner`.
     """
 
     def __init__(
@@ -56,14 +53,13 @@ class OwnStage:
         split: Mode,
         device: torch.device,
         accelerator: Accelerator | None,
-        store: ActivationStore | None,
+        memory: StageMemory,
         agree: Agree,
-        recompute: bool = False,
     ) -> None:
         self._coordinate = coordinate
         self.microbatches = microbatches
         self.device, self.accelerator = device, accelerator
-        self._store = store
+        self._store = memory.store
         self._clock = device_clock_reader(device)
         self._footprint = _footprint_of(stage)
         self._apart = 0.0
@@ -92,9 +88,9 @@ class OwnStage:
             loss_fn=loss_fn if coordinate.last else None,
             microbatches=microbatches,
             mode=split,
-            store=store,
+            store=memory.store,
             agree=agree,
-            recompute=recompute,
+            recompute=not memory.no_recompute,
         )
 
     def inputs(self, given: Given, *, needs_target: bool = True) -> tuple[Inputs, Any]:
@@ -165,9 +161,10 @@ class OwnStage:
             self._footprint = replace(self._footprint, fused_ratio=whole / self._apart)
         return found
 
-    def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:
-        """Sums of one iteration's copies to host memory; None if there were none."""
-        return offloaded(copies, self._store.pool.nbytes if self._store is not None else 0)
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held for activations, bytes."""
+        return self._store.pool.nbytes if self._store is not None else 0
 
     def close(self) -> None:
         """Free the host memory for activations."""
@@ -196,16 +193,42 @@ def mode_of(split: str) -> Mode:
     raise InputError(f"split is {split!r}; expected {', '.join(get_args(Mode))} or off")
 
 
-def open_store(
+@dataclass(frozen=True)
+class StageMemory:
+    """What may become of a stage's activations between its F and its B.
+
+    ``store``: host memory for them; None for an emulated stage, whose copies only take time, and if
+    they must stay on the device, for the reason ``no_offload`` (empty: they need not).
+    ``no_recompute``: why they must not be dropped and computed again; empty if they may.
+    """
+
+    store: ActivationStore | None
+    no_offload: str
+    no_recompute: str
+
+    @staticmethod
+    def of(
+        stage: Stage,
+        device: torch.device,
+        accelerator: Accelerator | None,
+        host_memory: int | None,
+        split: Mode,
+        *,
+        recomputes: bool,
+    ) -> StageMemory:
+        """``host_memory``: of this stage, bytes. ``recomputes``: the job allows it."""
+        store, why = _open_store(stage, device, accelerator, host_memory, split)
+        return StageMemory(store, why, _recompute_refusal(stage, recomputes, split))
+
+
+def _open_store(
     stage: Stage,
     device: torch.device,
     accelerator: Accelerator | None,
     host_memory: int | None,
     split: Mode,
 ) -> tuple[ActivationStore | None, str]:
-    """The host memory for a stage's activations, of at most ``host_memory`` bytes; None for an
-    emulated stage, whose copies only take time. Also returns why the activations must stay on the
-    device; empty if they need not."""
+    """The store of at most ``host_memory`` bytes, and why there is no offload."""
     if isinstance(stage, GivenStage):
         return None, "its activations belong to torch's stage"
     if host_memory is None:
@@ -220,8 +243,7 @@ def open_store(
     return ActivationStore(device, host_memory, accelerator), ""
 
 
-def recompute_refusal(stage: Stage, allowed: bool, split: Mode) -> str:
-    """Why a stage must not recompute; empty if it may."""
+def _recompute_refusal(stage: Stage, allowed: bool, split: Mode) -> str:
     if isinstance(stage, GivenStage):
         return "its activations belong to torch's stage"
     if not allowed:

@@ -112,7 +112,8 @@ def _fused(measured: float, backward: float, weight: float, ratio: float | None)
 
 
 def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
-    """Sums of one iteration's copies; None if there were none."""
+    """Sums of one iteration's copies; None if there were none. ``host_bytes``: that the rank
+    holds."""
     copies = [copy for copy in copies if not copy.again]
     if not copies:
         return None

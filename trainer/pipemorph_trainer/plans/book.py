@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
@@ -16,29 +16,31 @@ from pipemorph_trainer.links.message import Batch, TensorMeta
 # --- checks whether a plan may run on this rank -------------------------------------------
 
 
-def check_offload(plan: RankPlan, no_offload: str) -> None:
+def check_offload(plan: RankPlan, no_offload: Mapping[int, str]) -> None:
     """Raise :class:`InputError` if a plan offloads activations of a stage here that cannot.
 
-    ``no_offload``: why it cannot; empty if it can.
+    ``no_offload``: by stage, why it cannot; empty if it can.
     """
     for mine in plan.stages:
-        if mine.device_limit is not None and not mine.recompute and no_offload:
+        why = no_offload.get(mine.stage)
+        if mine.device_limit is not None and not mine.recompute and why:
             raise InputError(
                 f"plan {plan.version} moves activations of stage {mine.stage} to host memory"
-                f" (device_limit {mine.device_limit}), but: {no_offload}"
+                f" (device_limit {mine.device_limit}), but: {why}"
             )
 
 
-def check_recompute(plan: RankPlan, no_recompute: str) -> None:
+def check_recompute(plan: RankPlan, no_recompute: Mapping[int, str]) -> None:
     """Raise :class:`InputError` if a plan recomputes on a stage here that cannot.
 
-    ``no_recompute``: why it cannot; empty if it can.
+    ``no_recompute``: by stage, why it cannot; empty if it can.
     """
     for mine in plan.stages:
-        if mine.device_limit is not None and mine.recompute and no_recompute:
+        why = no_recompute.get(mine.stage)
+        if mine.device_limit is not None and mine.recompute and why:
             raise InputError(
                 f"plan {plan.version} runs forwards of stage {mine.stage} again"
-                f" (device_limit {mine.device_limit}), but: {no_recompute}"
+                f" (device_limit {mine.device_limit}), but: {why}"
             )
 
 
@@ -65,9 +67,8 @@ def check_routes(plan: RankPlan, ends: Iterable[LinkEnd]) -> None:
 class PlanBook:
     """The plans that one rank has prepared, and the current one (``in_force``).
 
-    ``no_offload``, ``no_recompute``: why this stage cannot offload or recompute; empty if it can.
-    Raises :class:`InputError` if
-    the first plan does not fit.
+    ``no_offload``, ``no_recompute``: by stage, why it cannot offload or recompute; empty, or
+    without an entry, if it can. Raises :class:`InputError` if the first plan does not fit.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class PlanBook:
         coordinate: Coordinate,
         ends: Sequence[LinkEnd],
         *,
-        no_offload: str,
-        no_recompute: str = "",
+        no_offload: Mapping[int, str],
+        no_recompute: Mapping[int, str],
     ) -> None:
         self._coordinate, self._ends = coordinate, ends
-        self._no_offload, self._no_recompute = no_offload, no_recompute
+        self._no_offload, self._no_recompute = dict(no_offload), dict(no_recompute)
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
         """Tensors received per link and microbatch, if their shapes are known."""
         self._reserved: dict[int, int] = {}
@@ -122,18 +123,18 @@ class PlanBook:
         self._plans[plan.version] = plan
         return True
 
-    def forbid_offload(self, why: str) -> None:
-        """Refuse plans with offload from now on, since the self-test found that the stage cannot
-        offload. Raises :class:`InputError` if a prepared plan needs it."""
-        self._no_offload = why
+    def forbid_offload(self, stage: int, why: str) -> None:
+        """Refuse plans that offload on ``stage`` from now on, since the self-test found that it
+        cannot. Raises :class:`InputError` if a prepared plan needs it."""
+        self._no_offload[stage] = why
         for plan in self._plans.values():
-            check_offload(plan, why)
+            check_offload(plan, self._no_offload)
 
-    def forbid_recompute(self, why: str) -> None:
+    def forbid_recompute(self, stage: int, why: str) -> None:
         """The same for plans that recompute."""
-        self._no_recompute = why
+        self._no_recompute[stage] = why
         for plan in self._plans.values():
-            check_recompute(plan, why)
+            check_recompute(plan, self._no_recompute)
 
     def digest(self, version: int) -> str | None:
         """Names the whole plan of a version; None if this rank does not hold it."""

@@ -28,6 +28,7 @@ from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
+from pipemorph_trainer.executor.stage_profile import offloaded
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Links
@@ -409,12 +410,13 @@ class Iterations:
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
             ops = self._device_times.resolve(ops)
+            moves = self._turns.copied
+            copies = self._device_times.resolve_copies([copy for _, copy in moves]) if moves else []
             for stage, outcome in outcomes.items():
                 at = zip(ran, ops, strict=True)
                 outcome.ops = [op for (whose, _), op in at if whose == stage]
-                # Only with one stage per rank, see PlanBook.
-                if outcome.copies:
-                    outcome.copies = self._device_times.resolve_copies(outcome.copies)
+                moved = zip(moves, copies, strict=True)
+                outcome.copies = [copy for (whose, _), copy in moved if whose == stage]
             self._waiting.end()
         reduction = None
         if self._reducer is not None and self.synchronizes:
@@ -427,12 +429,13 @@ class Iterations:
             # The self-tests take different times. After this, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
+        host_bytes = sum(own.host_bytes for own in self._stages.values())
         for stage, outcome in outcomes.items():
             own, first = self._stages[stage], stage == self._coordinate.stage
             self._reporter.publish(
                 # Ops of the first iteration are fused, and slower than later ones.
                 profile=own.profile(outcome.ops, outcome.copies) if self._warm else None,
-                offloaded=own.offloaded(outcome.copies),
+                offloaded=offloaded(outcome.copies, host_bytes),
                 reduction=self._reduction_sample() if self._warm and first else None,
             )
             self._traces[stage].iteration(
@@ -468,9 +471,9 @@ class Iterations:
         if self._reducer is not None:
             self._reducer.forget()
         if report.offload is not None and report.offload.reason:
-            self._plans.forbid_offload(report.offload.reason)
+            self._plans.forbid_offload(stage, report.offload.reason)
         if report.recompute is not None and report.recompute.reason:
-            self._plans.forbid_recompute(report.recompute.reason)
+            self._plans.forbid_recompute(stage, report.recompute.reason)
         self._traces[stage].split(report.record())
         coordinate = self._coordinate.of(stage)
         if coordinate.column == 0:

@@ -180,7 +180,8 @@ class Parts:
         ends = self.links.ends
         self.plans = PlanBook(
             prepared.plan, self.coordinate, ends,
-            no_offload=prepared.no_offload, no_recompute=prepared.no_recompute,
+            no_offload={s: each.no_offload for s, each in prepared.memory.items()},
+            no_recompute={s: each.no_recompute for s, each in prepared.memory.items()},
         )  # fmt: skip
         for end in ends:
             if end.failover is not None:
@@ -188,9 +189,8 @@ class Parts:
         self.stages = {
             number: OwnStage(
                 each, self.coordinate.of(number), loss_fn=loss_fn, split=prepared.split,
-                store=prepared.store, microbatches=prepared.plan.microbatches,
+                memory=prepared.memory[number], microbatches=prepared.plan.microbatches,
                 device=self.device, accelerator=accelerator, agree=self.world.agree,
-                recompute=not prepared.no_recompute,
             )
             for number, each in zip(self.coordinate.held, own, strict=True)
         }  # fmt: skip

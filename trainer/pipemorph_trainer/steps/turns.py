@@ -23,7 +23,7 @@ from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
@@ -91,11 +91,13 @@ class Turns:
         """Of the newest call, by stage."""
         self.ran: list[tuple[int, TimedOp]] = []
         """``(stage, op)`` of the newest call, in the order run."""
+        self.copied: list[tuple[int, TimedCopy]] = []
+        """``(stage, copy)`` of activations in it, in order."""
 
     def start(self, call: Call) -> int:
         """Start a call: wait for the token of the first stage. Returns the version of the plan that
         it runs; an evaluation keeps the current one."""
-        self._call, self.outcomes, self.ran = call, {}, []
+        self._call, self.outcomes, self.ran, self.copied = call, {}, [], []
         version, self._first_start = self._start(self._held[0])
         return version
 
@@ -112,7 +114,7 @@ class Turns:
             (stage,) = self._pending = list(self._held)
             self._begin_next()
             self._executors[stage].run_online(plan.by_stage[stage])
-            self.ran = [(stage, op) for op in self.outcomes[stage].ops]
+            self._ran_alone(stage)
         else:
             self._run(plan.turns or None)
         for executor in self._executors.values():
@@ -139,19 +141,27 @@ class Turns:
             run_op = self._executors[stage].run_op
             for kind, microbatch in self._orders[stage]:
                 run_op(kind, microbatch)
-            self.ran = [(stage, op) for op in self.outcomes[stage].ops]
+            self._ran_alone(stage)
             return
         ops = {stage: iter(self._orders[stage]) for stage in self._held}
         for ran, stage in enumerate(turns, 1):
             while self._pending and self._pending[0] <= stage:
                 self._begin_next()
             kind, microbatch = next(ops[stage])
-            done = self.outcomes[stage].ops
-            before = len(done)
+            outcome = self.outcomes[stage]
+            before, copied = len(outcome.ops), len(outcome.copies)
             self._executors[stage].run_op(kind, microbatch)
-            if len(done) > before:
-                self.ran.append((stage, done[-1]))
+            if len(outcome.ops) > before:
+                self.ran.append((stage, outcome.ops[-1]))
+            if len(outcome.copies) > copied:
+                self.copied.append((stage, outcome.copies[-1]))
             self._tell(ran)
+
+    def _ran_alone(self, stage: int) -> None:
+        """Note what ran of a rank with one stage."""
+        outcome = self.outcomes[stage]
+        self.ran = [(stage, op) for op in outcome.ops]
+        self.copied = [(stage, copy) for copy in outcome.copies]
 
     def _tell(self, ops: int) -> None:
         """Tell the receiving ends how many ops of the call have run."""
