@@ -16,12 +16,13 @@ from browser import Browser, browser_program
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
 
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer, listen
+from pipemorph.local.watch import WatchServer
 from pipemorph.replay.contenders import Change, Replay, Trained
 from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
+from pipemorph.watch.door import listen
 from pipemorph.watch.page import render_page
 
 pytestmark = pytest.mark.skipif(browser_program() is None, reason="no chromium in the path")
@@ -137,11 +138,11 @@ def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
         browser.press("ArrowLeft")
         browser.until(f"{number} !== {held!r}")
         # While the run has no time for it, an older iteration is asked for again.
-        left, server._left = server._left, -1.0
+        left, server.documents.budget.left = server.documents.budget.left, -1.0
         wanted = browser.eval("shown()") - 3
         browser.eval(f"void look({wanted})")
         browser.until(f"{number}.includes('are being fetched')")
-        server._left = left
+        server.documents.budget.left = left
         browser.until(f"shot.measured.iteration === {wanted}")
         browser.press("End")
         browser.press(" ")
@@ -260,8 +261,8 @@ def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
         began, cpu = time.monotonic(), time.process_time()
         while time.monotonic() - began < 60:
             for viewer in range(10):
-                server._document((viewer % 2, None))
-                server._document((0, viewer))
+                server.documents.get((viewer % 2, None))
+                server.documents.get((0, viewer))
             time.sleep(0.5)
         took = time.process_time() - cpu
     assert took < 3.0 + 0.05 * 60 + 1.0, took
