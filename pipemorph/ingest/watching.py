@@ -127,7 +127,7 @@ class _Watching:
 
     async def _look(self) -> Watched:
         now, found, controller = time.time(), self.followed, self.followed.controller
-        view = controller.view(now)
+        view, meta = controller.view(now), found.job.metadata
         state, reason = STATES.get(view.state, view.state), ""
         if state == "failed":
             reason = view.message or ""
@@ -149,6 +149,7 @@ class _Watching:
             plan_version=controller.running.version,
             wanted_version=controller.wanted.version,
             recoveries=found.recoveries,
+            result=f"its status: kubectl describe pmj {meta.name} -n {meta.namespace}",
             peak_memory=controller.peak_memory,
             kept=newest.reason if newest is not None and newest.kind == "keep" else "",
         )

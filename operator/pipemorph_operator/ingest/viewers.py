@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from pipemorph.ingest import Identity, Refused
 from pipemorph.watch.access import audience
@@ -147,6 +147,6 @@ class ViewerAuthenticator:
         return Identity(name)
 
     @staticmethod
-    def _refuse(status: int, reason: str, message: str) -> None:
+    def _refuse(status: int, reason: str, message: str) -> NoReturn:
         REFUSED.labels(reason=reason).inc()
         raise Refused(status, message)
