@@ -29,6 +29,7 @@ COMMANDS = {
     "serve": "pipemorph.commands.serve",
     "simulate": "pipemorph.commands.simulate",
     "top": "pipemorph.commands.cluster.top",
+    "watch": "pipemorph.commands.cluster.watch",
 }
 
 

@@ -35,7 +35,7 @@ from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
-from pipemorph.control.record.history import Decision, Ledger
+from pipemorph.control.record.history import Decision, Finished, Ledger
 from pipemorph.control.record.worth import Worth
 from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
 from pipemorph.control.view import JobView
@@ -138,6 +138,11 @@ class JobController:
     def decisions(self) -> list[Decision]:
         """The newest decisions, oldest first, including those that kept the plan. Bounded."""
         return list(self._ledger.decisions)
+
+    @property
+    def finished(self) -> list[Finished]:
+        """The newest finished iterations of this attempt, by index. Bounded."""
+        return self._ledger.newest_iterations()
 
     @property
     def profiled_at(self) -> int | None:

@@ -4,10 +4,10 @@
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
 of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
 ``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
-pods.
+pods, ``watching`` users who look at a job.
 """
 
-from pipemorph.ingest.app import IngestServer, Join, make_app
+from pipemorph.ingest.app import IngestServer, Join, Watch, make_app
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits
 from pipemorph.ingest.generations import GenerationDesk, GenerationStore, PollLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
@@ -24,6 +24,7 @@ from pipemorph.ingest.plan_versions import Versions
 from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
 from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
 from pipemorph.ingest.processors import most_planners
+from pipemorph.ingest.watching import Followed, WatchDesk, WatchStore
 
 __all__ = [
     "Acceptor",
@@ -33,6 +34,7 @@ __all__ = [
     "ControlledJob",
     "Decided",
     "FirstPlanner",
+    "Followed",
     "GenerationDesk",
     "GenerationStore",
     "Identity",
@@ -49,6 +51,9 @@ __all__ = [
     "Refused",
     "Reply",
     "Versions",
+    "Watch",
+    "WatchDesk",
+    "WatchStore",
     "make_app",
     "most_planners",
 ]

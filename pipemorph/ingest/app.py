@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -26,6 +27,8 @@ from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
+from pipemorph.ingest.watching import WatchDesk
+from pipemorph.watch.access import HEADER
 from pipemorph.wire import MAX_PLAN_BYTES, MAX_POD_REPORT_BYTES, MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
@@ -34,8 +37,15 @@ Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
 address."""
 OnAnswer = Callable[[str, int, float], None]
-"""Called for every response: ``report``, ``poll``, ``plan``, ``join`` or ``generation``, HTTP
-status, duration in seconds."""
+"""Called for every response: ``report``, ``poll``, ``plan``, ``join``, ``generation`` or ``watch``,
+HTTP status, duration in seconds."""
+
+
+class Watch(NamedTuple):
+    """The page of jobs, for a host whose users watch them: ``viewers`` checks who may."""
+
+    desk: WatchDesk
+    viewers: Authenticator
 
 
 @dataclass(frozen=True)
@@ -82,21 +92,26 @@ def make_app(
     on_answer: OnAnswer | None = None,
     join: Join | None = None,
     desk: GenerationDesk | None = None,
+    watch: Watch | None = None,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
     ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
     without it, ranks cannot ask for their job. ``desk``: for a host whose ranks have launchers.
+    ``watch``: for one whose users watch jobs.
     """
     limits = timeouts or Timeouts()
 
-    async def authenticate(request: web.Request, namespace: str, name: str) -> Reply | None:
+    async def authenticate(
+        request: web.Request, namespace: str, name: str, who: Authenticator = authenticator
+    ) -> Reply | None:
         """None if the caller is authorized for the job, else the response to send."""
+        own = request.headers.get(HEADER) if who is not authenticator else None
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
-            if scheme.lower() != "bearer" or not token.strip():
+            if own is None and (scheme.lower() != "bearer" or not token.strip()):
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
-            await authenticator.authenticate(token.strip(), namespace, name, request.remote or "")
+            await who.authenticate((own or token).strip(), namespace, name, request.remote or "")
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
             elsewhere = refusal.status == HTTPStatus.MISDIRECTED_REQUEST
@@ -184,6 +199,13 @@ def make_app(
             wait=query.get("wait", "0"),
         )
 
+    async def tell_viewer(request: web.Request) -> Reply:
+        assert watch is not None
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name, watch.viewers)
+        page = request.path.endswith("/")
+        return refusal or await watch.desk.tell(namespace, name, request.query, page=page)
+
     async def job(request: web.Request) -> Reply:
         assert join is not None
         refusal = await authenticate(request, "", "")
@@ -228,6 +250,11 @@ def make_app(
         where = "/v1/jobs/{namespace}/{name}/generation"
         app.router.add_post(where, answering("generation", tell_generation))
         app.router.add_get(where, answering("generation", poll_generation))
+    if watch is not None:
+        handler.on_report = watch.desk.reported
+        where = "/v1/jobs/{namespace}/{name}/watch/"
+        for what in ("", "view"):
+            app.router.add_get(where + what, answering("watch", tell_viewer))
     app.on_shutdown.append(_release_polls)
     return app
 
@@ -240,7 +267,7 @@ async def _release_polls(app: web.Application) -> None:
 
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
-    response.headers.update(reply.headers)
+    response.headers.update(reply.headers)  # Of which one may be the type of the body.
     if reply.hangs_up or reply.status in (400, 404, 408, 413):
         response.force_close()  # Do not read the rest of the body.
     return response
@@ -276,6 +303,7 @@ class IngestServer:
         on_unserved: OnUnserved | None = None,
         join: Join | None = None,
         desk: GenerationDesk | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
@@ -287,6 +315,7 @@ class IngestServer:
         self._on_unserved = on_unserved
         self._join = join
         self._desk = desk
+        self._watch = watch
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
 
@@ -309,6 +338,7 @@ class IngestServer:
             on_answer=self._on_answer,
             join=self._join,
             desk=self._desk,
+            watch=self._watch,
         )
         runner = web.AppRunner(
             app,
@@ -343,6 +373,8 @@ class IngestServer:
             self.handler.close()
             if self._desk is not None:
                 self._desk.close()
+            if self._watch is not None:
+                self._watch.desk.close()
             await self._runner.cleanup()
             await self.handler.persisted(self._timeouts.shutdown)
             self._runner = None

@@ -107,6 +107,8 @@ _NO_NEWS = DirectiveEnvelope()
 
 ReadBody = Callable[[], Awaitable[bytes | Reply]]
 """Reads the body of a request. A reply: why it could not be read."""
+OnReport = Callable[[str, str, LinkHealthReport, ControlledJob], None]
+"""Namespace and name of a job, its report, and its controller."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class IngestHandler:
         planner: Planner = plan_here,
     ) -> None:
         self._store = store
+        self.on_report: OnReport = lambda *_: None
+        """Called with every report that a job's controller has taken."""
         self._planner = planner
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
@@ -225,6 +229,7 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
+        self.on_report(namespace, name, parsed, job)
         if parsed.fresh:
             self._store.another_agent(namespace, name)
         else:

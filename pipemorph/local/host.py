@@ -40,9 +40,10 @@ from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
-from pipemorph.local.watch import Observer, Told, WatchServer, listen
+from pipemorph.local.watch import Observer, Told, WatchServer
 from pipemorph.manifest import check_module, load_job
 from pipemorph.spans import JobSpans, job_spans
+from pipemorph.watch.door import listen
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 PLACES_SECONDS = 1.0

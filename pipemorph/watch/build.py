@@ -97,6 +97,8 @@ class Watched:
     kept: str = ""
     """Why the last decision kept the plan; empty if it did not."""
     outlook: Outlook | None = None
+    result: str = "report.json of its folder"
+    """Where the job's result is to be found when it is over."""
 
 
 def watch_view(
@@ -125,6 +127,7 @@ def watch_view(
         described=f"{mesh}, {plural(spec.schedule.microbatches, 'microbatch', 'microbatches')}",
         state=known.state,  # type: ignore[arg-type]  # Checked by the model.
         reason=known.reason,
+        result=known.result,
         story=story(known),
         done=known.samples[-1].index + 1 if known.samples else 0,
         wanted=spec.trainer.iterations,

@@ -145,6 +145,8 @@ class WatchView(_Part):
     ]
     reason: str
     """Of a failure; else empty."""
+    result: str
+    """Where the result is to be found when it is over."""
     story: list[str]
     """Sentences for who sees the job for the first time."""
     done: int

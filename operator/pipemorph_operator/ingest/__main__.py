@@ -26,6 +26,8 @@ from pipemorph.ingest import (
     IngestServer,
     PlannerPool,
     Refused,
+    Watch,
+    WatchDesk,
     most_planners,
 )
 from pipemorph.log_level import log_level
@@ -42,6 +44,7 @@ from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats, number_of
 from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.status.write_budget import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.viewers import ViewerAuthenticator
 from pipemorph_operator.metrics import (
     DECISIONS,
     OVER_BUDGET,
@@ -197,7 +200,8 @@ async def run(options: argparse.Namespace) -> None:
                 seated, store.jobs, options.fabric_map, options.rack_label, lambda: part_of(seats)
             )
 
-        def expected(namespace: str, job: str) -> Expected | None:
+        def locate(namespace: str, job: str) -> None:
+            """Raises Refused for a job that this replica does not serve."""
             if not seats.acts:
                 raise misdirected("standby", seats.state(), None)
             uid = share.elsewhere(namespace, job)
@@ -205,6 +209,9 @@ async def run(options: argparse.Namespace) -> None:
                 owner = seats.owner(uid)
                 who = "another replica serves this job" if owner else "nobody serves this job yet"
                 raise misdirected("elsewhere", who, owner.address if owner else None)
+
+        def expected(namespace: str, job: str) -> Expected | None:
+            locate(namespace, job)
             return store.expected(namespace, job)
 
         desk = GenerationDesk(store)
@@ -221,6 +228,7 @@ async def run(options: argparse.Namespace) -> None:
             ),
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
             desk=desk,
+            watch=Watch(WatchDesk(store), ViewerAuthenticator(cluster, locate)),
         )
 
         def dropped(job: JobController, generations: Generations) -> None:

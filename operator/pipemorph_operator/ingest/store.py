@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
@@ -30,8 +31,9 @@ from pipemorph.control.first_plan import (
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob, PlannerLost, Versions
+from pipemorph.ingest import ControlledJob, Followed, PlannerLost, Versions
 from pipemorph.spans import job_spans
+from pipemorph.watch.document import Recovered
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
@@ -168,6 +170,29 @@ class ClusterStore:
     def generations(self, namespace: str, job: str) -> Generations | None:
         tracked = self._tracked.get((namespace, job))
         return tracked.generations if tracked is not None else None
+
+    def followed(self, namespace: str, job: str) -> Followed | None:
+        """The job for who watches it."""
+        tracked = self._tracked.get((namespace, job))
+        if tracked is None:
+            return None
+        generation = tracked.generations
+        over = generation.state.over
+        return Followed(
+            tracked.manifest,
+            tracked.controller,
+            recovering=(generation.state.reason or "ranks have ended") if over else "",
+            recoveries=[
+                Recovered(
+                    at=datetime.fromisoformat(each.lost_at).timestamp(),
+                    cause=each.cause,
+                    iteration=each.went_on_with,
+                    seconds=each.seconds,
+                    repeated=each.repeated,
+                )
+                for each in generation.saved.last
+            ],
+        )
 
     async def persist_generations(self, namespace: str, job: str) -> None:
         """Write the job's status, and in it the generation. Raises if the write failed."""

@@ -53,14 +53,21 @@ def job_arguments(name: str, namespace: str | None) -> list[str] | None:
 
 
 class Query:
-    """One ``kubectl get`` of PipeMorphJobs, which runs beside this process until it is asked.
+    """One question to kubectl, which runs beside this process until it is asked for the answer.
 
-    ``what``: the name of what is read, for errors. Raises :class:`InputError` without kubectl.
+    ``what``: the name of what is asked for, for errors; ``verb``: the first words, by default those
+    that get PipeMorphJobs. Raises :class:`InputError` without kubectl.
     """
 
-    def __init__(self, what: str, arguments: Sequence[str], context: str | None) -> None:
+    def __init__(
+        self,
+        what: str,
+        arguments: Sequence[str],
+        context: str | None,
+        verb: Sequence[str] = ("get", RESOURCE),
+    ) -> None:
         self._what, self._deadline = what, time.monotonic() + SECONDS
-        command = ["kubectl", "get", RESOURCE, *arguments, "--output", "json"]
+        command = ["kubectl", *verb, *arguments, "--output", "json"]
         command += ["--context", context] if context else []
         # Files, not pipes: nobody reads while it runs, and an answer may be large.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115

@@ -123,6 +123,10 @@ class Ledger:
         found = (each for each in self.records if each.plan_version == plan_version)
         return [own for record in found for own in record.own_plans]
 
+    def newest_iterations(self) -> list[Finished]:
+        """Those that are kept, in order."""
+        return [self._iterations[i] for i in sorted(self._iterations)]
+
     def newest(self) -> Finished | None:
         return self._iterations.get(self._last)
 

@@ -24,9 +24,11 @@ from pipemorph.errors import InputError
 from pipemorph.local import watch
 from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import Observer, Told, WatchServer, listen
+from pipemorph.local.watch import Observer, Told, WatchServer
+from pipemorph.watch import documents
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
+from pipemorph.watch.door import listen
 
 Answer = tuple[int, bytes, http.client.HTTPMessage]
 
@@ -193,8 +195,8 @@ def test_documents_have_a_budget(
 ) -> None:
     """Each of these takes two seconds of a core; the next one has to wait for 20 times as long."""
     now = {"wall": time.monotonic(), "cpu": 0.0}
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now["wall"])
-    monkeypatch.setattr(watch.time, "thread_time", lambda: now["cpu"])
+    monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
     made = sight.document
 
     def costly(*args: Any, **more: Any) -> WatchView:
@@ -204,8 +206,8 @@ def test_documents_have_a_budget(
     monkeypatch.setattr(sight, "document", costly)
     for second in range(600):
         now["wall"] += 1.0
-        assert server._document((None, None)) is not None
-        server._document((None, second))  # Of those that are not there, too.
+        assert server.documents.get((None, None)) is not None
+        server.documents.get((None, second))  # Of those that are not there, too.
     # What may be taken at once, and five per cent of ten minutes.
     assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
 
@@ -214,8 +216,8 @@ def test_documents_have_a_budget(
 def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What the clocks say. A document takes ``each`` seconds of a core."""
     now = {"wall": time.monotonic(), "cpu": 0.0, "each": 0.4}
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now["wall"])
-    monkeypatch.setattr(watch.time, "thread_time", lambda: now["cpu"])
+    monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
     made = sight.document
 
     def document(*args: Any, **more: Any) -> WatchView:
@@ -233,21 +235,21 @@ def test_who_steps_through_iterations_is_paced(
     looked = set()
     for step in range(600):
         costly["wall"] += 0.1
-        server._document((None, 38 - step % 38))
-        live = server._document(watch.NEWEST)
-        assert live is not None and sight.asked[live.view.number - 1] == watch.NEWEST
+        server.documents.get((None, 38 - step % 38))
+        live = server.documents.get(documents.NEWEST)
+        assert live is not None and sight.asked[live.view.number - 1] == documents.NEWEST
         looked.add(live.view.number)
-    assert costly["cpu"] <= watch.BURST + watch.SHARE * 60 + 2 * costly["each"]
-    assert len(looked) >= 4 and server._number - len(looked) >= 4, "they take turns"
+    assert costly["cpu"] <= documents.BURST + documents.SHARE * 60 + 2 * costly["each"]
+    assert len(looked) >= 4 and server.documents.number - len(looked) >= 4, "they take turns"
 
 
 def test_one_document_stops_the_page_for_a_minute_at_most(
     server: WatchServer, sight: Sight, costly: dict[str, float]
 ) -> None:
     costly["each"] = 1000.0
-    server._document(watch.NEWEST)
-    costly["wall"] += watch.BURST / watch.SHARE + 1
-    server._document(watch.NEWEST)
+    server.documents.get(documents.NEWEST)
+    costly["wall"] += documents.BURST / documents.SHARE + 1
+    server.documents.get(documents.NEWEST)
     assert len(sight.asked) == 2
 
 
@@ -262,24 +264,24 @@ def test_to_write_a_document_counts_too(
         costly["cpu"] += 0.5
         return "{}"
 
-    monkeypatch.setattr(watch, "render_page", render)
+    monkeypatch.setattr(documents, "render_page", render)
     monkeypatch.setattr(WatchView, "model_dump_json", dump)
     for _ in range(5):  # Each is written once.
-        server._document(watch.NEWEST, page=True)
-    assert server._left == pytest.approx(watch.BURST - 0.4 - 0.5 - 1.0)
+        server.documents.get(documents.NEWEST, page=True)
+    assert server.documents.budget.left == pytest.approx(documents.BURST - 0.4 - 0.5 - 1.0)
 
 
 @pytest.mark.parametrize("asked", [(7, None), (None, 12345), (9, 40)])
 def test_what_is_not_there_is_the_newest_document(
     server: WatchServer, sight: Sight, asked: tuple[int | None, int | None]
 ) -> None:
-    newest = server._document(watch.NEWEST)
-    assert server._document(asked) is newest and len(sight.asked) == 1
+    newest = server.documents.get(documents.NEWEST)
+    assert server.documents.get(asked) is newest and len(sight.asked) == 1
 
 
 def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
     ask(server, own(server, "view"))
-    server._left = -100.0
+    server.documents.budget.left = -100.0
     status, body, headers = ask(server, own(server, "view?iteration=7"))
     assert (status, body, headers["Retry-After"]) == (429, b"", "1")
     assert ask(server, own(server, "view"))[0] == 200, "there is one of before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -15,13 +16,17 @@ import pytest
 from browser import Browser, browser_program
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
 
+from pipemorph.commands.cluster.reach import Reached
+from pipemorph.commands.cluster.watch import Relay
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer, listen
+from pipemorph.local.watch import WatchServer
 from pipemorph.replay.contenders import Change, Replay, Trained
 from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
+from pipemorph.watch.documents import Documents, number
+from pipemorph.watch.door import Door, listen
 from pipemorph.watch.page import render_page
 
 pytestmark = pytest.mark.skipif(browser_program() is None, reason="no chromium in the path")
@@ -137,11 +142,11 @@ def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
         browser.press("ArrowLeft")
         browser.until(f"{number} !== {held!r}")
         # While the run has no time for it, an older iteration is asked for again.
-        left, server._left = server._left, -1.0
+        left, server.documents.budget.left = server.documents.budget.left, -1.0
         wanted = browser.eval("shown()") - 3
         browser.eval(f"void look({wanted})")
         browser.until(f"{number}.includes('are being fetched')")
-        server._left = left
+        server.documents.budget.left = left
         browser.until(f"shot.measured.iteration === {wanted}")
         browser.press("End")
         browser.press(" ")
@@ -230,6 +235,59 @@ def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_pa
     assert browser.eval("pageText()") == text and len(browser.requests) == 1
 
 
+def test_it_is_passed_on_from_an_ingest(browser: Browser, tmp_path: Path) -> None:
+    """The page of a job in a cluster: its ingest's, behind a door on loopback."""
+
+    class Reach:
+        """Stands for kubectl and the API server between the two."""
+
+        name = "team/gpt"
+
+        def __init__(self) -> None:
+            self.documents = Documents(Sight(4, 12))
+            self.status = 200
+
+        async def ask(self, query: dict[str, str], *, page: bool) -> Reached:
+            made = self.documents.get((None, number(query.get("iteration"))), page)
+            assert made is not None
+            body = made.body(page=page, after=number(query.get("after")))
+            return Reached(self.status, body, of_ingest=True)
+
+    async def serve() -> None:
+        reach = Reach()
+        with listen(0, "--port") as listener:
+            door = Door(listener, Relay(reach).tell)  # type: ignore[arg-type]
+            await door.open()
+            try:
+                await asyncio.to_thread(look, reach, door.url)
+            finally:
+                await door.close()
+
+    def look(reach: Reach, url: str) -> None:
+        browser.look(url)
+        first = browser.eval(SHOWN)
+        browser.until(f"{SHOWN} !== {first!r}")
+        browser.press(" ")
+        text = browser.eval("pageText()")
+        assert browser.eval("svgText()").startswith("<svg")
+        browser.press(" ")
+        reach.status = 503
+        browser.until("!document.getElementById('gone').hidden")
+        browser.errors.clear()  # That answer.
+        reach.status = 200
+        browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
+        browser.until("document.getElementById('gone').hidden")
+        reach.documents.finish()
+        browser.until("document.getElementById('pause').textContent === 'not live'")
+        assert all(each.startswith(url) for each in browser.requests)
+        (tmp_path / "saved.html").write_text(text)
+        browser.errors.clear()
+
+    asyncio.run(serve())
+    browser.look((tmp_path / "saved.html").as_uri())
+    assert browser.eval(INK) > 0.2
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_svg_is_one(browser: Browser, tmp_path: Path, dark: bool) -> None:
     browser.look(page_of(tmp_path, "failed"), dark=dark)
@@ -308,8 +366,8 @@ def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
         began, cpu = time.monotonic(), time.process_time()
         while time.monotonic() - began < 60:
             for viewer in range(10):
-                server._document((viewer % 2, None))
-                server._document((0, viewer))
+                server.documents.get((viewer % 2, None))
+                server.documents.get((0, viewer))
             time.sleep(0.5)
         took = time.process_time() - cpu
     assert took < 3.0 + 0.05 * 60 + 1.0, took

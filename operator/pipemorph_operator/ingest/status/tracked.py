@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipemorph.api.spec import Metadata, PipeMorphJob
 from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
@@ -97,6 +98,16 @@ class TrackedJob:
     @property
     def key(self) -> Key:
         return self.namespace, self.name
+
+    @property
+    def manifest(self) -> PipeMorphJob:
+        """The job as a manifest states it."""
+        return PipeMorphJob(
+            api_version="pipemorph.io/v1alpha1",
+            kind="PipeMorphJob",
+            metadata=Metadata(name=self.name, namespace=self.namespace),
+            spec=self.controller.spec,
+        )
 
     @property
     def reserves_early(self) -> bool:

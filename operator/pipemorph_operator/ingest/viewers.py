@@ -1,0 +1,152 @@
+"""Authenticates users who watch a job: by a token for that job's page, and a right to the job.
+
+The token is one that the API server has made for a service account, with the page as its only
+audience. A TokenReview says whose it is, a SubjectAccessReview whether that account may ``get`` the
+PipeMorphJob. Without both, a caller learns nothing: not which replica serves the job, nor whether
+there is one. Verdicts are cached for a short time. Viewers come through the API server and so from
+one address; what is reviewed for them at a time is bounded, apart from what is for ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from pipemorph.ingest import Identity, Refused
+from pipemorph.watch.access import audience
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, reason_of
+from pipemorph_operator.ingest import token_claims
+from pipemorph_operator.ingest.auth import REVIEW_PATH
+from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
+from pipemorph_operator.names import API_GROUP, PLURAL
+
+KEPT_SECONDS, KEPT_BAD_SECONDS = 30.0, 10.0
+"""How long a verdict is cached, and so the longest time that somebody watches whose token or right
+is gone."""
+MOST_KEPT = 2_000
+MOST_REVIEWS = 4
+"""Callers that are reviewed at once."""
+MOST_WAITING = 64
+"""Callers that wait for their review; the others are told to ask again."""
+MOST_OF_ONE_JOB = 16
+"""Of them, for one job."""
+ACCESS_PATH = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+
+
+class Api(Protocol):
+    """The API requests that this needs."""
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]: ...
+
+
+Verdict = Identity | tuple[int, str, str]
+"""A caller who may watch; or status, reason for the metric, and what to tell."""
+
+
+class ViewerAuthenticator:
+    """An :class:`~pipemorph.ingest.Authenticator` of viewers."""
+
+    def __init__(
+        self,
+        api: Api,
+        locate: Callable[[str, str], None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``locate`` raises :class:`Refused` for a job that another replica serves."""
+        self._api, self._locate, self._clock = api, locate, clock
+        self._kept: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
+        self._asking: dict[bytes, tuple[tuple[str, str], asyncio.Task[Verdict]]] = {}
+        self._reviews = asyncio.Semaphore(MOST_REVIEWS)
+
+    async def authenticate(
+        self, token: str, namespace: str, job: str, source: str = ""
+    ) -> Identity:
+        """Identity of the caller. Raises :class:`Refused`."""
+        wanted, now = audience(namespace, job), self._clock()
+        try:
+            token_claims.check(token, wanted, now)
+        except token_claims.Unfit as unfit:
+            self._refuse(401, unfit.reason, str(unfit))
+        key = hashlib.sha256(f"{wanted}\0{token}".encode("utf-8", "replace")).digest()
+        until, verdict = self._kept.get(key, (0.0, None))
+        if verdict is None or now >= until:
+            # A caller that disconnects must not cancel the review for the others.
+            verdict = await asyncio.shield(self._reviewed(key, token, namespace, job))
+        if not isinstance(verdict, Identity):
+            self._refuse(*verdict)
+        self._locate(namespace, job)
+        return verdict
+
+    def _reviewed(self, key: bytes, token: str, namespace: str, job: str) -> asyncio.Task[Verdict]:
+        """The review of the token; callers with the same one share it."""
+        where = namespace, job
+        found = self._asking.get(key)
+        if found is not None:
+            return found[1]
+        # One that was good before is not forged.
+        known = isinstance(self._kept.get(key, (0.0, None))[1], Identity)
+        same = sum(each == where for each, _ in self._asking.values())
+        if not known and (len(self._asking) >= MOST_WAITING or same >= MOST_OF_ONE_JOB):
+            self._refuse(429, "crowded", "too many new tokens are being checked; try again")
+        task = asyncio.create_task(self._ask(key, token, namespace, job))
+        self._asking[key] = where, task
+        task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return task
+
+    async def _ask(self, key: bytes, token: str, namespace: str, job: str) -> Verdict:
+        try:
+            async with self._reviews:
+                verdict = await self._review(token, namespace, job)
+        except REQUEST_ERRORS as error:
+            return 503, "unreachable", f"the token could not be checked: {reason_of(error)}"
+        kept = KEPT_SECONDS if isinstance(verdict, Identity) else KEPT_BAD_SECONDS
+        self._kept[key] = self._clock() + kept, verdict
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return verdict
+
+    async def _review(self, token: str, namespace: str, job: str) -> Verdict:
+        TOKEN_REVIEWS.inc()
+        wanted = audience(namespace, job)
+        review = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": {"token": token, "audiences": [wanted]},
+        }
+        status = (await self._api.post(REVIEW_PATH, review)).get("status") or {}
+        if not status.get("authenticated") or wanted not in (status.get("audiences") or ()):
+            return 401, "review", "the API server rejected the token"
+        user = status.get("user") or {}
+        name = str(user.get("username", ""))
+        access = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {
+                "user": name,
+                "uid": user.get("uid", ""),
+                "groups": user.get("groups") or [],
+                "extra": user.get("extra") or {},
+                "resourceAttributes": {
+                    "verb": "get",
+                    "group": API_GROUP,
+                    "resource": PLURAL,
+                    "namespace": namespace,
+                    "name": job,
+                },
+            },
+        }
+        answer = (await self._api.post(ACCESS_PATH, access)).get("status") or {}
+        if not answer.get("allowed"):
+            return 403, "access", f"{name} may not get pipemorphjobs {namespace}/{job}"
+        return Identity(name)
+
+    @staticmethod
+    def _refuse(status: int, reason: str, message: str) -> NoReturn:
+        REFUSED.labels(reason=reason).inc()
+        raise Refused(status, message)

@@ -1,0 +1,181 @@
+"""Makes the documents of a job that somebody watches: for all who look together, within a budget.
+
+Nothing is made while nobody asks. All who ask get the same documents, at most one a second, and
+what those cost is bounded: :data:`SHARE` of one core on average, to make them and to write them as
+JSON and HTML.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipemorph.watch.build import MOST_AVAILABLE
+from pipemorph.watch.document import WatchView
+from pipemorph.watch.page import render_page
+
+SHARE = 0.05
+"""Part of a core that documents may take in the long run, for all viewers together."""
+BURST = 3.0
+"""Seconds of a core that they may take at once, as when somebody steps through iterations; and the
+most that one document counts for, so that the next one comes in a minute."""
+DOCUMENTS = 8
+"""Newest documents that are kept."""
+EVERY = 1.0
+"""Least seconds between two documents of the newest iteration."""
+LOOKING = 4.0
+"""Who has asked within so many seconds still looks."""
+
+Asked = tuple[int | None, int | None]
+"""Column and iteration; None: the default."""
+NEWEST: Asked = (None, None)
+
+
+class Source(Protocol):
+    """What there is to see of a job."""
+
+    def document(
+        self, column: int | None, iteration: int | None, *, number: int, live: bool
+    ) -> WatchView:
+        """The document of an iteration, by default the newest, in a column, by default that with
+        the slowest link."""
+
+
+class Budget:
+    """Seconds of a core: ``share`` of one on average, ``burst`` at once. What is taken is taken
+    from ``within``, too."""
+
+    def __init__(
+        self, share: float = SHARE, burst: float = BURST, within: Budget | None = None
+    ) -> None:
+        self._share, self._burst, self._within = share, burst, within
+        self.left, self._filled = burst, time.monotonic()
+
+    def is_spent(self, now: float) -> bool:
+        """Whether nothing is left. ``now``: monotonic seconds."""
+        self.left = min(self._burst, self.left + self._share * (now - self._filled))
+        self._filled = now
+        return self.left <= 0 or (self._within is not None and self._within.is_spent(now))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Take what this thread uses meanwhile off what is left."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._take(time.thread_time() - began)
+
+    def _take(self, seconds: float) -> None:
+        self.left = max(-self._burst, self.left - seconds)
+        if self._within is not None:
+            self._within._take(seconds)
+
+
+@dataclass
+class Made:
+    """A document, when it was made (monotonic), and how it is sent. ``page``: with the page around
+    it, once somebody has asked for that."""
+
+    view: WatchView
+    at: float
+    json: bytes
+    page: bytes | None = None
+
+    def body(self, *, page: bool, after: int | None) -> bytes:
+        """What to send to who asks for the page, or for a document after that number."""
+        if page:
+            return self.page or b""
+        return b"null" if self.view.live and after == self.view.number else self.json
+
+
+class Documents:
+    """The documents of one job. For use by one thread at a time, but :meth:`finish`."""
+
+    def __init__(self, source: Source, budget: Budget | None = None) -> None:
+        self._source = source
+        self.budget = budget or Budget()
+        self._made: dict[Asked, Made] = {}
+        self._newest: Made | None = None
+        """The newest document, of whatever iteration."""
+        self._last: bool | None = None
+        """Whether the newest document was asked for as that of the newest iteration."""
+        self._waiting: dict[bool, float] = {}
+        """When one of the newest iteration, and one of another, was last refused."""
+        self.number = 0
+        """Of the newest document."""
+        self._over = False
+
+    def finish(self) -> None:
+        """The job is over: the next document says so, and that nothing follows."""
+        self._over = True
+
+    def get(self, asked: Asked, page: bool = False) -> Made | None:
+        """The document, for a ``page`` with its HTML. That of before while another would come too
+        soon, or cost too much. If there is none of before: for a page another one, else None."""
+        now = time.monotonic()
+        asked = self._existing(asked)
+        made = self._made.get(asked)
+        last_word = self._over and (made is None or made.view.live)
+        if last_word or self._newest is None:
+            made = self._make(asked, now)
+        elif made is None or now - made.at >= EVERY:
+            if not self._is_paced(asked, now):
+                made = self._make(asked, now)
+            elif made is None and page:
+                made = self._made.get(NEWEST, self._newest)
+        if made is None:
+            return None
+        if page and made.page is None:
+            with self.budget.counted():
+                made.page = render_page(made.view).encode()
+        return made
+
+    def _is_paced(self, asked: Asked, now: float) -> bool:
+        """Whether another document would cost too much now. Who steps through iterations and who
+        looks at the newest one take turns, else the one who asks first would get all."""
+        kind, other = asked[1] is None, asked[1] is not None
+        their_turn = self._last is kind and now - self._waiting.get(other, -math.inf) < LOOKING
+        paced = self.budget.is_spent(now) or their_turn
+        if paced:
+            self._waiting[kind] = now
+        return paced
+
+    def _make(self, asked: Asked, now: float) -> Made:
+        self._last = asked[1] is None
+        self._waiting.pop(self._last, None)
+        self.number += 1
+        self.budget.is_spent(now)  # What was gained until now does not pay for what follows.
+        with self.budget.counted():
+            view = self._source.document(*asked, number=self.number, live=not self._over)
+            made = Made(view, now, view.model_dump_json().encode())
+        self._made.pop(asked, None)
+        self._made[asked] = self._newest = made
+        oldest = [each for each in self._made if each != NEWEST]
+        for each in oldest[: max(0, len(self._made) - DOCUMENTS)]:
+            del self._made[each]
+        return made
+
+    def _existing(self, asked: Asked) -> Asked:
+        """What is asked for, with the default in place of what there is not, as far as the newest
+        document tells: all who ask for such get one document."""
+        if self._newest is None:
+            return asked
+        (column, iteration), newest = asked, self._newest.view
+        if column is not None and column >= len(newest.columns):
+            column = None
+        kept = newest.available
+        # The document names only the newest of many.
+        gone = len(kept) < MOST_AVAILABLE and iteration not in kept
+        if iteration is not None and (gone or iteration > kept[-1]):
+            iteration = None
+        return column, iteration
+
+
+def number(text: str | None) -> int | None:
+    """A column, an iteration or a document's number in a query; None for anything else."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else None

@@ -1,0 +1,101 @@
+"""The HTTP side of a page on the user's own machine: on loopback, by a token in the URL, read only.
+
+The token keeps other users and other pages of the browser out: who does not know the URL is told
+nothing but 401.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from pipemorph.errors import InputError
+
+_unsaid = logging.getLogger("pipemorph.watch.requests")
+"""Of requests that are no HTTP: who sends them is told, the user's terminal is not."""
+_unsaid.setLevel(logging.CRITICAL + 1)
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'",
+}
+
+Tell = Callable[[web.BaseRequest, bool], Awaitable[web.Response]]
+"""Answers a request of who knows the token: for the page (True), or for a document."""
+
+
+class Door:
+    """Serves what ``tell`` tells from ``listener``, see :func:`listen`. For one event loop."""
+
+    def __init__(self, listener: socket.socket, tell: Tell) -> None:
+        self._listener, self._tell = listener, tell
+        self._token = secrets.token_urlsafe(24)
+        self._runner: web.ServerRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}/{self._token}/"
+
+    async def open(self) -> None:
+        server = web.Server(self._answer, access_log=None, logger=_unsaid)
+        self._runner = web.ServerRunner(server)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener).start()
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        path = request.path.encode(errors="surrogateescape")
+        page, document = (
+            hmac.compare_digest(path, f"/{self._token}/{what}".encode()) for what in ("", "view")
+        )
+        if request.method != "GET" or not (page or document):
+            refused = web.Response(status=401)
+            refused.force_close()
+            return refused
+        return await self._tell(request, page)
+
+
+def told(body: bytes, *, page: bool) -> web.Response:
+    """An answer with the page, or with a document."""
+    kind = "text/html" if page else "application/json"
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+
+def busy() -> web.Response:
+    """An answer to who asks for more than there may be made now."""
+    return web.Response(status=429, headers=HEADERS | {"Retry-After": "1"})
+
+
+def failed() -> web.Response:
+    """An answer while there is nothing to tell."""
+    return web.Response(status=503, headers=HEADERS)
+
+
+def listen(port: int, option: str = "--watch") -> socket.socket:
+    """A socket of 127.0.0.1 at a port, 0 for any. Raises :class:`InputError` if it is in use;
+    ``option``: which one named it."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(("127.0.0.1", port))
+        found.listen()  # Before, with that option, another one could bind it, too.
+    except OSError as error:
+        found.close()
+        raise InputError(
+            f"{option} {port}: port {port} of 127.0.0.1 cannot be used ({error.strerror}); name"
+            " another one, or none for any that is free"
+        ) from None
+    return found
