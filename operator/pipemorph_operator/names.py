@@ -76,6 +76,7 @@ LINKS_DELEGATED = "LinksDelegated"
 RAILS_HEALTHY = "RailsHealthy"
 STAGES_EVEN = "StagesEven"
 REDUCTIONS_HEALTHY = "ReductionsHealthy"
+REPLICAS_COMPLETE = "ReplicasComplete"
 INGEST_CONDITIONS = (
     LINKS_HEALTHY,
     SCHEDULE_ADAPTED,
@@ -83,6 +84,7 @@ INGEST_CONDITIONS = (
     RAILS_HEALTHY,
     STAGES_EVEN,
     REDUCTIONS_HEALTHY,
+    REPLICAS_COMPLETE,
 )
 INGEST_FIELDS = ("training", "control", "recoveries", "goodput", "useful_time")
 """Of :class:`~pipemorph.api.status.JobStatus`; the operator writes the others."""
@@ -132,6 +134,8 @@ R_RECOVERED = "Recovered"
 R_LINKS_OK = "AllLinksHealthy"
 R_LINKS_SLOW = "SlowLinks"
 R_REDUCTIONS_OK = "ReductionsAsUsual"
+R_REPLICAS_ALL = "AllReplicas"
+R_REPLICAS_FEWER = "FewerReplicas"
 R_REDUCTIONS_SLOW = "SlowReductions"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"

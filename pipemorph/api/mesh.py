@@ -91,6 +91,14 @@ class MeshShape:
         inner = self.order[self.order.index("pp") :] if "pp" in self.order else ()
         return prod(self.sizes[name] for name in inner)
 
+    @property
+    def replica_stride(self) -> int:
+        """By how much the numbers of two ranks differ that differ by one replica alone."""
+        if "dp_replicate" not in self.order:
+            return self.world_size
+        inner = self.order[self.order.index("dp_replicate") + 1 :]
+        return prod(self.sizes[name] for name in inner)
+
     def replica_of(self, column: int) -> int:
         """The replica that a column is part of."""
         return column // self.lockstep

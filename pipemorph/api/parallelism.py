@@ -33,6 +33,14 @@ class Parallelism(SpecModel):
     replicas: int = Field(
         default=1, ge=1, le=4096, description="Data-parallel replicas (dp_replicate)."
     )
+    min_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="Replicas that train on while pods of the others are lost, until these are "
+        "back; gradients are averaged over those that run, so the global batch is smaller "
+        "meanwhile. Needs a cluster, failurePolicy.maxRestarts and state in memory. Default: all "
+        "wait for a lost pod.",
+    )
     shard: int = Field(
         default=1,
         ge=1,
@@ -84,6 +92,7 @@ class Parallelism(SpecModel):
                 f"is {self.ranks_per_pod}, which does not divide the job's {self.world_size} "
                 "ranks; use a divisor",
             )
+        self._check_min_replicas()
         if self.layers is not None and self.layers % self.stages:
             raise FieldError(
                 "layers",
@@ -91,6 +100,24 @@ class Parallelism(SpecModel):
                 f"use a multiple of {self.stages} layers or another number of stages",
             )
         return self
+
+    def _check_min_replicas(self) -> None:
+        least = self.min_replicas
+        if least is None:
+            return
+        if least > self.replicas:
+            raise FieldError(
+                "minReplicas", f"is {least}; there are {self.replicas} replicas: use at most that"
+            )
+        stride, each = self.mesh.replica_stride, self.ranks_per_pod
+        whole = stride * self.replicas == self.world_size and each % stride == 0
+        if stride % each and not whole:
+            raise FieldError(
+                "minReplicas",
+                f"is {least}, and pods of {each} ranks have parts of several replicas, which are "
+                "all lost with one pod; name dp_replicate first in parallelism.order, with a "
+                "ranksPerPod that divides a replica's ranks",
+            )
 
     def _check_order(self) -> None:
         shown = ", ".join(self.order) or "empty"

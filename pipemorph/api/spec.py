@@ -459,6 +459,13 @@ class FailurePolicy(SpecModel):
         "program's imports and its data. Default: with hangSeconds, that much longer than twice "
         "the longest start so far of these ranks, and any time for the first.",
     )
+    replacement_seconds: int = Field(
+        default=10,
+        ge=0,
+        le=300,
+        description="With parallelism.minReplicas: how long all replicas wait for the pod that "
+        "takes the place of a lost one, before those that are whole train on.",
+    )
 
 
 class JobSpec(SpecModel):
@@ -500,6 +507,7 @@ class JobSpec(SpecModel):
         self._check_dispatch()
         self._check_warmup()
         self._check_relayout()
+        self._check_min_replicas()
         self._check_hang()
         self._check_faults()
         self._check_memory()
@@ -642,6 +650,33 @@ class JobSpec(SpecModel):
         ):
             if lacks:
                 raise FieldError("adaptation.relayout", f"is true, but {why}; leave it out")
+
+    def _check_min_replicas(self) -> None:
+        if self.parallelism.min_replicas is None:
+            return
+        rdma = self.placement.rdma if self.placement else None
+        for where, wrong, why in (
+            (
+                "recovery.neighbour",
+                self.recovery.neighbour,
+                "is true, with parallelism.minReplicas: replicas have each other's state; leave it"
+                " out",
+            ),
+            (
+                "recovery.snapshotIterations",
+                self.recovery.snapshot_iterations == 0,
+                "is 0, with parallelism.minReplicas: a replica that comes back has its state from"
+                " another one's memory; expected at least 1",
+            ),
+            (
+                "placement.rdma.check",
+                rdma is not None and rdma.check != "never",
+                f"is {rdma.check if rdma else ''}, with parallelism.minReplicas: pods that check"
+                " their ports together cannot begin one by one; use never",
+            ),
+        ):
+            if wrong:
+                raise FieldError(where, why)
 
     def _check_hang(self) -> None:
         hang, deadline = self.failure_policy.hang_seconds, self.transport.deadline_seconds

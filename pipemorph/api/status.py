@@ -26,6 +26,7 @@ MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_RECOVERIES_KEPT = 10
+MAX_REPLICAS = 4096
 MAX_REPLACED_KEPT = 16
 MAX_REPLACEMENTS_KEPT = 16
 MAX_STAGES = 512
@@ -428,6 +429,11 @@ class RecoveryRecord(StatusModel):
         MAX_REPLACED_KEPT,
         "Pods that were lost, and in whose places others began; empty if all pods stayed.",
     )
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="Replicas that train from then on; only with parallelism.minReplicas.",
+    )
 
 
 class PodReplacement(StatusModel):
@@ -459,6 +465,16 @@ class Recoveries(StatusModel):
     idle: int = _number("Failures since then.")
     error: Text | None = Field(
         default=None, description="The exception in which a rank ended, at the last failure."
+    )
+    left_out: list[int] = _at_most(
+        MAX_REPLICAS,
+        "Replicas that do not train in this generation, since pods of them are missing, while the "
+        "others do (parallelism.minReplicas).",
+    )
+    completed: bool = Field(
+        default=False,
+        description="Whether the others have finished all iterations, so that pods that come back "
+        "only have to end.",
     )
     last: list[RecoveryRecord] = _at_most(MAX_RECOVERIES_KEPT, "The newest, newest last.")
 
@@ -525,8 +541,9 @@ class JobStatus(StatusModel):
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
-        " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy, Complete,"
-        " Failed; and Ready, Reconciling and Stalled, as kstatus reads them.",
+        " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy,"
+        " ReplicasComplete, Complete, Failed; and Ready, Reconciling and Stalled, as kstatus"
+        " reads them.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."

@@ -228,6 +228,20 @@ class JobController:
         self._ledger.new_attempt()
         self._start(self._observed.stages.footprints)
 
+    def resized(self, spec: JobSpec) -> JobController:
+        """A controller that goes on for this one with the replicas of ``spec``, which are numbered
+        anew: links, reductions and stages have to be measured again. The plan in force stays,
+        unless it differs between replicas: then ranks begin with that of the spec."""
+        saved = self.snapshot()
+        for each in ("own_links", "slow_directions", "slow_since"):
+            del saved[each]
+        if self._plans.directive is not None and self._plans.directive.plan.own:
+            del saved["directive"]
+        made = JobController.restore(spec, saved, on_report=self._on_report)
+        made._versions.adopt(self._versions)
+        made._events = self._events
+        return made
+
     def change_places(self, slow: Sequence[SlowDirection]) -> None:
         """The ranks run at other places from now on. The plan in force goes on; links and
         reductions have to be measured again. ``slow``: of the links, as far as known."""

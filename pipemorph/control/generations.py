@@ -5,14 +5,21 @@ launcher says so, and the next one begins when the ranks of all pods are gone: t
 when the launcher of another pod has joined in its place. The
 :class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have
 told: how the ranks ended, and how many iterations they had finished. What ranks report is behind.
+
+With ``parallelism.minReplicas`` the next generation does not wait long for lost pods: it begins
+with the replicas of which all pods are there. When those of another replica are there again, the
+ranks are asked to leave between two iterations, and a generation with that replica begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
+from typing import Any
 
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.running import Running
 from pipemorph.api.status import (
     MAX_RECOVERIES_KEPT,
     MAX_REPLACED_KEPT,
@@ -30,6 +37,12 @@ WORD_SECONDS = 15.0
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
 end, and give back what they hold: the next attempt queues for all."""
+SILENT_SECONDS = 45.0
+"""How long to wait for the word of a pod of which nobody knows that it is lost: longer than its
+ranks may take to end, and less long than other pods wait for it."""
+UNHEARD_SECONDS = 30.0
+"""A pod without ranks that has not asked for the next generation for so long is not there. It asks
+every few seconds."""
 MOST_ARRIVED = 64
 """Iterations that are looked through for the first one that the new ranks have finished."""
 
@@ -39,7 +52,9 @@ class Generations:
 
     ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
     ``saved``: what is in status; None if no generation has followed a failure. ``done``: iterations
-    that are known to be finished, beside those of reports to come.
+    that are known to be finished, beside those of reports to come. ``cut``: which pods have ranks
+    of which replicas, and how many replicas may go on without the others; None: all have to run.
+    ``patience``: seconds that they wait for the pod that replaces a lost one.
     """
 
     def __init__(
@@ -51,8 +66,12 @@ class Generations:
         *,
         restarts: int = 0,
         done: int = 0,
+        cut: Parallelism | None = None,
+        patience: float = 0.0,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
+        self.patience = patience
+        self._cut = cut if cut is not None and cut.min_replicas is not None else None
         self.saved = saved or Recoveries()
         """What belongs into status."""
         self._finished = max(done, self.saved.finished)
@@ -86,6 +105,10 @@ class Generations:
         self._told: set[str] = set()
         """UIDs of all that were."""
         self._uncounted: set[int] = set()
+        self._seen: dict[int, float] = {}
+        """When a pod without ranks last asked for the next generation."""
+        self._joined: dict[int, float] = {}
+        """When launchers began that had no ranks to start."""
         self._ran = False
         """Whether an iteration of this attempt is known to be finished."""
 
@@ -94,6 +117,10 @@ class Generations:
         self._since = inf
         """When the first of them was lost: earlier than any launcher may have said."""
         self._over, self._over_at = "", 0.0
+        self._decided_at = -inf
+        """When it was last looked whether the next one begins."""
+        self._leave = False
+        """Whether the ranks are to leave, since more replicas may run."""
         self._hang = False
         self._losses: dict[int, Loss] = {}
         self._gone: set[int] = set()
@@ -108,7 +135,22 @@ class Generations:
         self._begin_pods()
         self.attempt, self._verdict, self._recovering = attempt, None, None
         self._new_generation()
-        self.saved = self.saved.model_copy(update={"attempt": attempt, "generation": 0})
+        update = {"attempt": attempt, "generation": 0, "left_out": [], "completed": False}
+        self.saved = self.saved.model_copy(update=update)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Replicas that do not run in this generation."""
+        return tuple(self.saved.left_out)
+
+    @property
+    def share(self) -> float:
+        """The part of the replicas that run in this generation."""
+        return 1.0 if self._cut is None else 1.0 - len(self.left_out) / self._cut.replicas
+
+    def _runs(self, pod: int) -> bool:
+        """Whether a pod has ranks in this generation."""
+        return self._cut is None or Running(self._cut, self.left_out).has(pod)
 
     @property
     def state(self) -> GenerationState:
@@ -121,15 +163,23 @@ class Generations:
             reason=self._over,
             hang=self._hang,
             awaits=min(self._awaits, default=None) if self._over else None,
+            left_out=self.left_out,
+            leave=self._leave and not self._over,
+            verdict="completed" if self.saved.completed else "",
         )
 
-    def begun(self, generation: int) -> bool:
+    def begun(self, generation: int, left_out: Sequence[int] | None = None) -> bool:
         """Say that a launcher runs ``generation``. Returns whether that is news: another ingest has
-        begun it, and could not write that."""
+        begun it, and could not write that. ``left_out``: the replicas without which it runs; None
+        if the launcher did not say, which is no news where there may be some."""
         if generation <= self.saved.generation or self._verdict is not None:
             return False
+        if self._cut is not None and left_out is None:
+            return False
         self._new_generation()
-        self.saved = self.saved.model_copy(update={"generation": generation})
+        known = [each for each in left_out or () if self._cut and each < self._cut.replicas]
+        update = {"generation": generation, "left_out": known}
+        self.saved = self.saved.model_copy(update=update)
         return True
 
     def take(self, report: PodReport, now: float) -> None:
@@ -151,7 +201,14 @@ class Generations:
         }
         if report.generation < self.saved.generation or self._verdict is not None:
             return
-        self.begun(report.generation)
+        self.begun(report.generation, report.left_out)
+        if report.event == "gone":
+            self._seen[report.pod] = now
+            if not self._runs(report.pod):
+                if report.pod not in self._awaits:
+                    self._gone.add(report.pod)
+                self.look(now)
+                return
         if report.event == "resumed":
             self._resumed = report.resumed
             self._look_for_recovery(now)
@@ -165,11 +222,60 @@ class Generations:
             self._gone.add(report.pod)
         if report.event == "completed":
             self._completed.add(report.pod)
+            if self.saved.left_out and not self._over:
+                self.saved = self.saved.model_copy(update={"completed": True})
         elif not self._over:
-            self._over, self._over_at = report.loss.reason if report.loss else "it is over", now
+            other = "a replica can join" if self._leave else "it is over"
+            self._over, self._over_at = report.loss.reason if report.loss else other, now
             self._hang = report.loss is not None and report.loss.hang
         if self._over:
-            self._decide()
+            self._decide(now)
+
+    def look(self, now: float) -> None:
+        """Decide what time alone decides: call it when :meth:`due` says. ``now``: wall clock."""
+        if self._cut is None or self._verdict is not None or self.saved.completed:
+            return
+        if self._over:
+            self._decide(now)
+            return
+        pods = set(Running(self._cut, self.left_out).pods) - set(self._awaits)
+        whole = self._whole(pods | self._present(now))
+        self._leave = self._leave or len(whole) > self._cut.replicas - len(self.left_out)
+
+    def due(self, now: float) -> float | None:
+        """When :meth:`look` may have to decide; None if nothing waits for that."""
+        if self._cut is None or not self._over or self._verdict is not None:
+            return None
+        at = self._given_up_at(self._missing(now))
+        return at if self._decided_at < at < inf else None
+
+    def _present(self, now: float) -> set[int]:
+        """Pods that wait for the next generation."""
+        return {
+            pod
+            for pod in self._gone
+            if pod not in self._awaits and now - self._seen.get(pod, now) < UNHEARD_SECONDS
+        }
+
+    def _missing(self, now: float) -> set[int]:
+        """Pods that had ranks in this generation and do not wait for the next one."""
+        assert self._cut is not None
+        return set(Running(self._cut, self.left_out).pods) - self._present(now)
+
+    def _given_up_at(self, missing: set[int]) -> float:
+        """When none of these pods is waited for any more."""
+        silent = self._over_at + SILENT_SECONDS
+        known = {pod: at + self.patience for pod, (_, at) in self._lost.items()}
+        return max((known.get(pod, silent) for pod in missing), default=-inf)
+
+    def _whole(self, pods: set[int]) -> tuple[int, ...]:
+        """The replicas of which all pods are among these."""
+        assert self._cut is not None
+        every = Running(self._cut)
+        lacking = {
+            each for pod in range(self.pods) if pod not in pods for each in every.of_pod(pod)
+        }
+        return tuple(each for each in every.replicas if each not in lacking)
 
     def _join(self, report: PodReport, now: float) -> None:
         """Take a launcher that has begun: in the first start of the ranks, or instead of one that
@@ -179,6 +285,13 @@ class Generations:
             return
         self._launchers[pod] = report.launcher
         self._awaits.pop(pod, None)
+        self._seen[pod] = now
+        if not self._runs(pod):
+            self._joined[pod] = now
+            self._lost.pop(pod, None)
+            self._gone.add(pod)
+            self.look(now)
+            return
         if known is not None or self._ran or self.saved.generation > 0:
             self._replaced.add(pod)
             unknown = f"pod {pod} was lost, and another one has taken its place", now
@@ -191,7 +304,7 @@ class Generations:
                 self._over, self._over_at = why, now
         if self._over:
             self._gone.add(pod)
-            self._decide()
+            self._decide(now)
 
     def expect(self, lost: Sequence[PodReplacement], now: float) -> None:
         """Take from the host which pods are lost, or about to be, and that others will take their
@@ -202,23 +315,40 @@ class Generations:
             if each.attempt != self.attempt or each.uid in self._told or each.pod >= self.pods:
                 continue
             self._told.add(each.uid)
-            if now - at >= REPLACED_SECONDS:
+            if now - at >= REPLACED_SECONDS or at < self._joined.get(each.pod, -inf):
                 continue
             self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
             self._gone.discard(each.pod)
             if not each.counted:
                 self._uncounted.add(each.pod)
 
-    def _decide(self) -> None:
+    def _decide(self, now: float) -> None:
         """What follows the generation, once that is known."""
+        self._decided_at = now
         cause_pod, cause = self._cause()
-        if self.most == 0 or self._completed:
+        if self.most == 0 or self._completed or self.saved.completed:
             # Nobody has to be waited for: pods whose ranks have finished cannot start them again.
             why = f"pod {min(self._completed)} has finished" if self._completed else ""
             self._end("attempt", why, cause_pod)
             return
-        if len(self._gone) < self.pods:
-            return
+        missing: set[int] = set()
+        left_out: list[int] = []
+        if self._cut is None:
+            if len(self._gone) < self.pods:
+                return
+        else:
+            missing = self._missing(now)
+            whole = self._whole(self._present(now))
+            left_out = [each for each in range(self._cut.replicas) if each not in whole]
+            if missing and now < self._given_up_at(missing):
+                return
+            if len(whole) < (self._cut.min_replicas or self._cut.replicas):
+                return
+            if self._leave and not self._losses and not missing:
+                self._begin(self._change(left_out), left_out, {})
+                return
+            self._blame(missing)
+            cause_pod, cause = self._cause()
         before = self.saved
         ladder = Ladder(
             self.most,
@@ -232,42 +362,72 @@ class Generations:
         rung, why = ladder.after(
             cause,
             self._finished,
-            replaced=bool(self._replaced),
+            replaced=bool(self._replaced or missing),
             counted=cause_pod not in self._uncounted,
         )
         begins = rung in (Rung.GENERATION, Rung.POD)
-        lost_at = min(self._over_at, self._since)
         record = RecoveryRecord(
             attempt=self.attempt,
             generation=before.generation + 1,
-            lost_at=_timestamp(lost_at),
+            lost_at=_timestamp(min(self._over_at, self._since)),
             cause=self._words(cause),
             pod=cause_pod,
             rank=cause.rank,
             iterations_done=self._done,
             replaced=sorted(self._replaced)[:MAX_REPLACED_KEPT],
+            replicas=self._cut.replicas - len(left_out) if self._cut else None,
         )
-        self.saved = before.model_copy(
-            update={
-                "finished": ladder.best,
-                "idle": ladder.idle,
-                "error": ladder.error,
-                # An attempt is counted by who begins it.
-                "counted": ladder.counted - self.restarts if begins else before.counted,
-                "count": before.count + begins,
-                "generation": before.generation + begins,
-                "last": [*before.last, record][-MAX_RECOVERIES_KEPT:] if begins else before.last,
-            }
-        )
+        told = {"finished": ladder.best, "idle": ladder.idle, "error": ladder.error}
         if not begins:
+            # An attempt is counted by who begins it.
+            self.saved = before.model_copy(update=told)
             # Where restarts are used up, the end of the attempt is the job's.
             twice = cause.retry and self.restarts + before.counted < self.most
             none = rung is Rung.NONE and twice
             self._end("none" if none else "attempt", why, cause_pod)
             return
-        self._recovering, self._lost_at = record, lost_at
-        self._uncounted -= self._replaced
+        self._uncounted -= self._replaced | missing
+        told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
+        self._begin(record, left_out, told)
+
+    def _begin(self, record: RecoveryRecord, left_out: list[int], told: Mapping[str, Any]) -> None:
+        """The next generation begins."""
+        self._recovering, self._lost_at = record, min(self._over_at, self._since)
+        waiting = self._gone
         self._new_generation()
+        self.saved = self.saved.model_copy(
+            update={
+                **told,
+                "generation": record.generation,
+                "left_out": left_out,
+                "last": [*self.saved.last, record][-MAX_RECOVERIES_KEPT:],
+            }
+        )
+        # Others end first.
+        self._gone = {pod for pod in waiting if not self._runs(pod)}
+
+    def _change(self, left_out: list[int]) -> RecoveryRecord:
+        """The record of a generation of other replicas, which no failure was the cause of."""
+        assert self._cut is not None
+        back = ", ".join(str(each) for each in self.left_out if each not in left_out)
+        return RecoveryRecord(
+            attempt=self.attempt,
+            generation=self.saved.generation + 1,
+            lost_at=_timestamp(self._over_at),
+            cause=f"all pods of replica {back} are there again" if back else "the ranks left",
+            iterations_done=self._done,
+            replicas=self._cut.replicas - len(left_out),
+        )
+
+    def _blame(self, missing: set[int]) -> None:
+        """Take pods that do not come for the cause of the failure: others lost them."""
+        for pod in missing:
+            unknown = f"pod {pod} does not say that its ranks have ended", self._over_at
+            why, at = self._lost.get(pod, unknown)
+            self._since = min(self._since, at)
+            own = self._losses.get(pod)
+            if own is None or own.lost_peer:
+                self._losses[pod] = Loss(reason=why[:LONGEST_LINE], at=at)
 
     def _cause(self) -> tuple[int | None, Loss]:
         """The pod whose failure caused the others, and that failure: what no restart changes, then

@@ -197,6 +197,7 @@ def make_app(
             attempt=query.get("attempt", ""),
             generation=query.get("generation", ""),
             wait=query.get("wait", "0"),
+            leaving=query.get("leaving", "") == "1",
         )
 
     async def tell_viewer(request: web.Request) -> Reply:

@@ -27,6 +27,8 @@ from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, PodReport
 
 log = logging.getLogger("pipemorph.ingest")
 
+MARGIN = 0.001
+"""Seconds after the time for which a decision is due: a clock may be read a little early."""
 PERSIST_SECONDS = 2.0
 """How long launchers wait for the status to be written."""
 
@@ -114,31 +116,46 @@ class GenerationDesk:
         async with session.lock:
             if session.gone:
                 return Reply.error(404, "the job has ended here")
-            before, saved = found.state, found.saved
             try:
-                found.take(report, time.time())
+                await self._change(namespace, name, found, lambda: found.take(report, time.time()))
             except WrongAttempt as error:
                 return Reply.error(403, str(error), field="attempt")
             except ReportMismatch as error:
                 return Reply.error(422, str(error), field=error.field)
-            if found.state != before:
-                _log(namespace, name, found.state)
-            if found.saved != saved:
-                await self._persist(namespace, name)
             if session.gone:
                 # Another host has written of the job meanwhile, and knows nothing of this.
                 return Reply.error(404, "the job is another host's, or read anew: tell it again")
-            session.served = found.state
-            if session.served != before:
-                session.release()
         self._on_change(namespace, name)
         over = GenerationState(attempt=report.attempt, generation=report.generation, over=True)
-        return await self._when_past(found, over, seconds)
+        return await self._when_past((namespace, name), found, over, seconds)
+
+    async def _change(
+        self, namespace: str, name: str, found: Generations, change: Callable[[], None]
+    ) -> None:
+        """Make a change of what launchers are told, and tell them once it is persisted. Under the
+        session's lock."""
+        session = self._session(found)
+        before, saved = found.state, found.saved
+        change()
+        if found.state != before:
+            _log(namespace, name, found.state)
+        if found.saved != saved:
+            await self._persist(namespace, name)
+        session.served = found.state
+        if session.served != before:
+            session.release()
 
     async def poll(
-        self, namespace: str, name: str, *, attempt: str, generation: str, wait: str
+        self,
+        namespace: str,
+        name: str,
+        *,
+        attempt: str,
+        generation: str,
+        wait: str,
+        leaving: bool = False,
     ) -> Reply:
-        """Answer ``GET …/generation``."""
+        """Answer ``GET …/generation``. ``leaving``: the launcher knows that its ranks are to."""
         found = self._store.generations(namespace, name)
         if found is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
@@ -162,8 +179,16 @@ class GenerationDesk:
             session = self._session(found)
             session.served = found.state
             session.release()
-        known = GenerationState(attempt=numbers["attempt"], generation=numbers["generation"])
-        return await self._when_past(found, known, seconds)
+        known = GenerationState(
+            attempt=numbers["attempt"], generation=numbers["generation"], leave=leaving
+        )
+        return await self._when_past((namespace, name), found, known, seconds)
+
+    def hurry(self, found: Generations) -> None:
+        """Say that the host has told ``found`` of a loss: what is due may be so earlier."""
+        session = self._sessions.get(found)
+        if session is not None:
+            session.release()
 
     def dropped(self, found: Generations) -> None:
         """Answer the polls of a job that the host has dropped, as when it is another host's now."""
@@ -178,7 +203,9 @@ class GenerationDesk:
         for session in self._sessions.values():
             session.release()
 
-    async def _when_past(self, found: Generations, known: GenerationState, wait: float) -> Reply:
+    async def _when_past(
+        self, job: tuple[str, str], found: Generations, known: GenerationState, wait: float
+    ) -> Reply:
         """What there is to tell to a launcher that knows ``known``, as soon as it differs."""
         session, limits = self._session(found), self._limits
         end = time.monotonic() + wait
@@ -192,11 +219,26 @@ class GenerationDesk:
                 if known.over:
                     again = max(limits.soon_seconds, found.pods / 100)
                 break
-            await self._wait(session, left)
+            due = found.due(now := time.time())
+            await self._wait(
+                session, left if due is None else min(left, max(0.0, due - now) + MARGIN)
+            )
             if session.gone:
                 return Reply.error(404, "the job has ended here")
+            if due is not None and time.time() >= due:
+                await self._look(job, found, session)
         state = session.served.model_copy(update={"again": again})
         return Reply(200, state.model_dump_json().encode())
+
+    async def _look(self, job: tuple[str, str], found: Generations, session: _Session) -> None:
+        """Let time decide; of those that wait for it, the first one does so."""
+        async with session.lock:
+            if session.gone:
+                return
+            before = found.state
+            await self._change(*job, found, lambda: found.look(time.time()))
+        if found.state != before:
+            self._on_change(*job)
 
     async def _wait(self, session: _Session, seconds: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -243,18 +285,28 @@ class GenerationDesk:
 
 def _past(state: GenerationState, known: GenerationState) -> bool:
     """Whether ``state`` is news for who knows ``known``."""
-    newer = state.generation > known.generation or bool(state.verdict)
-    return newer or state.attempt != known.attempt or (state.over and not known.over)
+    newer = state.generation > known.generation
+    # A launcher whose ranks run knows best when they have finished.
+    ends = bool(state.verdict) and (state.verdict != "completed" or known.over)
+    over = state.over and not known.over
+    leaves = state.leave and not (known.leave or known.over)
+    return newer or ends or state.attempt != known.attempt or over or leaves
 
 
 def _log(namespace: str, name: str, state: GenerationState) -> None:
     what = f"generation {state.generation}"
-    if state.verdict:
+    if state.verdict == "completed":
+        what += " has finished"
+    elif state.verdict:
         what += f" is not followed by another one: {state.why or state.reason}"
     elif state.over:
         what += f" is over: {state.reason}"
+    elif state.leave:
+        what += " is to leave: a replica that is missing may run again"
     else:
         what += " begins"
+    if state.left_out:
+        what += f", without replicas {', '.join(map(str, state.left_out))}"
     log.info("%s/%s: %s", namespace, name, one_line(what))
 
 

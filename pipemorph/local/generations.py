@@ -18,10 +18,12 @@ Shared = TypeVar("Shared")
 
 @dataclass(frozen=True)
 class Life:
-    """One life of the ranks. ``generation``: its number within the attempt."""
+    """One life of the ranks. ``generation``: its number within the attempt. ``left_out``: replicas
+    without which it runs, see :mod:`pipemorph.api.running`."""
 
     attempt: int = 0
     generation: int = 0
+    left_out: tuple[int, ...] = ()
 
 
 class Site(Protocol[Shared]):

@@ -5,7 +5,8 @@
   does no harm. With a ``wait``, the answer comes when that generation is not the newest one
   any more, or after ``S`` seconds.
 * ``GET /v1/jobs/{namespace}/{name}/generation?attempt=A&generation=G&wait=S`` answers as soon as
-  generation ``G`` is over, or after ``S`` seconds.
+  generation ``G`` is over, or its ranks are to leave, or after ``S`` seconds. With ``leaving=1``
+  the launcher knows that they are to leave.
 
 Both answer a :class:`GenerationState`, and both need ``Authorization: Bearer``, as reports do.
 """
@@ -26,6 +27,10 @@ MOST_WAITS = 16
 Line = Annotated[str, Field(max_length=LONGEST_LINE)]
 Generation = PlanVersion
 """Bounded far below what can be counted."""
+
+
+LeftOut = Annotated[tuple[Count, ...], Field(max_length=4096)]
+"""Replicas without which a generation runs, by their numbers in the whole job."""
 
 
 class Loss(WireModel):
@@ -59,9 +64,9 @@ class PodReport(WireModel):
     """What a launcher tells of a generation of its ranks.
 
     ``joined``: the launcher has begun, runs no ranks yet, and asks which generation to start;
-    ``failed``: the ranks are about to end; ``gone``: none is left, and the launcher waits for the
-    next generation; ``completed``: all have finished, and the launcher ends; ``resumed``: what the
-    generation began with.
+    ``failed``: the ranks are about to end; ``gone``: none is left, or the generation is without
+    this pod's, and the launcher waits for the next one; ``completed``: all have finished, and the
+    launcher ends; ``resumed``: what the generation began with.
     """
 
     attempt: Count
@@ -76,6 +81,8 @@ class PodReport(WireModel):
     """Of ``gone``: iterations of the job that ranks of the pod have finished, as far as it has seen
     them finish any; 0 if it has not."""
     resumed: ResumedFrom | None = None
+    left_out: LeftOut = ()
+    """Of the generation that this is about, as the launcher was told."""
 
 
 class GenerationState(Answer):
@@ -90,12 +97,18 @@ class GenerationState(Answer):
     hang: bool = False
     """Whether that is since none of its ranks finishes an iteration: they print their stacks before
     they end."""
-    verdict: Literal["", "attempt", "none"] = ""
-    """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt."""
+    verdict: Literal["", "attempt", "none", "completed"] = ""
+    """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt;
+    ``completed``: the replicas that ran have done all iterations, and pods of others end, too."""
     why: str = ""
     """The reason of the verdict, or of the generation's start."""
     awaits: Count | None = None
     """A pod that is lost, and that Kubernetes replaces: the others wait for the new one."""
+    left_out: LeftOut = ()
+    """Pods of these replicas wait."""
+    leave: bool = False
+    """Whether its ranks are to leave at an iteration boundary, with copies of their state: a
+    replica that is left out may run again."""
     cause: Count | None = None
     """Of a verdict: the pod whose rank has failed."""
     again: Seconds = 0.0

@@ -1,7 +1,8 @@
 """``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
 
 It keeps what belongs into status in ``FOLDER/recoveries.json``, which the next process goes on
-from, and appends every reported iteration to ``FOLDER/iterations.jsonl``.
+from, and appends every reported iteration to ``FOLDER/iterations.jsonl``, with how many replicas
+had it. What the operator would write of lost pods it reads from ``FOLDER/replacements.jsonl``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import Recoveries
+from pipemorph.api.status import PodReplacement, Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import BearerAuthenticator, GenerationDesk, IngestServer, MemoryStore
@@ -31,7 +33,19 @@ class Kept:
             saved = Recoveries.model_validate_json(self._file.read_text())
         spec = job.spec
         most = spec.failure_policy.max_restarts
-        self.of_job = Generations(spec.parallelism.pods, most, saved=saved)
+        self.of_job = Generations(
+            spec.parallelism.pods,
+            most,
+            saved=saved,
+            cut=spec.parallelism,
+            patience=spec.failure_policy.replacement_seconds,
+        )
+        self._replacements = folder / "replacements.jsonl"
+
+    def lost(self) -> list[PodReplacement]:
+        """What the operator has written of lost pods."""
+        lines = self._replacements.read_text().splitlines() if self._replacements.exists() else []
+        return [PodReplacement.model_validate_json(line) for line in lines]
 
     def generations(self, namespace: str, job: str) -> Generations:
         return self.of_job
@@ -54,16 +68,30 @@ class Kept:
 
 async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
     kept, store = Kept(job, folder), MemoryStore()
-    controller = JobController(job.spec, on_report=kept.reported)
-    store.add(job.metadata.namespace, job.metadata.name, controller)
+    key = job.metadata.namespace, job.metadata.name
+    controllers = [
+        JobController(
+            Running(job.spec.parallelism, kept.of_job.left_out).spec(job.spec),
+            on_report=kept.reported,
+        )
+    ]
+    store.add(*key, controllers[0])
 
     def changed(*_: Any) -> None:
+        spec = Running(job.spec.parallelism, kept.of_job.left_out).spec(job.spec)
+        if spec.parallelism != controllers[0].spec.parallelism:
+            controllers[0] = controllers[0].resized(spec)
+            store.add(*key, controllers[0])
         kept.write()
 
     desk = GenerationDesk(kept, on_change=changed)
     async with IngestServer(store, BearerAuthenticator(token), port=port, desk=desk):
         print("serving", flush=True)
-        await asyncio.Event().wait()
+        while True:
+            # As a watch brings it.
+            kept.of_job.expect(kept.lost(), time.time())
+            desk.hurry(kept.of_job)
+            await asyncio.sleep(0.05)
 
 
 if __name__ == "__main__":

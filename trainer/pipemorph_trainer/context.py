@@ -21,6 +21,8 @@ PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without 
 PIPEMORPH_PROGRESS_DIR folder in which the rank counts the iterations that it has finished, for
                        a host that looks for hangs; without it nobody does
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
+PIPEMORPH_KEPT_RANK    number by which the rank's copies are found, where ranks of fewer replicas
+                       have others than those of the whole job; default: RANK
 PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
                        number. See :mod:`pipemorph.api.layout`
 PIPEMORPH_GRACE_SECONDS
@@ -78,6 +80,8 @@ class TrainerContext:
     local_world_size: int = 1
     """Ranks on this machine, or in this pod."""
     kept_dir: Path | None = None
+    kept_rank: int | None = None
+    """The number of this rank in the whole job; None: :attr:`rank`."""
     progress_dir: Path | None = None
     generation: int = 0
     places: str | None = None
@@ -149,6 +153,7 @@ class TrainerContext:
             trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
             kept_dir=Path(kept_dir) if kept_dir else None,
+            kept_rank=number("PIPEMORPH_KEPT_RANK", rank),
             progress_dir=Path(progress_dir) if progress_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
             places=environ.get("PIPEMORPH_PLACES"),

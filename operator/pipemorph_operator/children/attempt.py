@@ -78,7 +78,12 @@ class Attempt:
     @property
     def master_address(self) -> str:
         """Stable DNS name of rank 0's pod; contains the attempt, so it never names an old pod."""
-        return f"{self.name}-0.{self.service}.{self.namespace}.svc"
+        return self.pod_address.replace("{}", "0")
+
+    @property
+    def pod_address(self) -> str:
+        """That of any pod, with its number in the place of ``{}``."""
+        return f"{self.name}-{{}}.{self.service}.{self.namespace}.svc"
 
     @property
     def audience(self) -> str:

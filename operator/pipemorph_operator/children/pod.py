@@ -63,6 +63,13 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
     generations = attempt.recovers and _starts_again(trainer)
+    if attempt.job.spec.parallelism.min_replicas is not None and not generations:
+        raise Unbuildable(
+            names.R_INVALID_SPEC,
+            "spec.parallelism.minReplicas is set, and ranks do not start again within their pods: "
+            "set spec.failurePolicy.maxRestarts to at least 1, and leave the command to the "
+            f"operator or start the launcher with {GENERATIONS}",
+        )
     trainer["env"] = _environment(
         attempt, config, trainer.get("env") or [], generations=generations, grace=_grace(spec)
     )
@@ -225,6 +232,8 @@ def _environment(
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
         values[KEPT_VARIABLE] = kept.FOLDER
+    if spec.parallelism.min_replicas is not None:
+        values["PIPEMORPH_POD_ADDRESS"] = attempt.pod_address
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"
     ours = [_variable(name, value) for name, value in values.items()]

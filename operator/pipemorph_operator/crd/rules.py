@@ -148,6 +148,11 @@ RULES: dict[str, list[Rule]] = {
             field_path=".layers",
         ),
         Rule(
+            rule="!has(self.minReplicas) || self.minReplicas <= self.replicas",
+            message="minReplicas must be at most replicas",
+            field_path=".minReplicas",
+        ),
+        Rule(
             rule="self.stages % self.stagesPerRank == 0",
             message="stagesPerRank must divide stages",
             field_path=".stagesPerRank",

@@ -235,7 +235,7 @@ async def run(options: argparse.Namespace) -> None:
             server.handler.dropped(job)
             desk.dropped(generations)
 
-        store.on_dropped = dropped
+        store.on_dropped, store.on_lost = dropped, desk.hurry
         serving = False
         jobs = [
             Informer(cluster, KIND, share.changed, namespace=namespace)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import (
     JobStatus,
@@ -64,6 +65,11 @@ FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
 """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
 
+def _running(spec: JobSpec, generations: Generations) -> JobSpec:
+    """The job without replicas of which pods are missing."""
+    return Running(spec.parallelism, generations.left_out).spec(spec)
+
+
 def _has_ended(status: Mapping[str, Any]) -> bool:
     return any(
         c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
@@ -85,6 +91,8 @@ class ClusterStore:
         """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
         self.on_dropped: Callable[[JobController, Generations], None] = lambda *_: None
         """Told of jobs that are not tracked any more."""
+        self.on_lost: Callable[[Generations], None] = lambda _: None
+        """Told when pods may have been lost: what is due may be so earlier."""
         self._first_plan = first_plan
         self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
         """Jobs to track once they have their first plan: the latest object, and the task."""
@@ -196,7 +204,17 @@ class ClusterStore:
 
     async def persist_generations(self, namespace: str, job: str) -> None:
         """Write the job's status, and in it the generation. Raises if the write failed."""
-        await self._writer.persist_generations(self._required(namespace, job))
+        tracked = self._required(namespace, job)
+        self._resize(tracked)
+        await self._writer.persist_generations(tracked)
+
+    @staticmethod
+    def _resize(tracked: TrackedJob) -> None:
+        """Have a controller for the replicas that run."""
+        spec = _running(tracked.spec, tracked.generations)
+        if spec.parallelism != tracked.controller.spec.parallelism:
+            tracked.controller = tracked.controller.resized(spec)
+            tracked.reports.again()
 
     def _required(self, namespace: str, job: str) -> TrackedJob:
         tracked = self._tracked.get((namespace, job))
@@ -270,10 +288,12 @@ class ClusterStore:
         tracked.generations.restarts = raw.get("restarts") or 0
         lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
         tracked.generations.expect(lost, self._clock())
+        self.on_lost(tracked.generations)
         tracked.fence.seen(metadata.get("resourceVersion"), raw)
         if attempt > tracked.controller.attempt:
-            tracked.controller.begin_attempt(attempt)
             tracked.generations.begin_attempt(attempt)
+            self._resize(tracked)
+            tracked.controller.begin_attempt(attempt)
             tracked.reports.reported_at = tracked.taken_over_at = None
             tracked.reports.again()
 
@@ -304,6 +324,8 @@ class ClusterStore:
             restarts=status.restarts,
             # Agents report what is new: a loss may be the next that this ingest hears of.
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
+            cut=spec.parallelism,
+            patience=spec.failure_policy.replacement_seconds,
         )
         generations.expect(status.replacements, self._clock())
         useful = status.useful_time or UsefulTime()
@@ -312,7 +334,7 @@ class ClusterStore:
         )
         try:
             controller, problem = snapshot_codec.restore(
-                spec, status.control, attempt, reports.record
+                _running(spec, generations), status.control, attempt, reports.record
             )
         except InputError as error:
             log.error("%s/%s cannot accept reports: %s", *key, error)
@@ -326,6 +348,7 @@ class ClusterStore:
             name=key[1],
             uid=metadata["uid"],
             generation=metadata["generation"],
+            spec=spec,
             controller=controller,
             control=status.control,
             conditions=own,
@@ -382,13 +405,16 @@ class ClusterStore:
     def _spec_edited(self, tracked: TrackedJob, body: Mapping[str, Any]) -> None:
         """Apply an edit of the spec: of the mutable fields the controller uses ``adaptation``."""
         spec = self._spec((tracked.namespace, tracked.name), body)
-        if spec is not None:
-            tracked.generations.most = spec.failure_policy.max_restarts
-        if spec is None or spec.adaptation == tracked.controller.spec.adaptation:
+        if spec is None:
+            return
+        tracked.spec = spec
+        tracked.generations.most = spec.failure_policy.max_restarts
+        tracked.generations.patience = spec.failure_policy.replacement_seconds
+        if spec.adaptation == tracked.controller.spec.adaptation:
             return
         before = tracked.controller
         tracked.controller = JobController.restore(
-            spec, before.snapshot(), on_report=tracked.reports.record
+            _running(spec, tracked.generations), before.snapshot(), on_report=tracked.reports.record
         )
         tracked.controller.adopt(before)
         log.info(

@@ -3,7 +3,7 @@
 The time of the finished iterations, each counted once, over the time since the ranks were first
 given their place, without the time in which the job was suspended or waited in a queue. Starts,
 losses, iterations that are run again and waits between iterations make it smaller; slow iterations
-do not.
+do not. Those of fewer replicas count by their share.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Useful:
     _assumed: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """Seconds that iterations of the newest gap count with until they are reported."""
 
-    def take(self, samples: Iterable[IterationSample]) -> None:
+    def take(self, samples: Iterable[IterationSample], share: float = 1.0) -> None:
         """Take reported iterations. One that was run again does not count again. Those of which
         nothing was heard, as ranks ended before they could report, count like the others on
-        average; the next ranks report them after their own first one if they know of them."""
+        average; the next ranks report them after their own first one if they know of them.
+        ``share``: the part of the job's replicas that had them, and of its batch."""
         for sample in samples:
             new = sample.index + 1 - self.iterations
             if new <= 0:
                 if (assumed := self._assumed.pop(sample.index, None)) is not None:
-                    self.seconds += sample.seconds - assumed
+                    self.seconds += sample.seconds * share - assumed
                 continue
             if new > 1 and self.iterations:
                 # A job may begin with iterations that another one has finished: not these.
@@ -43,7 +44,7 @@ class Useful:
                 newest = range(self.iterations, sample.index)[-MOST_ASSUMED:]
                 self._assumed = dict.fromkeys(newest, usual)
                 self.seconds += usual * (new - 1)
-            self.seconds += sample.seconds
+            self.seconds += sample.seconds * share
             self.iterations += new
 
     def goodput(self, seconds: float) -> float | None:

@@ -160,6 +160,20 @@ def test_pods_whose_ranks_start_again_run_the_launcher_and_have_room_for_state(
     assert (pod.first, pod.size, str(pod.kept_dir)) == (0, 1, mount["mountPath"])
 
 
+def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
+    """Any of them may be the first that runs."""
+    fewer = {"parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1}}
+    made = attempt(**fewer, failurePolicy={"maxRestarts": 2, "replacementSeconds": 30})
+    env = {v["name"]: v.get("value") for v in trainer(made)["env"]}
+    pattern = env["PIPEMORPH_POD_ADDRESS"]
+    assert pattern.replace("{}", "0") == env["MASTER_ADDR"] and pattern.count("{}") == 1
+    name = batch_job(made, CONFIG)["metadata"]["name"]
+    assert pattern.startswith(f"{name}-{{}}.")
+    assert json.loads(job_file(made.job))["spec"]["parallelism"]["minReplicas"] == 1
+    with pytest.raises(Unbuildable, match="minReplicas is set, and ranks do not start again"):
+        trainer(attempt(**fewer))
+
+
 def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
     """Whose job has no failure policy: it may change."""
     made = attempt(failurePolicy={"hangSeconds": 7, "startSeconds": 300})

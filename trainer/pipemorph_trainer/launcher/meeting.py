@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from math import inf
 from pathlib import Path
 from urllib.parse import SplitResult, urlencode, urlsplit
 
@@ -167,13 +168,26 @@ def _reason(said: bytes) -> str:
 class Meeting:
     """What the pod number ``pod`` of an attempt tells and hears. Its threads end with the process.
 
-    ``note`` is told when the ingest does not answer, and does again.
+    ``note`` is told when the ingest does not answer, and does again. ``runs``: whether a generation
+    without some replicas has ranks in this pod.
     """
 
     def __init__(
-        self, endpoint: Endpoint, pod: int, attempt: int, note: Callable[[str], None]
+        self,
+        endpoint: Endpoint,
+        pod: int,
+        attempt: int,
+        note: Callable[[str], None],
+        runs: Callable[[tuple[int, ...]], bool] = lambda _: True,
     ) -> None:
         self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
+        self._runs = runs
+        self.missed = False
+        """Whether a generation ran without this pod: its copies are not of the newest state."""
+        self._left_out: tuple[int, ...] = ()
+        """Of the generation that this pod was told of last."""
+        self._leaving: int | None = None
+        """A generation whose ranks are to leave."""
         self._launcher = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._watched: int | None = None
@@ -194,6 +208,11 @@ class Meeting:
             if self._over is not None and self._over[0] >= generation:
                 return self._over[1]
         return None
+
+    def leaves(self, generation: int) -> bool:
+        """Whether the ranks have to leave at an iteration boundary, since a replica can join."""
+        with self._changed:
+            return self._leaving == generation
 
     def failed(self, generation: int, loss: Loss) -> None:
         """Say at once, beside the caller, that the ranks of this pod are about to end."""
@@ -262,9 +281,11 @@ class Meeting:
                 cancelled.wait(min(backoff, left))
                 backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
                 continue
-            if state.verdict or not state.over:
+            self._left_out = state.left_out
+            if state.verdict or (not state.over and self._runs(state.left_out)):
                 return state
-            self._note(f"waiting for the generation after {state.generation}: {state.reason}")
+            why = state.reason or "the ranks of other pods are asked to leave"
+            self._note(f"waiting for the generation after {state.generation}: {why}")
             return self._wait(state.generation, None, 0, patience, cancelled)
         return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 
@@ -289,7 +310,7 @@ class Meeting:
             except _NO_ANSWER as error:
                 why = f"no ingest has answered: {one_line(str(error))}"
                 if not told:
-                    self._note(f"{why}; asking again for {left:.0f} s")
+                    self._note(f"{why}; asking again for {left:.0f} s".replace("inf s", "ever"))
                     told = True
                 cancelled.wait(min(backoff, left))
                 backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
@@ -299,14 +320,32 @@ class Meeting:
             if state.awaits is not None:
                 why = f"no other pod has come in the place of pod {state.awaits}"
                 end = time.monotonic() + patience
-            if state.verdict or (state.generation > generation and not state.over):
+            # A generation does not follow one that this pod has not heard of, unless that ran
+            # without it.
+            self.missed |= state.generation > generation + 1
+            self._left_out = state.left_out
+            runs = self._runs(state.left_out)
+            if state.verdict or (state.generation > generation and not state.over and runs):
                 return state
+            if not runs:
+                self._tell_once(state)
+                self.missed, why = True, "the other replicas train on"
+                end = inf  # There is nothing else to do, whether an ingest answers or not.
+            elif end == inf:
+                end = time.monotonic() + patience
             if state.generation > generation:
-                # It was over before this pod heard of it.
+                # It was over before this pod heard of it, or has no ranks here.
                 generation, loss = state.generation, None
             else:
                 cancelled.wait(state.again)
         return f"{why} (waited {patience:.0f} s)"
+
+    def _tell_once(self, state: GenerationState) -> None:
+        if not self.missed and not state.over:
+            self._note(
+                f"generation {state.generation} runs without replicas"
+                f" {', '.join(map(str, state.left_out))}; this pod waits until a pod is back"
+            )
 
     def _watch(self) -> None:
         backoff = FIRST_BACKOFF_SECONDS
@@ -316,6 +355,8 @@ class Meeting:
                 generation = self._watched
             assert generation is not None
             query = {"generation": str(generation), "wait": str(POLL_SECONDS)}
+            if self._leaving == generation:
+                query["leaving"] = "1"
             try:
                 state = self._ask(query, None, POLL_SECONDS + REQUEST_SECONDS)
             except Refused as refusal:
@@ -335,6 +376,9 @@ class Meeting:
                     self._over = generation, Told(why, state.hang)
                     if self._watched == generation:
                         self._watched = None
+            elif state.leave and self._leaving != generation:
+                with self._changed:
+                    self._leaving = generation
             elif state.again:
                 self._pause(generation, state.again)
 
@@ -384,5 +428,6 @@ class Meeting:
                 "loss": loss,
                 "finished": finished,
                 "resumed": resumed,
+                "left_out": self._left_out,
             }
         )

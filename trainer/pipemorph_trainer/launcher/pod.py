@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import FailurePolicy, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
@@ -56,6 +57,11 @@ class Pod:
     kept_dir: Path | None = None
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     """When ranks are taken for hanging."""
+    address: str | None = None
+    """Of any pod of the job, with its number in the place of ``{}``; None: all have that of the
+    first one."""
+    left_out: tuple[int, ...] = ()
+    """Replicas without which the job runs that this is a pod of, see :meth:`without`."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
@@ -84,6 +90,7 @@ class Pod:
             context.secret,
             context.kept_dir,
             _policy(environ),
+            environ.get("PIPEMORPH_POD_ADDRESS"),
         )
 
     @property
@@ -94,9 +101,30 @@ class Pod:
     def pods(self) -> int:
         return self.job.spec.parallelism.world_size // self.size
 
-    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables of one rank."""
-        own = {"RANK": str(self.first + local_rank), "LOCAL_RANK": str(local_rank)}
+    @property
+    def resizes(self) -> bool:
+        """Whether generations may have different replicas."""
+        return self.job.spec.parallelism.min_replicas is not None
+
+    def runs_without(self, left_out: tuple[int, ...]) -> bool:
+        """Whether this pod has ranks in a generation without some replicas."""
+        return Running(self.job.spec.parallelism, left_out).has(self.index)
+
+    def without(self, left_out: tuple[int, ...]) -> Pod:
+        """This pod in the smaller job that runs without some replicas."""
+        running = Running(self.job.spec.parallelism, left_out)
+        spec = running.spec(self.job.spec)
+        job = self.job.model_copy(update={"spec": spec})
+        return replace(self, job=job, first=running.rank(self.first), left_out=left_out)
+
+    def environment(
+        self, local_rank: int, environ: Mapping[str, str], whole: Pod | None = None
+    ) -> dict[str, str]:
+        """The variables of one rank. ``whole``: this pod in the whole job, if it is not that."""
+        rank = self.first + local_rank
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        if whole is not None:
+            own["PIPEMORPH_KEPT_RANK"] = str(whole.first + local_rank)
         port = environ.get("PIPEMORPH_METRICS_PORT")
         if port and int(port):
             # The ranks of a pod share its address.
@@ -137,6 +165,8 @@ class PodSite:
     word: int | None = None
     """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    asked: bool = False
+    """Whether the ranks have been asked to leave, so that a replica can join."""
     hangs: HangWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,11 +182,13 @@ class PodSite:
             # Ranks do not wait for an ingest that is away: most pods are the first in their place.
             note(f"{met}; the ranks begin as generation 0")
             return Life()
-        if met.verdict:
+        if met.verdict not in ("", "completed"):
             return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
+        if met.verdict == "completed":
+            return Ending(End.COMPLETED)
         if met.generation:
             note(f"this pod takes the place of another one, in generation {met.generation}")
-        return Life(generation=met.generation)
+        return Life(generation=met.generation, left_out=met.left_out)
 
     @contextmanager
     def shared(self, life: Life) -> Iterator[dict[str, str]]:
@@ -179,20 +211,38 @@ class PodSite:
                 file.touch(mode=0o600)
                 file.write_bytes(generation_secret(self.pod.secret, life.generation))
                 env["PIPEMORPH_SECRET_FILE"] = str(file)
+            if life.left_out:
+                env |= self._smaller(Path(folder), life.left_out)
             yield env
 
+    def _smaller(self, folder: Path, left_out: tuple[int, ...]) -> dict[str, str]:
+        """The variables of all ranks of a generation without some replicas."""
+        cut = self.pod.job.spec.parallelism
+        running, pod = Running(cut, left_out), self.pod.without(left_out)
+        file = folder / "job.json"
+        file.write_text(pod.job.model_dump_json(by_alias=True, exclude_defaults=True))
+        env = {
+            "PIPEMORPH_JOB_FILE": str(file),
+            "WORLD_SIZE": str(pod.job.spec.parallelism.world_size),
+        }
+        if self.pod.address is not None:
+            env["MASTER_ADDR"] = self.pod.address.replace("{}", str(running.pods[0]))
+        return env
+
     def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
-        mesh = self.pod.job.spec.parallelism.mesh
-        ranks_here = range(self.pod.first, self.pod.first + self.pod.size)
+        pod = self.pod.without(life.left_out) if life.left_out else self.pod
+        mesh = pod.job.spec.parallelism.mesh
+        ranks_here = range(pod.first, pod.first + pod.size)
         folder = shared.get("PIPEMORPH_PROGRESS_DIR")
         self.hangs.begin(HangWatch.files(Path(folder), ranks_here) if folder else ())
-        for local_rank in range(self.pod.size):
-            rank = self.pod.first + local_rank
-            env = self.pod.environment(local_rank, shared)
-            ranks.start(mesh.coordinate(rank), self.program, env, self.pod.log(rank))
+        self.asked = False
+        for local_rank in range(pod.size):
+            rank = pod.first + local_rank
+            env = pod.environment(local_rank, shared, self.pod if self.pod.resizes else None)
+            ranks.start(mesh.coordinate(rank), self.program, env, pod.log(rank))
         if self.meeting is not None:
             self.meeting.watch(life.generation)
-            self.word = life.generation if self.pod.first == 0 and life.generation else None
+            self.word = life.generation if pod.first == 0 and life.generation else None
 
     def watch(self, ranks: RankSet, life: Life) -> Ending:
         ending = self._supervise(ranks, life)
@@ -217,12 +267,14 @@ class PodSite:
         return supervise(
             ranks,
             self.events,
-            refresh=self._look_for_word,
+            refresh=lambda: self._look(meeting, life),
             note=note,
             grace=self.grace,
             straggle=straggle,
             recovers=True,
             saves=saves,
+            # Ranks leave only by an agreement of all, which another pod may have asked for.
+            moves=lambda: self.pod.resizes,
             hung=self.hangs.look,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
@@ -240,28 +292,39 @@ class PodSite:
             # Another pod was asked to end, and ranks of all have saved: this one stays.
             reason = f"the ranks saved and ended with those of another pod ({ending.reason})"
             ending = replace(ending, end=End.FAILED, reason=reason, retry=True, lost_peer=True)
-        if ending.end not in (End.COMPLETED, End.FAILED):
+        if ending.end is End.MOVED:
+            note("the ranks have left, so that a replica can join")
+        elif ending.end not in (End.COMPLETED, End.FAILED):
             return ending
         if ending.end is End.COMPLETED:
             if self.pod.pods > 1:
                 self.meeting.completed(life.generation)
             return ending
-        _print(ending)
+        if ending.end is not End.MOVED:
+            _print(ending)
         # Of ranks that hang, all pods say what theirs did.
-        loss = None if ending.told and not ending.hang else loss_of(ending)
+        told = ending.end is End.MOVED or (ending.told and not ending.hang)
+        loss = None if told else loss_of(ending)
         patience = MEET_SECONDS + self.grace
         met = self.meeting.meet(
             life.generation, loss, patience, self.is_over, finished=self.hangs.finished
         )
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
+        self._forget_what_is_old()
+        if not isinstance(met, str) and met.verdict == "completed":
+            return Ending(End.COMPLETED)
+        if ending.end is End.MOVED:
+            ending = replace(ending, end=End.FAILED)
         ending = _not_as_lost(ending)
         if isinstance(met, str):
             why = f"not started again within the pod: {met}"
             return replace(ending, details=(*ending.details, why))
         if not met.verdict:
-            note(f"the ranks start again as generation {met.generation}")
-            return Life(life.attempt, met.generation)
+            without = ", ".join(map(str, met.left_out))
+            fewer = f", without replica {without}" if without else ""
+            note(f"the ranks start again as generation {met.generation}{fewer}")
+            return Life(life.attempt, met.generation, met.left_out)
         if met.why:
             ending = replace(ending, details=(*ending.details, met.why))
         if met.cause != self.pod.index:
@@ -272,6 +335,21 @@ class PodSite:
     def _tell(self, meeting: Meeting, life: Life, ending: Ending) -> None:
         if not ending.told:
             meeting.failed(life.generation, loss_of(ending))
+
+    def _forget_what_is_old(self) -> None:
+        """Remove copies of the state of an earlier generation, if one ran without this pod: those
+        of the others are of the same iterations, but of other batches."""
+        assert self.meeting is not None
+        if self.pod.resizes and self.meeting.missed and self.pod.kept_dir is not None:
+            KeptFolder(self.pod.kept_dir).clear()
+        self.meeting.missed = False
+
+    def _look(self, meeting: Meeting, life: Life) -> None:
+        self._look_for_word()
+        if not self.asked and meeting.leaves(life.generation):
+            self.asked = True
+            if self.pod.kept_dir is not None:
+                KeptFolder(self.pod.kept_dir).ask_to_leave(life.generation)
 
     def _look_for_word(self) -> None:
         """Pass on what the ranks have begun with, once rank 0 has left word of it."""
@@ -303,7 +381,7 @@ def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = F
     meeting = None
     if generations:
         endpoint = Endpoint.from_env(os.environ, pod.namespace, pod.job.metadata.name)
-        meeting = Meeting(endpoint, pod.index, pod.attempt, note)
+        meeting = Meeting(endpoint, pod.index, pod.attempt, note, pod.runs_without)
     events, reaper = Events(), Reaper()
     try:
         with (

@@ -25,8 +25,8 @@ class Departure(NamedTuple):
 class Leaving:
     """Knows whether all ranks are to end, and prepares for it. Main thread only.
 
-    A rank is asked by SIGTERM to save and to end, or by a file of its host to leave for another
-    place. All ranks hear of it with the loss of an iteration.
+    A rank is asked by SIGTERM to save and to end, or by a file of its host to leave: for another
+    place, or since a replica joins. All ranks hear of it with the loss of an iteration.
 
     ``describe``: what this rank is waiting for; ``last``: called before a signal ends the process.
     """
@@ -91,13 +91,20 @@ class Leaving:
         if not self.moving or self._complete(iteration):
             return None
         keeper, folder = self._parts.keeper, context.kept_dir
-        why = "it keeps no state" if keeper is None else keeper.seal(iteration)
+        job = context.job
+        # A replica that joins has nothing of its own.
+        exact = job is None or job.spec.parallelism.min_replicas is None
+        why = "it keeps no state" if keeper is None else keeper.seal(iteration, exact=exact)
         lacks = [f"rank {r}: {w}" for r, w in enumerate(self._parts.world.tell_all(why)) if w]
         if not lacks:
-            return Departure(f"left at iteration {iteration}, for other places", EXIT_MOVES)
-        if self._parts.coordinate.rank == 0 and folder is not None:
-            log.warning("ranks do not change places: %s", lacks[0])
-            (folder / stay_file(context.generation)).write_text(lacks[0])
+            whom = "for other places" if exact else "so that a replica can join"
+            return Departure(f"left at iteration {iteration}, {whom}", EXIT_MOVES)
+        if folder is not None:
+            if self._parts.coordinate.rank == 0:
+                what = "change places" if exact else "leave, so no replica joins"
+                log.warning("ranks do not %s: %s", what, lacks[0])
+                (folder / stay_file(context.generation)).write_text(lacks[0])
+            # Pods have one each.
             (folder / leave_file(context.generation)).unlink(missing_ok=True)
         return None
 

@@ -213,6 +213,7 @@ class Parts:
         # A host that cannot give ranks other places tells none.
         asked = job is not None and job.spec.adaptation.relayout
         self._moves = asked and context.places is not None
+        self._resizes = job is not None and job.spec.parallelism.min_replicas is not None
         ring = None
         if self._moves:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
@@ -225,7 +226,7 @@ class Parts:
             failures=self.failures, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
-        self._generation = context.generation
+        self._generation, self._kept_rank = context.generation, context.kept_rank
         self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
@@ -278,14 +279,16 @@ class Parts:
         )
         every = self.settings.snapshot_iterations
         if every is None:
-            # What copies take on a device nobody knows; only one is made when ranks move.
-            every = 1 if accelerator is None or not self._moves else 0
-            late = LateCopies(accelerator) if accelerator is not None and self._moves else None
+            # What copies take on a device nobody knows; only one is made when ranks leave.
+            leaves = self._moves or self._resizes
+            every = 1 if accelerator is None or not leaves else 0
+            late = LateCopies(accelerator) if accelerator is not None and leaves else None
         else:
             late = LateCopies(accelerator) if accelerator is not None else None
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
-            generation=self._generation, every=every, late=late,
+            generation=self._generation, every=every, late=late, number=self._kept_rank,
+            changes=self._resizes,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper

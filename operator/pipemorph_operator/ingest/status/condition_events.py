@@ -44,6 +44,8 @@ WORTH: Mapping[tuple[str, str], Worth] = {
     (names.STAGES_EVEN, names.R_STAGES_EVEN): "relief",
     (names.REDUCTIONS_HEALTHY, names.R_REDUCTIONS_SLOW): "trouble",
     (names.REDUCTIONS_HEALTHY, names.R_REDUCTIONS_OK): "relief",
+    (names.REPLICAS_COMPLETE, names.R_REPLICAS_FEWER): "trouble",
+    (names.REPLICAS_COMPLETE, names.R_REPLICAS_ALL): "relief",
 }
 _EACH_MESSAGE = frozenset({names.SCHEDULE_ADAPTED, names.LINKS_DELEGATED})
 """Conditions with an event for every new message, not only every new reason: the message names the

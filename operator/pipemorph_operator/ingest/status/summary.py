@@ -43,13 +43,16 @@ from pipemorph_operator.policy.conditions import updated
 class Source:
     """The input of a summary. ``reported_at``: wall clock of the newest report; ``ended``: the job
     is Complete or Failed, so its links are idle; ``taken_over_at``: wall clock from which this
-    process has a job whose ranks had reported to another one."""
+    process has a job whose ranks had reported to another one; ``whole``: replicas of the job, if
+    fewer may train, and ``left_out``: those that do not."""
 
     controller: JobController
     reported_at: float | None
     generation: int | None
     ended: bool = False
     taken_over_at: float | None = None
+    whole: int | None = None
+    left_out: tuple[int, ...] = ()
 
 
 def summarize(
@@ -156,7 +159,7 @@ def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
     """The conditions in :data:`names.INGEST_CONDITIONS`; ``ReductionsHealthy`` only of jobs whose
-    ranks reduce gradients."""
+    ranks reduce gradients, ``ReplicasComplete`` only of those that may do with fewer replicas."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -188,6 +191,11 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
     }
     if source.controller.spec.parallelism.mesh.data > 1:
         found[names.REDUCTIONS_HEALTHY] = _reductions_healthy(source, view, now)
+    elif source.left_out:
+        one = "one replica trains, which reduces its gradients with no other"
+        found[names.REDUCTIONS_HEALTHY] = "Unknown", names.R_REPLICAS_FEWER, one
+    if source.whole is not None:
+        found[names.REPLICAS_COMPLETE] = _replicas_complete(source.whole, source.left_out)
     return found
 
 
@@ -239,6 +247,19 @@ def _reductions_healthy(source: Source, view: JobView, now: float) -> Verdict:
         more = f" and {len(slow) - 5} more" if len(slow) > 5 else ""
         return "False", names.R_REDUCTIONS_SLOW, f"{shown}{more} slow"
     return "True", names.R_REDUCTIONS_OK, f"{len(view.reductions)} groups, none slow"
+
+
+def _replicas_complete(whole: int, left_out: tuple[int, ...]) -> Verdict:
+    if not left_out:
+        return "True", names.R_REPLICAS_ALL, f"all {whole} replicas train"
+    missing = f"replica{'s' if len(left_out) > 1 else ''} {_list(left_out[:NAMED])}"
+    more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+    return (
+        "False",
+        names.R_REPLICAS_FEWER,
+        f"{whole - len(left_out)} of {whole} replicas train; {missing}{more} waits for lost pods to"
+        " be back",
+    )
 
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipemorph.api.spec import Metadata, PipeMorphJob
+from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
@@ -59,6 +59,8 @@ class TrackedJob:
     name: str
     uid: str
     generation: int
+    spec: JobSpec
+    """Of the whole job; the controller's is that of the replicas that run."""
     controller: JobController
     control: ControlState | None
     conditions: list[Condition]
@@ -172,4 +174,6 @@ class TrackedJob:
             self.generation,
             self.ended,
             self.taken_over_at,
+            self.spec.parallelism.replicas if self.spec.parallelism.min_replicas else None,
+            self.generations.left_out,
         )

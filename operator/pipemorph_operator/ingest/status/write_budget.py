@@ -68,7 +68,7 @@ class ReportLog:
         self.reported_at = self.clock()
         self.pending = True
         now = report.state, report.observed_plan_version, report.applied_plan_version
-        self.useful.take(report.iterations)
+        self.useful.take(report.iterations, self.generations.share)
         recovered = self.generations.reported(report, self.reported_at)
         self.news |= now != self._last or not report.is_progress or recovered
         self._last = now

@@ -23,6 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,9 @@ class Keeper:
     when ranks leave for other places. Main thread only. ``late``: writes those of a device; None:
     all is in host memory.
 
-    They are in a subfolder ``rank-<RANK>.generation-<G>``, which every generation takes over.
+    They are in a subfolder ``rank-<NUMBER>.generation-<G>``, which every generation takes over.
+    ``number``: of the rank in the whole job; None: its rank. ``changes``: the next generation may
+    have more replicas or fewer, and the copies of this one fit those.
     """
 
     def __init__(
@@ -99,12 +102,17 @@ class Keeper:
         generation: int,
         every: int = 1,
         late: LateCopies | None = None,
+        number: int | None = None,
+        changes: bool = False,
     ) -> None:
+        mesh = world.coordinate.mesh
+        self._owner = world.coordinate.rank if number is None else number
+        self._mesh = (replace(mesh, replicas=1) if changes else mesh).described()
         self._number, self._generation = next(_numbers), generation
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0 if every else -1
         self._alike = _slots(world, placements, shared=values.shared)
-        mine = folder / f"rank-{world.coordinate.rank}.generation-{generation}"
+        mine = folder / f"rank-{self._owner}.generation-{generation}"
         self._late = late
         # A copy is finished later than its iteration begins, by up to one copy.
         self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
@@ -162,12 +170,11 @@ class Keeper:
 
     def _open(self, folder: Path, mine: Path) -> str:
         """Take over this rank's subfolder, or make one. Returns why that is not possible."""
-        rank = self._world.coordinate.rank
         try:
             found = {
                 int(match[2]): path
                 for path in folder.iterdir()
-                if (match := _OWN.fullmatch(path.name)) and int(match[1]) == rank
+                if (match := _OWN.fullmatch(path.name)) and int(match[1]) == self._owner
             }
             path = found[max(found)] if found else mine
             path.mkdir(mode=0o700, exist_ok=True)
@@ -302,8 +309,7 @@ class Keeper:
 
     def _finish(self, slot: Slot, offer: Offer) -> None:
         """A slot holds a whole copy."""
-        mesh = self._world.coordinate.mesh.described()
-        self._slots.finish(slot, offer, {"mesh": mesh, "pipeline": self._number})
+        self._slots.finish(slot, offer, {"mesh": self._mesh, "pipeline": self._number})
         # Whoever has no state before iteration 0 begins there.
         if self._neighbour is not None and offer.step != "pending" and offer.iteration:
             self._neighbour.offer(offer.iteration)
@@ -315,9 +321,9 @@ class Keeper:
         self._remove()
         self._tell()
 
-    def seal(self, iteration: int) -> str:
-        """Finish the copy before an iteration, with its hash, for the rank's next place. Returns
-        why there is none; empty if there is."""
+    def seal(self, iteration: int, *, exact: bool = True) -> str:
+        """Finish the copy before an iteration: ``exact``: with its hash, for a generation in which
+        all have their own. Returns why there is none; empty if there is."""
         if self._late is not None and not self._why:
             try:
                 self._late.finish(WRITE_SECONDS)
@@ -326,6 +332,8 @@ class Keeper:
         slot = None if self._why else self._slots.of(iteration)
         if slot is None:
             return self._why or f"it has no copy of iteration {iteration}"
+        if not exact:
+            return ""
         assert slot.copy is not None and slot.offer is not None
         sealed = {"hash": digest(slot.copy), "left": self._generation}
         self._slots.finish(slot, slot.offer, {**slot.copy.mark, **sealed})
@@ -442,10 +450,9 @@ class Keeper:
     def _told(self, saved: int) -> _Told:
         if self._why:
             return _Told((), {}, 0, 0, saved, self._why)
-        mesh = self._world.coordinate.mesh.described()
 
         def fits(mark: Mapping[str, Any]) -> bool:
-            return (mark["mesh"], mark["pipeline"]) == (mesh, self._number)
+            return (mark["mesh"], mark["pipeline"]) == (self._mesh, self._number)
 
         offers = tuple(self._slots.find(fits))
         held, size = self._held.offers(fits)

@@ -1,0 +1,126 @@
+"""The smaller job that runs while replicas are missing."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.running import Running
+from pipemorph.api.spec import JobSpec
+
+ORDERS = (["pp", "dp_replicate", "tp"], ["dp_replicate", "pp", "tp"], ["tp", "pp", "dp_replicate"])
+
+
+def spec(**changes: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 2, "replicas": 3, "minReplicas": 1},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "m", "iterations": 1},
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_keep_all_coordinates_but_the_replica(order: list[str]) -> None:
+    cut = Parallelism.model_validate(
+        {"stages": 2, "replicas": 3, "tensor": 2, "order": order, "minReplicas": 1}
+    )
+    running = Running(cut, (1,))
+    small = cut.model_copy(update={"replicas": 2}).mesh
+    found = []
+    for rank in range(cut.world_size):
+        whole = cut.mesh.coordinate(rank)
+        assert (
+            running.has(rank) == (whole.replica != 1) and running.of_pod(rank)[0] == whole.replica
+        )
+        if whole.replica != 1:
+            found.append(running.rank(rank))
+            here = small.coordinate(found[-1])
+            assert here.replica == (0, None, 1)[whole.replica]
+            assert (here.stage, here.tensor) == (whole.stage, whole.tensor)
+    assert found == list(range(small.world_size)), "in the same order"
+
+
+@pytest.mark.parametrize(("each", "missing"), [(1, 2), (2, 0), (4, 1), (8, 2)])
+def test_pods_are_whole(each: int, missing: int) -> None:
+    """One replica in several pods, in one, and two in one."""
+    cut = Parallelism.model_validate(
+        {
+            "stages": 4,
+            "replicas": 4,
+            "ranksPerPod": each,
+            "minReplicas": 1,
+            "order": ["dp_replicate", "pp"],
+        }
+    )
+    lost = tuple(Running(cut).of_pod(missing))
+    running = Running(cut, lost)
+    for pod in range(cut.pods):
+        ranks = range(pod * each, (pod + 1) * each)
+        replicas = {cut.mesh.coordinate(rank).replica for rank in ranks}
+        assert set(Running(cut).of_pod(pod)) == replicas
+        assert running.has(pod) == (not replicas & set(lost))
+        if running.has(pod):
+            first = running.rank(ranks[0])
+            assert [running.rank(rank) for rank in ranks] == list(range(first, first + each))
+            assert running.pods.index(pod) == first // each
+
+
+def test_a_pod_may_not_have_parts_of_several_replicas() -> None:
+    for order, each in product((["pp", "dp_replicate"],), (2, 4)):
+        with pytest.raises(ValidationError, match="name dp_replicate first in parall"):
+            Parallelism.model_validate(
+                {
+                    "stages": 2,
+                    "replicas": 4,
+                    "ranksPerPod": each,
+                    "minReplicas": 1,
+                    "order": order,
+                }
+            )
+    with pytest.raises(ValidationError, match="minReplicas: is 5; there are 4 replicas"):
+        Parallelism.model_validate({"stages": 2, "replicas": 4, "minReplicas": 5})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"recovery": {"neighbour": True}}, "recovery.neighbour: is true, with parallelism.minRep"),
+        ({"recovery": {"snapshotIterations": 0}}, "recovery.snapshotIterations: is 0"),
+        (
+            {"placement": {"rdma": {"resourceName": "a/b", "check": "require"}}},
+            "placement.rdma.check: is require",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_with_it_are_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        spec(**changes)
+
+
+def test_the_smaller_job_has_what_each_replica_has_in_the_whole_one() -> None:
+    faults = [
+        {"link": 0, "replica": replica, "delayMs": 1.0 + replica, "fromIteration": 1}
+        for replica in range(3)
+    ]
+    faults += [
+        {"between": [0, 5], "delayMs": 7, "fromIteration": 1},
+        {"between": [0, 4], "delayMs": 8, "fromIteration": 1},
+    ]
+    whole = spec(schedule={"microbatches": 4, "globalBatchSize": 24}, faults=faults)
+    assert Running(whole.parallelism).spec(whole) is whole
+    small = Running(whole.parallelism, (0,)).spec(whole)
+    # It is a good one by itself.
+    again = JobSpec.model_validate(small.model_dump(mode="json", by_alias=True))
+    assert again == small
+    assert (small.parallelism.replicas, small.schedule.global_batch_size) == (2, 16)
+    assert [(each.replica, each.delay_ms) for each in small.faults] == [(0, 2.0), (1, 3.0)]
+    # Pods 0 and 3 were those of replica 0.
+    other = Running(whole.parallelism, (1,)).spec(whole)
+    assert [each.between for each in other.faults if each.between] == [[0, 3]]

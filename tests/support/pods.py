@@ -1,0 +1,227 @@
+"""A job of several pods on this machine, each with its launcher, and its ingest, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launch import free_port
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import PodReplacement, Recoveries
+
+DEADLINE = 120.0
+ITERATIONS = 24
+TOKEN = "token of the job"
+SUPPORT = Path(__file__).resolve().parent
+
+SCRIPT = """
+import hashlib, os, time
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import neighbour
+
+context = TrainerContext.from_env()
+if pause := context.args.get("copies_take"):
+    send = neighbour.send_body
+    neighbour.send_body = lambda *rest: (time.sleep(pause), send(*rest))
+args, here, generation = context.args, Path(__file__).parent, context.generation
+secret = Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes()
+(here / f"secret-{generation}-{context.rank}").write_text(hashlib.sha256(secret).hexdigest())
+
+def read_labels():
+    time.sleep(1000)
+
+torch.manual_seed(context.coordinate().stage)
+stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
+with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional.mse_loss) as pipe:
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        if pipe.iteration == args.get("raise_at") and context.rank == 1:
+            raise ValueError("sample 7 has no labels")
+        if pipe.iteration == args.get("hang_at") and context.rank == 3 and generation == 0:
+            read_labels()
+        time.sleep(args["pause"])
+        draw = torch.Generator().manual_seed(pipe.iteration + context.coordinate().replica)
+        batch = torch.randn(4, 8, generator=draw)
+        optimizer.zero_grad()
+        pipe.step(batch, target=batch.flip(1))
+        optimizer.step()
+"""
+
+
+class Job:
+    """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        restarts: int = 2,
+        size: int = 2,
+        iterations: int = ITERATIONS,
+        order: list[str] | None = None,
+        spec: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        script: str = SCRIPT,
+        **args: Any,
+    ) -> None:
+        folder.mkdir()
+        self.folder, self.size = folder, size
+        self.port, store = free_port(), free_port()
+        (folder / "train.py").write_text(script)
+        job = {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "pods"},
+            "spec": {
+                "parallelism": {
+                    "stages": 2,
+                    "replicas": size,
+                    "ranksPerPod": size,
+                    "order": order or ["pp", "dp_replicate"],
+                },
+                "schedule": {"microbatches": 4},
+                "trainer": {
+                    "command": ["python", str(folder / "train.py")],
+                    "iterations": iterations,
+                    "args": ({"pause": 0.1} if script is SCRIPT else {}) | args,
+                },
+                "transport": {"deadlineSeconds": 30},
+                "failurePolicy": {"maxRestarts": restarts},
+                **(spec or {}),
+            },
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        cut = JobSpec.model_validate(job["spec"]).parallelism
+        (folder / "token").write_text(TOKEN)
+        (folder / "engine").write_text("5" * 64)
+        self._env = {
+            **os.environ,
+            "LOCAL_WORLD_SIZE": str(cut.ranks_per_pod),
+            "WORLD_SIZE": str(cut.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
+            "PIPEMORPH_SECRET_FILE": str(folder / "engine"),
+            "PIPEMORPH_TOKEN_FILE": str(folder / "token"),
+            "PIPEMORPH_INGEST_URL": f"http://127.0.0.1:{self.port}",
+            **(env or {}),
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lives = 0
+        self.ingest = self.start_ingest()
+        self.pods = [self.start_pod(index) for index in range(cut.pods)]
+
+    def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command], env=self._env | env, stdout=log, stderr=log
+            )
+        self._processes.append(process)
+        return process
+
+    def start_ingest(self) -> subprocess.Popen[bytes]:
+        job = str(self.folder / "job.json")
+        args = [job, TOKEN, str(self.port), str(self.folder)]
+        before = self.log("ingest").count("serving")
+        found = self._start("ingest", str(SUPPORT / "pod_ingest.py"), *args)
+        self.wait("the ingest serves", lambda: self.log("ingest").count("serving") > before)
+        return found
+
+    def start_pod(self, index: int) -> subprocess.Popen[bytes]:
+        kept = self.folder / f"kept-{index}-{self._lives}"
+        kept.mkdir()
+        self._lives += 1
+        module = ["-m", "pipemorph_trainer.launcher", "--generations", "--grace=10", "--"]
+        return self._start(
+            f"pod-{index}",
+            *module,
+            *(sys.executable, "-u", str(self.folder / "train.py")),
+            PIPEMORPH_POD_INDEX=str(index),
+            PIPEMORPH_KEPT_DIR=str(kept),
+        )
+
+    def lose(self, index: int) -> None:
+        """Kill a launcher, and with it its ranks; a new one in its place has nothing in memory."""
+        self.kill(index)
+        self.pods[index] = self.start_pod(index)
+
+    def kill(self, index: int, *, told: bool = False) -> float:
+        """Kill a launcher, and with it its ranks. ``told``: the operator has noticed, as it does
+        within a second. Returns the time."""
+        self.pods[index].kill()
+        at = time.time()
+        self.pods[index].wait(DEADLINE)
+        if told:
+            when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+            record = PodReplacement(
+                attempt=0, pod=index, uid=str(self._lives), at=when, cause=f"pod {index} was killed"
+            )
+            with (self.folder / "replacements.jsonl").open("a") as file:
+                print(record.model_dump_json(by_alias=True), file=file)
+        return at
+
+    def log(self, name: str) -> str:
+        file = self.folder / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def iterations(self) -> dict[int, float]:
+        """The loss of every reported iteration."""
+        file = self.folder / "iterations.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return dict(json.loads(line) for line in lines)
+
+    def recoveries(self) -> Recoveries:
+        file = self.folder / "recoveries.json"
+        return Recoveries.model_validate_json(file.read_text() if file.exists() else "{}")
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank. Of its pod's launcher it is a child."""
+        launcher = self.pods[number // self.size].pid
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                name = (entry / "comm").read_text().strip()
+            except OSError:
+                continue
+            if int(parent) == launcher and name == f"rank-{number}":
+                return int(entry.name)
+        raise AssertionError(f"rank {number} does not run:\n{self}")
+
+    def wait(self, what: str, found: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not found():
+            assert time.monotonic() < end, f"not within {DEADLINE:g} s: {what}\n{self}"
+            time.sleep(0.02)
+
+    def wait_for_iterations(self, count: int) -> None:
+        self.wait(f"{count} iterations", lambda: len(self.iterations()) >= count)
+
+    def ends(self) -> list[int]:
+        """The exit codes of all pods."""
+        try:
+            return [pod.wait(DEADLINE) for pod in self.pods]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the pods have not ended:\n{self}") from None
+
+    def __str__(self) -> str:
+        names = (*(f"pod-{index}" for index in range(len(self.pods))), "ingest")
+        return "\n".join(f"--- {name}\n{self.log(name)[-4000:]}" for name in names)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait(DEADLINE)

@@ -1,0 +1,139 @@
+"""Replicas train on while a pod of another is missing: real launchers, ranks and ingest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pods import Job
+
+from pipemorph_trainer.examples import gpt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+MICROBATCHES, MICROBATCH, SEED, ITERATIONS = 4, 2, 0, 120
+ARGS: dict[str, Any] = {
+    "width": 32, "heads": 2, "sequence": 32, "microbatch_size": MICROBATCH, "clip": 1e9,
+}  # fmt: skip
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from pipemorph_trainer.examples import gpt
+
+draw, hurry = gpt.sample_batch, Path(__file__).with_name("hurry")
+
+def sample_batch(*args, **given):
+    if not hurry.exists():
+        time.sleep(0.5)
+    return draw(*args, **given)
+
+gpt.sample_batch = sample_batch
+sys.exit(gpt.main())
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    made: list[Job] = []
+
+    def start(**given: Any) -> Job:
+        spec = {
+            "parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1, "layers": 2},
+            "schedule": {"microbatches": MICROBATCHES},
+            "failurePolicy": {"maxRestarts": 3, "replacementSeconds": 0},
+            **given,
+        }
+        made.append(
+            Job(tmp_path / "job", size=1, spec=spec, script=SCRIPT, iterations=ITERATIONS, **ARGS)
+        )
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.close()
+
+
+def losses_of_one_process(replicas: list[int]) -> list[float]:
+    """The losses of the same model on the same batches. ``replicas``: of each iteration."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    arguments = gpt.Arguments(**ARGS)
+    stages = []
+    for stage in range(2):
+        torch.manual_seed(SEED * 1000 + stage)
+        stages.append(gpt.GPTStage(arguments, stage, 2, 2))
+    model = torch.nn.Sequential(*stages)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    corpus, found = gpt.load_corpus(), []
+    for iteration, count in enumerate(replicas):
+        batches = [
+            gpt.sample_batch(
+                corpus,
+                seed=SEED,
+                iteration=iteration,
+                replica=replica,
+                batch=MICROBATCH * MICROBATCHES,
+                sequence=32,
+            )
+            for replica in range(count)
+        ]
+        tokens, target = (torch.cat(each) for each in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        loss = gpt.loss_fn(model(tokens), target)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    torch.set_num_threads(threads)
+    return found
+
+
+def recovered(job: Job, count: int) -> bool:
+    told = job.recoveries().last
+    return len(told) == count and told[-1].seconds is not None
+
+
+def ran(job: Job) -> list[int]:
+    """Replicas of each iteration, by the records of recoveries."""
+    total = max(job.iterations()) + 1
+    found = [2] * total
+    for record in job.recoveries().last:
+        assert record.went_on_with is not None and record.replicas is not None
+        found[record.went_on_with :] = [record.replicas] * (total - record.went_on_with)
+    return found
+
+
+def compare(job: Job) -> None:
+    """The losses with those of one process."""
+    expected = losses_of_one_process(ran(job))
+    for iteration, loss in job.iterations().items():
+        assert loss == pytest.approx(expected[iteration], abs=2e-4), f"{iteration}: {ran(job)}"
+
+
+def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> None:
+    job = started()
+    job.wait_for_iterations(5)
+    job.kill(3, told=True)
+    job.wait("replica 0 trains on", lambda: recovered(job, 1))
+    (first,) = job.recoveries().last
+    assert (first.replicas, first.pod, first.repeated, first.state) == (1, 3, 0, "kept"), first
+    assert job.recoveries().left_out == [1]
+    print(f"from the kill to the next finished iteration: {first.seconds} s")
+    job.wait("pod 1 waits", lambda: "generation 1 runs without replicas 1" in job.log("pod-1"))
+    done = len(job.iterations())
+    job.wait_for_iterations(done + 3)
+    job.pods[3] = job.start_pod(3)
+    job.wait("both replicas train", lambda: recovered(job, 2))
+    (job.folder / "hurry").touch()
+    second = job.recoveries().last[1]
+    assert (second.replicas, second.repeated, second.state) == (2, 0, "replica"), second
+    assert second.cause == "all pods of replica 1 are there again"
+    print(f"from leaving to the next finished iteration: {second.seconds} s")
+    assert job.ends() == [0, 0, 0, 0], job
+    told = job.recoveries()
+    assert (told.generation, told.count, told.counted, told.left_out) == (2, 1, 0, [])
+    assert sorted(job.iterations()) == list(range(ITERATIONS))
+    assert ran(job).count(1) >= 4
+    compare(job)
