@@ -163,14 +163,15 @@ def test_it_says_when_pictures_come_less_often(browser: Browser) -> None:
         browser.look(server.url)
         browser.until("live && !asking")
         assert browser.eval(f"{paced}.hidden")
-        left, server._left = server._left, -2.0
+        budget = server.documents.budget
+        left, budget.left = budget.left, -2.0
         browser.until(f"!{paced}.hidden")
         told = browser.eval(f"{paced}.textContent")
         assert "as of" in told and "5% of a core" in told
         # An older iteration has to wait as well.
         browser.eval("void look(shown() - 3)")
         browser.until("document.getElementById('now').textContent.includes('5% of a core')")
-        server._left = left
+        budget.left = left
         browser.until(f"{paced}.hidden")
     browser.errors.clear()
 
