@@ -10,7 +10,8 @@ there into the tensor. gloo names that tensor ahead (`irecv`), and so do the row
 (`post_receive`, which the trainer does not use); the rows called "view" stop at a zero-copy view of
 the slot, from where a stage on a GPU copies to its device. The sender's tensors are the user's as
 well: nobody gets to place or register them. Every payload byte over TCP carries a CRC32C, checked
-on arrival; gloo has none.
+on arrival; gloo has none. Rows called "mac" have a MAC in its place (AES-256-GCM), also in shared
+memory, and "aead" is encrypted by it as well.
 
 Streaming keeps up to `window` messages under way, on both sides and for every contender alike
 (isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
@@ -68,6 +69,8 @@ THRESHOLDS = (
 
 
 RAW = ("raw TCP", "raw Unix socket")
+KEYED = ("tcp mac", "tcp aead", "shm mac")
+"""Transports, and what proves their payloads. In shared memory, aead is the same as mac."""
 
 
 def raw_unix(pid: int) -> str:
@@ -93,10 +96,11 @@ class Side:
                 rank=rank,
                 secret=b"s",
                 host="127.0.0.1",
-                transport=name,
+                transport=name.partition(" ")[0],
+                integrity=name.partition(" ")[2] or "crc",
                 sockets=SOCKETS,
             )
-            for name in ("tcp", "shm")
+            for name in ("tcp", "shm", *KEYED)
         }
         listeners: dict[str, socket.socket] = {}
         if rank == 1:
@@ -162,9 +166,12 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
     "tcp": ("tcp", False, "copied"),
     "tcp, posted": ("tcp", False, "posted"),
     "tcp, view": ("tcp", False, "view"),
+    "tcp, mac": ("tcp mac", False, "copied"),
+    "tcp, aead": ("tcp aead", False, "copied"),
     "shm": ("shm", False, "copied"),
     "shm, posted": ("shm", False, "posted"),
     "shm, view": ("shm", False, "view"),
+    "shm, mac": ("shm mac", False, "copied"),
     "gloo, one at a time": ("gloo", True, ""),
     "tcp, one at a time": ("tcp", True, "copied"),
     "shm, one at a time": ("shm", True, "copied"),

@@ -280,13 +280,19 @@ uint32_t to_rank(int64_t value, const char* name) {
     return bounded(value, name, 0, std::numeric_limits<int32_t>::max());
 }
 
+Integrity to_integrity(const std::string& name) {
+    for (const Integrity each : {Integrity::crc, Integrity::mac, Integrity::aead})
+        if (name == name_of(each)) return each;
+    throw nb::value_error(("integrity must be crc, mac or aead, not '" + name + "'").c_str());
+}
+
 class PyEngine {
   public:
     PyEngine(std::string job, int64_t rank, const nb::bytes& secret, std::string host, int64_t port,
              int64_t queues, int64_t sockets, int64_t chunk_bytes, const std::string& transport,
              double peer_deadline, const std::optional<std::string>& require,
              std::vector<std::string> rdma_devices, int64_t gid_index, int64_t traffic_class,
-             int64_t service_level, int64_t numa_node)
+             int64_t service_level, int64_t numa_node, const std::string& integrity)
         : graveyard_(std::make_shared<Graveyard>()) {
         Config c;
         c.job = std::move(job);
@@ -298,6 +304,7 @@ class PyEngine {
         c.sockets = bounded(sockets, "sockets", 1, 64);
         c.chunk_bytes = bounded(chunk_bytes, "chunk_bytes", 4096, 1 << 30);
         c.transport = to_transport(transport);
+        c.integrity = to_integrity(integrity);
         c.peer_deadline = peer_deadline;
         if (require && *require != "rdma")
             throw nb::value_error(("require must be rdma or None, not '" + *require + "'").c_str());
@@ -492,15 +499,16 @@ NB_MODULE(_engine, m) {
         });
 
     nb::class_<PyEngine>(m, "Engine", nb::is_final())
-        .def(
-            nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t, int64_t,
-                     int64_t, const std::string&, double, const std::optional<std::string>&,
-                     std::vector<std::string>, int64_t, int64_t, int64_t, int64_t>(),
-            nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
-            "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
-            "peer_deadline"_a = 10.0, "require"_a = nb::none(),
-            "rdma_devices"_a = std::vector<std::string>(), "gid_index"_a = -1,
-            "traffic_class"_a = 0, "service_level"_a = 0, "numa_node"_a = -1)
+        .def(nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t,
+                      int64_t, int64_t, const std::string&, double,
+                      const std::optional<std::string>&, std::vector<std::string>, int64_t, int64_t,
+                      int64_t, int64_t, const std::string&>(),
+             nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
+             "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
+             "peer_deadline"_a = 10.0, "require"_a = nb::none(),
+             "rdma_devices"_a = std::vector<std::string>(), "gid_index"_a = -1,
+             "traffic_class"_a = 0, "service_level"_a = 0, "numa_node"_a = -1,
+             "integrity"_a = "crc")
         .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
         .def_prop_ro("rails_trouble",
                      [](const PyEngine& self) -> std::optional<std::string> {

@@ -49,6 +49,26 @@ bool computes(const Crypto& c) {
     return true;
 }
 
+// Test case 13 of the submission that became NIST SP 800-38D: the tag of no text.
+bool authenticates(const Crypto& c) {
+    constexpr std::array<unsigned char, 32> kKey{};
+    constexpr std::array<unsigned char, 12> kNonce{};
+    constexpr std::array<unsigned char, 16> kExpected = {0x53, 0x0f, 0x8a, 0xfb, 0xc7, 0x45,
+                                                         0x36, 0xb9, 0xa9, 0x63, 0xb4, 0xf1,
+                                                         0xc4, 0xcb, 0x73, 0x8b};
+    const std::unique_ptr<CipherContext, void (*)(CipherContext*)> context(c.cipher_new(),
+                                                                           c.cipher_free);
+    if (!context || c.aes_256_gcm == nullptr) return false;
+    unsigned char rest[16];
+    std::array<unsigned char, 16> tag{};
+    int size = 0;
+    constexpr int kGetTag = 0x10;
+    return c.encrypt_begin(context.get(), c.aes_256_gcm, nullptr, kKey.data(), kNonce.data()) ==
+               1 &&
+           c.encrypt_end(context.get(), rest, &size) == 1 &&
+           c.cipher_control(context.get(), kGetTag, 16, tag.data()) == 1 && tag == kExpected;
+}
+
 std::optional<Crypto> take(void* library, const CryptoLibrary& expected, std::string& why) {
     const std::string name = expected.name;
     const auto find = [&](auto& function, const char* symbol) {
@@ -62,12 +82,20 @@ std::optional<Crypto> take(void* library, const CryptoLibrary& expected, std::st
     const char* (*version)(int) = nullptr;
     int (*init)(uint64_t, const void*) = nullptr;
     const DigestMethod* (*sha256)() = nullptr;
+    const CipherMethod* (*aes_256_gcm)() = nullptr;
     Crypto c{};
-    const bool complete = find(number, "OpenSSL_version_num") && find(version, "OpenSSL_version") &&
-                          find(init, "OPENSSL_init_crypto") && find(sha256, "EVP_sha256") &&
-                          find(c.hmac_new, "HMAC_CTX_new") && find(c.hmac_free, "HMAC_CTX_free") &&
-                          find(c.hmac_begin, "HMAC_Init_ex") &&
-                          find(c.hmac_update, "HMAC_Update") && find(c.hmac_end, "HMAC_Final");
+    const bool complete =
+        find(number, "OpenSSL_version_num") && find(version, "OpenSSL_version") &&
+        find(init, "OPENSSL_init_crypto") && find(sha256, "EVP_sha256") &&
+        find(c.hmac_new, "HMAC_CTX_new") && find(c.hmac_free, "HMAC_CTX_free") &&
+        find(c.hmac_begin, "HMAC_Init_ex") && find(c.hmac_update, "HMAC_Update") &&
+        find(c.hmac_end, "HMAC_Final") && find(aes_256_gcm, "EVP_aes_256_gcm") &&
+        find(c.cipher_new, "EVP_CIPHER_CTX_new") && find(c.cipher_free, "EVP_CIPHER_CTX_free") &&
+        find(c.cipher_control, "EVP_CIPHER_CTX_ctrl") &&
+        find(c.encrypt_begin, "EVP_EncryptInit_ex") &&
+        find(c.encrypt_update, "EVP_EncryptUpdate") && find(c.encrypt_end, "EVP_EncryptFinal_ex") &&
+        find(c.decrypt_begin, "EVP_DecryptInit_ex") &&
+        find(c.decrypt_update, "EVP_DecryptUpdate") && find(c.decrypt_end, "EVP_DecryptFinal_ex");
     if (!complete) return std::nullopt;
     c.version = version(0);
     if (number() < expected.least || number() >= expected.first_after) {
@@ -79,8 +107,13 @@ std::optional<Crypto> take(void* library, const CryptoLibrary& expected, std::st
         return std::nullopt;
     }
     c.sha256 = sha256();
+    c.aes_256_gcm = aes_256_gcm();
     if (!computes(c)) {
         why = name + " (" + c.version + ") does not compute the HMAC-SHA256 of RFC 4231";
+        return std::nullopt;
+    }
+    if (!authenticates(c)) {
+        why = name + " (" + c.version + ") does not compute the AES-256-GCM of NIST SP 800-38D";
         return std::nullopt;
     }
     return c;

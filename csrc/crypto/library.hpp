@@ -10,6 +10,8 @@ namespace pipemorph {
 
 // Types of libcrypto that are only ever pointed to.
 struct HmacContext;
+struct CipherContext;
+struct CipherMethod;
 struct DigestMethod;
 struct CryptoEngine;
 
@@ -22,6 +24,24 @@ struct Crypto {
     int (*hmac_update)(HmacContext* context, const unsigned char* data, size_t bytes);
     int (*hmac_end)(HmacContext* context, unsigned char* out, unsigned int* out_bytes);
     const DigestMethod* sha256;
+    CipherContext* (*cipher_new)();
+    void (*cipher_free)(CipherContext* context);
+    // What is null stays as it was. All of these return 0 where they fail.
+    using CipherBegin = int(CipherContext* context, const CipherMethod* method,
+                            CryptoEngine* engine, const unsigned char* key,
+                            const unsigned char* nonce);
+    // Without `out`: bytes that are authenticated only.
+    using CipherUpdate = int(CipherContext* context, unsigned char* out, int* out_bytes,
+                             const unsigned char* in, int in_bytes);
+    using CipherEnd = int(CipherContext* context, unsigned char* out, int* out_bytes);
+    CipherBegin* encrypt_begin;
+    CipherUpdate* encrypt_update;
+    CipherEnd* encrypt_end;
+    CipherBegin* decrypt_begin;
+    CipherUpdate* decrypt_update;
+    CipherEnd* decrypt_end;  // 0 also if the tag is another
+    int (*cipher_control)(CipherContext* context, int what, int bytes, void* data);
+    const CipherMethod* aes_256_gcm;
     std::string version;  // "OpenSSL 3.0.17 1 Jul 2025"
 };
 

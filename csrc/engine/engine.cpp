@@ -264,6 +264,13 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
                                                " requires " + name_of(c.transport));
         return;
     }
+    if (h.integrity != c.integrity) {
+        greeting->refuse(Verdict::refused, std::string("integrity differs: ") +
+                                               rank_text(h.from_rank) + " has " +
+                                               name_of(h.integrity) + ", " + rank_text(c.rank) +
+                                               " has " + name_of(c.integrity));
+        return;
+    }
     const auto either = [&](Transport t) { return asked == t || c.transport == t; };
     if (either(Transport::shm) && !same_host) {
         greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(h.from_rank) +
@@ -397,6 +404,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.session = session;
             h.epoch = epoch;
             h.transport = c.transport;
+            h.integrity = c.integrity;
             h.sockets = static_cast<uint16_t>(c.sockets);
             h.rails = static_cast<uint16_t>(runtime_->rails.size());
             h.require_rdma = c.require_rdma;

@@ -139,7 +139,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
     ChunkSink begin_chunk(const ChunkHeader& header) override;
     void finish_chunk(const ChunkSink& sink, bool intact) override;
-    void header_refused() override;
+    void refused() override;
     void stale_chunk() override;
     void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
     void protocol_error(const std::string& why) override;

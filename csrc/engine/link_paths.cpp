@@ -46,13 +46,13 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
         }
         Reactor& reactor = runtime_->data(path);
         if (p.kind == Transport::shm)
-            now =
-                std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
+            now = std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
+                                            keys, runtime_->config.integrity);
         else {
             set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
             p.local = is_local(fd);
             now = std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
-                                            keys);
+                                            keys, runtime_->config.integrity);
         }
         replace(p);
         p.live = now;
@@ -203,7 +203,7 @@ void Link::finish_chunk(const ChunkSink& sink, bool intact) {
     });
 }
 
-void Link::header_refused() {
+void Link::refused() {
     const Lock lock(mu_);
     ++frames_refused_;
 }

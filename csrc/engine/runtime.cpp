@@ -46,6 +46,10 @@ void Config::check() const {
     require(!require_rdma || transport == Transport::rdma, "require rdma contradicts transport " +
                                                                std::string(name_of(transport)) +
                                                                ": set it to rdma");
+    require(integrity == Integrity::crc || transport != Transport::rdma,
+            "integrity " + std::string(name_of(integrity)) +
+                " contradicts transport rdma, whose payloads have no MAC: use integrity crc, or "
+                "transport auto, shm or tcp");
     require(rdma.service_level <= 15, "service_level must be between 0 and 15");
     require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
             "peer_deadline must be between 0.1 and 86400 seconds");
@@ -81,6 +85,9 @@ Runtime::Runtime(Config c)
     for (size_t i = 0; i < threads; ++i)
         data_.push_back(std::make_unique<Reactor>("pm-data-" + std::to_string(i)));
     if (may_use_rdma()) rails = Rail::open_all(config.rdma, rails_trouble);
+    if (config.transport == Transport::any && config.integrity != Integrity::crc)
+        rails_trouble = "payloads over RDMA have no MAC, and integrity is " +
+                        std::string(name_of(config.integrity));
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
     place();
     if (config.require_rdma && rails.empty())

@@ -22,6 +22,7 @@ struct Config {
     uint32_t sockets = 4;
     uint32_t chunk_bytes = 1 << 20;
     Transport transport = Transport::any;
+    Integrity integrity = Integrity::crc;  // of payloads; without rails unless crc
     double peer_deadline = 10.0;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
@@ -42,7 +43,10 @@ class Runtime {
     Reactor& data(uint32_t path) { return *data_[path % data_.size()]; }
     size_t data_threads() const { return data_.size(); }
     bool may_use_rdma() const {
-        return config.transport == Transport::any || config.transport == Transport::rdma;
+        const bool wanted =
+            config.transport == Transport::any || config.transport == Transport::rdma;
+        // A device writes into memory on its own: nobody could prove what it wrote.
+        return wanted && config.integrity == Integrity::crc;
     }
     // Who is told what a thread has thrown that nobody has dealt with.
     void on_failure(const Reactor::Failed& failed);

@@ -23,8 +23,9 @@ class PathHost {
     virtual std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) = 0;
     virtual ChunkSink begin_chunk(const ChunkHeader& header) = 0;
     virtual void finish_chunk(const ChunkSink& sink, bool intact) = 0;
-    // A chunk's header had a wrong seal: not the peer's, or not as it said it.
-    virtual void header_refused() = 0;
+    // A chunk's header or payload is not the peer's, or not as it said it: its seal or MAC is
+    // wrong.
+    virtual void refused() = 0;
     // A chunk of a fenced epoch came in and was dropped.
     virtual void stale_chunk() = 0;
     virtual void path_lost(uint32_t path, uint32_t epoch, const std::string& why) = 0;

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -18,14 +19,24 @@ constexpr size_t kMaxDescriptors = 4;
 // No thread steps aside more often: where every processor is busy, it is in somebody's way anyway.
 constexpr int64_t kAsideEvery = kMillisecond / 2;
 
+// What lies in memory of the two processes alone is hidden from nobody else by encryption, and the
+// kernel loses none of it.
+Integrity in_memory(Integrity integrity) {
+    return integrity == Integrity::crc ? integrity : Integrity::mac;
+}
+
 }  // namespace
 
 ShmPath::ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-                 Fd fd)
-    : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)) {}
+                 Fd fd, const ConnectionKeys& keys, Integrity integrity)
+    : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)),
+      says_(keys.ours),
+      guard_out_(in_memory(integrity), keys.ours, PayloadGuard::End::sends),
+      hears_(keys.theirs),
+      guard_in_(in_memory(integrity), keys.theirs, PayloadGuard::End::receives) {}
 
 bool ShmPath::flush_header() {
-    iovec iov{header_out_.data() + (kChunkHeaderSize - header_left_), header_left_};
+    iovec iov{header_out_.data() + (kHead - header_left_), header_left_};
     msghdr message{};
     message.msg_iov = &iov;
     message.msg_iovlen = 1;
@@ -58,9 +69,7 @@ bool ShmPath::send_some() {
             header.slot = segment->number;
             header.message.bytes = segment->memory->size();
             segment_out_ = segment->memory;
-            encode_chunk(header, header_out_);
-            header_left_ = kChunkHeaderSize;
-            return flush_header();
+            return send_header(header, {});
         }
     }
     auto task = host_->next_chunk(index, epoch);
@@ -79,14 +88,27 @@ bool ShmPath::send_some() {
     else
         std::memcpy(segment->data() + at, task->data, task->bytes);
     task->header.processor = current_processor();
-    encode_chunk(task->header, header_out_);
-    header_left_ = kChunkHeaderSize;
+    return send_header(task->header, {task->data, task->bytes});
+}
+
+bool ShmPath::send_header(const ChunkHeader& header, Bytes payload) {
+    const auto head = std::span(header_out_).first<kChunkHeaderSize>();
+    encode_chunk(header, head);
+    if (guard_out_.is_keyed()) {
+        const Seal seal = says_.seal(head);
+        std::copy(seal.begin(), seal.end(), header_out_.begin() + kChunkHeaderSize);
+        guard_out_.begin(head);
+        guard_out_.pass(payload);
+        const Tag mac = guard_out_.finish();
+        std::copy(mac.begin(), mac.end(), header_out_.begin() + kPayloadMac);
+    }
+    header_left_ = kHead;
     return flush_header();
 }
 
 void ShmPath::receive_some() {
     for (int turn = 0; open() && turn < kHeadersPerTurn; ++turn) {
-        iovec iov{header_in_.data() + header_have_, kChunkHeaderSize - header_have_};
+        iovec iov{header_in_.data() + header_have_, kHead - header_have_};
         msghdr message{};
         message.msg_iov = &iov;
         message.msg_iovlen = 1;
@@ -112,13 +134,23 @@ void ShmPath::receive_some() {
             return;
         }
         header_have_ += static_cast<size_t>(n);
-        if (header_have_ == kChunkHeaderSize && !header_received()) return;
+        if (header_have_ == kHead && !header_received()) return;
     }
 }
 
 bool ShmPath::header_received() {
     header_have_ = 0;
-    const auto header = decode_chunk(header_in_);
+    if (guard_in_.is_keyed()) {
+        const Bytes head(header_in_);
+        // Nothing of it is looked at before.
+        if (!hears_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize, kSealSize))) {
+            host_->refused();
+            fail("a chunk's header was altered or added on the way: its seal is wrong");
+            return false;
+        }
+        guard_in_.begin(head.first(kChunkHeaderSize));
+    }
+    const auto header = decode_chunk(Bytes(header_in_).first(kChunkHeaderSize));
     if (!header || header->path != index || header->epoch != epoch) {
         fail("a damaged chunk header");
         return false;
@@ -153,9 +185,25 @@ bool ShmPath::header_received() {
                 next_aside_ns_ = steady_ns() + kAsideEvery;
             copy_past_caches(sink.data, sink.slot_data, header->length());
         }
-        host_->finish_chunk(sink, true);
+        // Of the copy, if there is one: the peer, or who was handed its memory, may still write to
+        // the slot.
+        const bool intact = is_proved(sink.data, header->length());
+        host_->finish_chunk(sink, intact);
+        if (!intact) {
+            host_->refused();
+            fail("a chunk's payload was altered on the way: its MAC is wrong");
+            return false;
+        }
     }
     return true;
+}
+
+bool ShmPath::is_proved(const uint8_t* payload, uint64_t bytes) {
+    if (!guard_in_.is_keyed()) return true;
+    guard_in_.pass({payload, bytes});
+    Tag said;
+    std::copy_n(header_in_.begin() + kPayloadMac, said.size(), said.begin());
+    return guard_in_.fits(said);
 }
 
 void ShmPath::drop_work() {

@@ -5,26 +5,39 @@
 #pragma once
 
 #include "path/stream_path.hpp"
+#include "wire/payload_guard.hpp"
+#include "wire/seal.hpp"
 
 namespace pipemorph {
 
 class ShmPath final : public StreamPath {
   public:
-    ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-            Fd fd);
+    ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch, Fd fd,
+            const ConnectionKeys& keys, Integrity integrity = Integrity::crc);
 
   private:
     bool send_some() override;
     void receive_some() override;
     void drop_work() override;
     bool flush_header();
+    bool send_header(const ChunkHeader& header, Bytes payload);
     bool header_received();
+    bool is_proved(const uint8_t* payload, uint64_t bytes);
 
-    std::array<uint8_t, kChunkHeaderSize> header_out_{};
+    // A header, its seal, and the MAC of its payload. The latter two are zeros with a CRC: between
+    // two processes, the kernel keeps others out and loses nothing.
+    static constexpr size_t kPayloadMac = kChunkHeaderSize + kSealSize;
+    static constexpr size_t kHead = kPayloadMac + kChunkTrailerSize;
+
+    Sealer says_;
+    PayloadGuard guard_out_;
+    std::array<uint8_t, kHead> header_out_{};
     size_t header_left_ = 0;               // to be sent, from the buffer's end
     std::shared_ptr<Memory> segment_out_;  // its descriptor goes with the header
 
-    std::array<uint8_t, kChunkHeaderSize> header_in_{};
+    Sealer hears_;
+    PayloadGuard guard_in_;
+    std::array<uint8_t, kHead> header_in_{};
     size_t header_have_ = 0;
     int64_t next_aside_ns_ = 0;
     std::deque<Fd> descriptors_;

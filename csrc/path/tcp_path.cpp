@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <memory>
 
-#include "crypto/crc32c.hpp"
 #include "os/socket.hpp"
 
 namespace pipemorph {
@@ -33,10 +32,12 @@ std::array<uint8_t, kLanding>& landing() {
 }  // namespace
 
 TcpPath::TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-                 Fd fd, const ConnectionKeys& keys)
+                 Fd fd, const ConnectionKeys& keys, Integrity integrity)
     : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)),
       says_(keys.ours),
-      hears_(keys.theirs) {
+      guard_out_(integrity, keys.ours, PayloadGuard::End::sends),
+      hears_(keys.theirs),
+      guard_in_(integrity, keys.theirs, PayloadGuard::End::receives) {
     set_no_delay(fd_);
     if (is_local(fd_)) set_send_buffer(fd_, kLocalSendBuffer);
 }
@@ -49,8 +50,9 @@ bool TcpPath::send_some() {
         encode_chunk(task_->header, header);
         const Seal seal = says_.seal(header);
         std::copy(seal.begin(), seal.end(), head_out_.begin() + kChunkHeaderSize);
-        sent_ = summed_ = 0;
-        crc_out_ = 0;
+        sent_ = guarded_ = 0;
+        ended_ = false;
+        guard_out_.begin(header);
     }
     const size_t payload_end = kHead + task_->bytes;
     const size_t end = payload_end + kChunkTrailerSize;
@@ -59,15 +61,12 @@ bool TcpPath::send_some() {
         size_t parts = 0;
         if (sent_ < kHead) iov[parts++] = {head_out_.data() + sent_, kHead - sent_};
         const size_t from = sent_ > kHead ? sent_ - kHead : 0;
-        const size_t to = std::min(from + kPiece, task_->bytes);
+        size_t to = std::min(from + kPiece, task_->bytes);
         if (from < to) {
-            if (summed_ < to) crc_out_ = crc32c(crc_out_, {task_->data + summed_, to - summed_});
-            summed_ = std::max(summed_, to);
-            iov[parts++] = {const_cast<uint8_t*>(task_->data) + from, to - from};
+            const uint8_t* source = guard(from, to);
+            iov[parts++] = {const_cast<uint8_t*>(source), to - from};
         }
         if (to == task_->bytes) {
-            for (size_t i = 0; i < kChunkTrailerSize; ++i)
-                trailer_out_[i] = static_cast<uint8_t>(crc_out_ >> (8 * i));
             const size_t gone = sent_ > payload_end ? sent_ - payload_end : 0;
             iov[parts++] = {trailer_out_.data() + gone, kChunkTrailerSize - gone};
         }
@@ -84,6 +83,26 @@ bool TcpPath::send_some() {
     }
     task_.reset();
     return true;
+}
+
+// The payload's bytes from `from` on, as they are sent, up to `to`, which may become less.
+const uint8_t* TcpPath::guard(size_t from, size_t& to) {
+    if (!guard_out_.encrypts()) {
+        if (guarded_ < to) guard_out_.pass({task_->data + guarded_, to - guarded_});
+        guarded_ = std::max(guarded_, to);
+    } else if (from == guarded_) {
+        encrypted_.resize(kPiece);
+        guard_out_.store(encrypted_.data(), {task_->data + from, to - from});
+        piece_at_ = from;
+        guarded_ = to;
+    }
+    if (guarded_ == task_->bytes && !ended_) {
+        trailer_out_ = guard_out_.finish();
+        ended_ = true;
+    }
+    if (!guard_out_.encrypts()) return task_->data + from;
+    to = guarded_;
+    return encrypted_.data() + (from - piece_at_);
 }
 
 void TcpPath::receive_some() {
@@ -140,22 +159,25 @@ void TcpPath::payload_received(size_t bytes) {
     if (sink_.data == nullptr || bytes == 0) {
         // Dropped, or the trailer and the next header only.
     } else if (lands()) {
-        crc_in_ = crc32c_copy(crc_in_, sink_.data + payload_have_, {landing().data(), bytes});
+        guard_in_.store(sink_.data + payload_have_, {landing().data(), bytes}, true);
     } else {
-        crc_in_ = crc32c(crc_in_, {sink_.data + payload_have_, bytes});
+        uint8_t* const here = sink_.data + payload_have_;
+        guard_in_.store(here, {here, bytes});
     }
     payload_have_ += bytes;
 }
 
 bool TcpPath::chunk_received() {
-    uint32_t said = 0;
-    for (size_t i = 0; i < kChunkTrailerSize; ++i) said |= uint32_t{between_[i]} << (8 * i);
+    Tag said;
+    std::copy_n(between_.begin(), said.size(), said.begin());
     const bool taken = sink_.data != nullptr;
-    const bool intact = crc_in_ == said;
+    const bool intact = taken && guard_in_.fits(said);
     chunk_.reset();
     if (taken) host_->finish_chunk(std::exchange(sink_, {}), intact);
     if (taken && !intact) {
-        fail("a chunk's checksum is wrong");
+        if (guard_in_.is_keyed()) host_->refused();
+        fail(guard_in_.is_keyed() ? "a chunk's payload was altered on the way: its MAC is wrong"
+                                  : "a chunk's checksum is wrong");
         return false;
     }
     return true;
@@ -164,15 +186,15 @@ bool TcpPath::chunk_received() {
 bool TcpPath::header_received() {
     between_have_ = 0;
     payload_have_ = 0;
-    crc_in_ = 0;
     sink_ = {};
     const Bytes head = Bytes(between_).subspan(kChunkTrailerSize);
     // Nothing of it is looked at before.
     if (!hears_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize))) {
-        host_->header_refused();
+        host_->refused();
         fail("a chunk's header was altered or added on the way: its seal is wrong");
         return false;
     }
+    guard_in_.begin(head.first(kChunkHeaderSize));
     chunk_ = decode_chunk(head.first(kChunkHeaderSize));
     if (!chunk_ || chunk_->type != ChunkHeader::Type::chunk || chunk_->path != index ||
         chunk_->epoch != epoch) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "path/stream_path.hpp"
+#include "wire/payload_guard.hpp"
 #include "wire/seal.hpp"
 
 namespace pipemorph {
@@ -9,7 +10,7 @@ namespace pipemorph {
 class TcpPath final : public StreamPath {
   public:
     TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch, Fd fd,
-            const ConnectionKeys& keys);
+            const ConnectionKeys& keys, Integrity integrity = Integrity::crc);
 
   private:
     bool send_some() override;
@@ -20,6 +21,7 @@ class TcpPath final : public StreamPath {
     bool chunk_received();
     void payload_received(size_t bytes);
     bool lands() const;
+    const uint8_t* guard(size_t from, size_t& to);
 
     static constexpr size_t kHead = kChunkHeaderSize + kSealSize;
 
@@ -27,20 +29,23 @@ class TcpPath final : public StreamPath {
     Sealer says_;
     std::optional<ChunkTask> task_;
     std::array<uint8_t, kHead> head_out_{};
-    std::array<uint8_t, kChunkTrailerSize> trailer_out_{};
-    size_t sent_ = 0;    // of the three together
-    size_t summed_ = 0;  // of the payload
-    uint32_t crc_out_ = 0;
+    PayloadGuard guard_out_;
+    Tag trailer_out_{};
+    size_t sent_ = 0;                 // of all four together
+    size_t guarded_ = 0;              // of the payload
+    std::vector<uint8_t> encrypted_;  // the payload's bytes up to there, from where a piece began
+    size_t piece_at_ = 0;
+    bool ended_ = false;  // the trailer is made
 
     // Receiving. A chunk's trailer and the next one's header are read together. Before the first
     // chunk there is no trailer, so the buffer starts out as if it had been read.
     Sealer hears_;
+    PayloadGuard guard_in_;
     std::array<uint8_t, kChunkTrailerSize + kHead> between_{};
     size_t between_have_ = kChunkTrailerSize;
     std::optional<ChunkHeader> chunk_;
     ChunkSink sink_;
     uint64_t payload_have_ = 0;
-    uint32_t crc_in_ = 0;
 };
 
 }  // namespace pipemorph

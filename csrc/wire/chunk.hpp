@@ -10,9 +10,9 @@
 namespace pipemorph {
 
 constexpr size_t kChunkHeaderSize = 224;
-// Over TCP the payload's CRC32C follows it. Behind and not in front, so that the sender can sum
-// and send piece by piece while the bytes are in its cache.
-constexpr size_t kChunkTrailerSize = 4;
+// What the payload is proved by follows it. Behind and not in front, so that the sender can sum and
+// send piece by piece while the bytes are in its cache. In shared memory it follows the header.
+constexpr size_t kChunkTrailerSize = 16;
 
 struct ChunkHeader {
     enum class Type : uint8_t { chunk = 1, segment = 2 };

@@ -8,7 +8,7 @@ namespace pipemorph {
 namespace {
 
 constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
-constexpr uint16_t kVersion = 5;
+constexpr uint16_t kVersion = 6;
 constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
 constexpr size_t kMaxHello = 1024;
 constexpr size_t kMaxReply = 1024;
@@ -34,7 +34,8 @@ std::vector<uint8_t> opening(Purpose purpose, const Nonce& nonce) {
 
 void fields(auto& io, Is<Hello> auto& h) {
     io(h.purpose, h.resume, h.job, h.from_rank, h.to_rank, h.link, h.session, h.path, h.epoch,
-       h.transport, h.host_proof, h.sockets, h.listen_port, h.received, h.rails, h.require_rdma);
+       h.transport, h.integrity, h.host_proof, h.sockets, h.listen_port, h.received, h.rails,
+       h.require_rdma);
 }
 
 std::vector<uint8_t> encode_hello(const Hello& h) {
@@ -49,7 +50,8 @@ std::optional<Hello> decode_hello(Bytes data) {
     Hello h;
     fields(io, h);
     if (!io.complete() || h.purpose < Purpose::control || h.purpose > Purpose::data ||
-        h.transport > Transport::rdma || h.job.size() > kMaxJob)
+        h.transport > Transport::rdma || h.integrity < Integrity::crc ||
+        h.integrity > Integrity::aead || h.job.size() > kMaxJob)
         return std::nullopt;
     return h;
 }

@@ -19,6 +19,7 @@
 #include "crypto/hmac.hpp"
 #include "wire/bytes.hpp"
 #include "wire/frames.hpp"
+#include "wire/payload_guard.hpp"
 #include "wire/seal.hpp"
 
 namespace pipemorph {
@@ -39,6 +40,7 @@ struct Hello {
     uint32_t path = 0;   // data only
     uint32_t epoch = 0;  // of the path or of the control connection: only ever rises
     Transport transport = Transport::any;
+    Integrity integrity = Integrity::crc;  // has to be the listener's
     Digest host_proof{};  // HMAC over the machine's boot id: says "same host" without saying which
     uint16_t sockets = 0;
     uint16_t listen_port = 0;

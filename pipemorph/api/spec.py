@@ -235,6 +235,13 @@ class Transport(SpecModel):
     require: Literal["rdma"] | None = Field(
         default=None, description="rdma: fail instead of falling back to tcp."
     )
+    integrity: Literal["crc", "mac", "aead"] = Field(
+        default="crc",
+        description="Payloads of the engine over TCP and shared memory; its control frames and "
+        "headers are authenticated in any case. crc: errors of the network are found, over TCP. "
+        "mac: altered or added payloads are refused, too. aead: as mac, and encrypted over TCP. "
+        "With mac and aead the engine uses no RDMA device, which writes payloads on its own.",
+    )
     rdma: Rdma = Field(default_factory=Rdma)
     queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
     deadline_seconds: float = Field(
@@ -245,9 +252,25 @@ class Transport(SpecModel):
     )
 
     @model_validator(mode="after")
+    def _integrity_can_be_kept(self) -> Transport:
+        if self.integrity != "crc" and self.engine == "rdma":
+            raise FieldError(
+                "integrity",
+                f"is {self.integrity}, but engine is rdma, whose payloads have no MAC; use engine "
+                "auto, tcp or shm, or integrity crc",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _requirement_can_be_met(self) -> Transport:
         if self.require is None:
             return self
+        if self.integrity != "crc":
+            raise FieldError(
+                "require",
+                f"is {self.require}, but integrity is {self.integrity}, with which the engine uses "
+                "no RDMA device; use integrity crc",
+            )
         if self.engine not in ("auto", "rdma"):
             raise FieldError(
                 "require", f"is {self.require}, but engine is {self.engine}; use engine rdma"

@@ -2,6 +2,7 @@
 #include <random>
 
 #include "check.hpp"
+#include "crypto/aes_gcm.hpp"
 #include "crypto/crc32c.hpp"
 #include "crypto/hmac.hpp"
 #include "crypto/library.hpp"
@@ -66,6 +67,60 @@ TEST(hmac_does_not_depend_on_how_it_is_fed_nor_on_what_came_before) {
     CHECK(Hmac({}).update(data).finish() != expected);
     CHECK(equal(Hmac({}).finish(),
                 "b613679a0814d9ec772f95d778c35fc5ff1697c493715653c6c712144292c5ad"));
+}
+
+// Test case 14 of the submission that became NIST SP 800-38D.
+TEST(aes_gcm_vectors) {
+    const Digest zero{};
+    const std::vector<uint8_t> text(16, 0);
+    AesGcm encrypt(zero, AesGcm::Use::encrypt);
+    AesGcm decrypt(zero, AesGcm::Use::decrypt);
+    for (int round = 0; round < 2; ++round) {
+        std::vector<uint8_t> out(16);
+        encrypt.begin(0);
+        encrypt.apply(out.data(), text);
+        CHECK(out == unhex("cea7403d4d606b6e074ec5d3baf39d18"));
+        const Tag tag = encrypt.tag();
+        CHECK(equal_constant_time(tag, unhex("d0d1c8a799996bf0265b98b5d48ab919")));
+        for (const bool right : {true, false}) {
+            Tag said = tag;
+            said[3] = static_cast<uint8_t>(said[3] ^ !right);
+            std::vector<uint8_t> back = out;
+            decrypt.begin(0);
+            decrypt.apply(back.data(), back);
+            CHECK(back == text && decrypt.fits(said) == right);
+        }
+    }
+}
+
+TEST(aes_gcm_does_not_depend_on_how_it_is_fed) {
+    std::mt19937 random(1);
+    Digest key;
+    fill_random(key);
+    std::vector<uint8_t> open(224), text(10'000), whole(text.size());
+    for (auto& b : open) b = static_cast<uint8_t>(random());
+    for (auto& b : text) b = static_cast<uint8_t>(random());
+    AesGcm encrypt(key, AesGcm::Use::encrypt);
+    encrypt.begin(7);
+    encrypt.authenticate(open);
+    encrypt.apply(whole.data(), text);
+    const Tag tag = encrypt.tag();
+    encrypt.begin(8);
+    encrypt.authenticate(open);
+    encrypt.apply(std::vector<uint8_t>(text.size()).data(), text);
+    CHECK(encrypt.tag() != tag);
+    for (int round = 0; round < 20; ++round) {
+        std::vector<uint8_t> part(text.size());
+        encrypt.begin(7);
+        encrypt.authenticate(Bytes(open).first(100));
+        encrypt.authenticate(Bytes(open).subspan(100));
+        for (size_t at = 0; at < text.size();) {
+            const size_t take = std::min<size_t>(random() % 700, text.size() - at);
+            encrypt.apply(part.data() + at, Bytes(text).subspan(at, take));
+            at += take;
+        }
+        CHECK(part == whole && encrypt.tag() == tag);
+    }
 }
 
 // One sentence that says what was found, and what to install.

@@ -37,7 +37,7 @@ struct FakeHost final : PathHost {
     int intact = 0;
     int broken = 0;
     int stale = 0;
-    int refused = 0;
+    int refusals = 0;
     std::string lost;
     std::string protocol;
 
@@ -61,9 +61,9 @@ struct FakeHost final : PathHost {
         ++(ok ? intact : broken);
         changed.notify_all();
     }
-    void header_refused() override {
+    void refused() override {
         const std::lock_guard lock(mu);
-        ++refused;
+        ++refusals;
         changed.notify_all();
     }
     void stale_chunk() override {
@@ -99,12 +99,14 @@ struct Wire {
     Fd peer;
     std::shared_ptr<TcpPath> path;
     Sealer says{keys().theirs};
+    PayloadGuard guard;
 
-    Wire() {
+    explicit Wire(Integrity integrity = Integrity::crc)
+        : guard(integrity, keys().theirs, PayloadGuard::End::sends) {
         int fds[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
         peer = Fd(fds[0]);
-        path = std::make_shared<TcpPath>(reactor, host, 2, 5, Fd(fds[1]), keys());
+        path = std::make_shared<TcpPath>(reactor, host, 2, 5, Fd(fds[1]), keys(), integrity);
         path->start();
     }
     ~Wire() { reactor.stop(); }
@@ -113,17 +115,22 @@ struct Wire {
     std::vector<uint8_t> head(const ChunkHeader& h) {
         std::array<uint8_t, kChunkHeaderSize> header;
         encode_chunk(h, header);
+        guard.begin(header);
         std::vector<uint8_t> out(header.begin(), header.end());
         Writer(out).raw(says.seal(header));
         return out;
     }
-    std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill, uint32_t crc_change = 0) {
+    std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill) {
         std::vector<uint8_t> out = head(h);
-        const std::vector<uint8_t> payload(kBytes, fill);
+        add_payload(out, std::vector<uint8_t>(kBytes, fill));
+        return out;
+    }
+    // Of the header that was said last, as it is sent.
+    void add_payload(std::vector<uint8_t>& out, std::vector<uint8_t> payload) {
+        guard.store(payload.data(), payload);
         Writer w(out);
         w.raw(payload);
-        w.u32(crc32c(0, payload) ^ crc_change);
-        return out;
+        w.raw(guard.finish());
     }
 
     void say(Bytes bytes) {
@@ -155,10 +162,8 @@ ChunkHeader header() {
     return h;
 }
 
-}  // namespace
-
-TEST(path_takes_chunks_however_they_are_cut) {
-    Wire wire;
+void takes_chunks_however_they_are_cut(Integrity integrity) {
+    Wire wire(integrity);
     auto both = wire.chunk(header(), 7);
     const auto second = wire.chunk(header(), 8);
     both.insert(both.end(), second.begin(), second.end());
@@ -168,9 +173,9 @@ TEST(path_takes_chunks_however_they_are_cut) {
     CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8) && wire.host->lost.empty());
 }
 
-TEST(path_stores_a_posted_payload_where_it_belongs) {
+void stores_a_posted_payload(Integrity integrity) {
     constexpr uint32_t kLarge = 300'001;
-    Wire wire;
+    Wire wire(integrity);
     wire.host->posted.resize(kLarge);
     ChunkHeader h = header();
     h.message.bytes = kLarge;
@@ -178,8 +183,7 @@ TEST(path_stores_a_posted_payload_where_it_belongs) {
     std::vector<uint8_t> payload(kLarge);
     for (size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<uint8_t>(i * i >> 7);
     std::vector<uint8_t> all = wire.head(h);
-    all.insert(all.end(), payload.begin(), payload.end());
-    Writer(all).u32(crc32c(0, payload));
+    wire.add_payload(all, payload);
     // In odd pieces, each read before the next one comes: all of them begin off a cache line.
     std::mt19937 random(5);
     for (size_t at = 0; at < all.size();) {
@@ -193,12 +197,52 @@ TEST(path_stores_a_posted_payload_where_it_belongs) {
     CHECK(wire.host->slot == std::vector<uint8_t>(kBytes));
 }
 
+}  // namespace
+
+TEST(path_takes_chunks_however_they_are_cut) {
+    for (const Integrity integrity : {Integrity::crc, Integrity::mac, Integrity::aead})
+        takes_chunks_however_they_are_cut(integrity);
+}
+
+TEST(path_stores_a_posted_payload_where_it_belongs) {
+    for (const Integrity integrity : {Integrity::crc, Integrity::mac, Integrity::aead})
+        stores_a_posted_payload(integrity);
+}
+
 TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {
     Wire wire;
-    wire.say(wire.chunk(header(), 7, 1));
+    auto bad = wire.chunk(header(), 7);
+    bad[kHead + kBytes] ^= 1;
+    wire.say(bad);
     wire.host->until([&] { return !wire.host->lost.empty(); });
     CHECK(wire.host->broken == 1 && wire.host->intact == 0);
     CHECK(wire.host->lost.find("checksum") != std::string::npos);
+}
+
+// A CRC is no proof: it is made again without a key.
+TEST(path_refuses_payloads_without_the_mac_of_the_peer) {
+    for (const Integrity integrity : {Integrity::mac, Integrity::aead})
+        for (const char* attack : {"altered", "altered MAC", "of another chunk"}) {
+            const std::string how = attack;
+            Wire wire(integrity);
+            const auto first = wire.chunk(header(), 7);
+            auto next = wire.chunk(header(), 7);
+            if (how == "altered") next[kHead + kBytes / 2] ^= 1;
+            if (how == "altered MAC") next[kHead + kBytes + 15] ^= 0x80;
+            if (how == "of another chunk")
+                std::copy(first.begin() + kHead, first.end(), next.begin() + kHead);
+            wire.say(first);
+            wire.say(next);
+            wire.host->until([&] { return !wire.host->lost.empty(); });
+            CHECK(wire.host->refusals == 1 && wire.host->intact == 1 && wire.host->broken == 1);
+            CHECK(wire.host->lost.find("its MAC is wrong") != std::string::npos);
+        }
+}
+
+TEST(path_encrypts_payloads_where_it_is_to) {
+    Wire wire(Integrity::aead);
+    const auto said = wire.chunk(header(), 7);
+    CHECK(std::count(said.begin() + kHead, said.begin() + kHead + kBytes, 7) < kBytes / 10);
 }
 
 TEST(path_drops_what_comes_after_its_fence) {
@@ -249,7 +293,7 @@ TEST(path_refuses_headers_without_the_seal_of_the_peer) {
         if (how == "altered seal") next[kHead - 1] ^= 0x80;
         wire.say(next);
         wire.host->until([&] { return !wire.host->lost.empty(); });
-        CHECK(wire.host->refused == 1 && wire.host->taken == begins);
+        CHECK(wire.host->refusals == 1 && wire.host->taken == begins);
         CHECK(wire.host->lost.find("its seal is wrong") != std::string::npos);
         CHECK(wire.host->protocol.empty());
     }

@@ -77,7 +77,7 @@ struct Host final : PathHost {
         ++chunks_received;
         changed.notify_all();
     }
-    void header_refused() override {}
+    void refused() override {}
     void stale_chunk() override {}
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
         note([&] { lost = why; });

@@ -11,6 +11,7 @@ OPENING = 40
 MAC = 32
 FRAME_HEADER = 24
 SEAL = 16
+TRAILER = 16
 CHUNK_HEAD = 224 + SEAL
 CONTROL, DATA = 1, 2
 """What an opening says the connection is for."""
@@ -40,7 +41,8 @@ class Relay:
     """Passes on what two engines say to each other, and what it makes of that.
 
     ``control(connection, to_acceptor)`` gives the change for the frames of one direction of one
-    control connection (counted from 0), or none; ``data`` does so for the heads of chunks.
+    control connection (counted from 0), or none; ``data`` does so for the heads of chunks, and
+    ``payload`` for what follows them: the payload, and what it is proved by.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class Relay:
         port: int,
         control: Callable[[int, bool], Change | None] = lambda connection, to_acceptor: None,
         data: Callable[[int, bool], Change | None] = lambda connection, to_acceptor: None,
+        payload: Callable[[int, bool], Change | None] = lambda connection, to_acceptor: None,
     ) -> None:
         self._to = ("127.0.0.1", port)
         self._changes = {CONTROL: control, DATA: data}
+        self._payload = payload
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.heard: list[bytearray] = []
@@ -90,10 +94,11 @@ class Relay:
         for to_acceptor in (True, False):
             source, sink = ends if to_acceptor else ends[::-1]
             change = self._changes[kind](number, to_acceptor)
+            payload = self._payload(number, to_acceptor) if kind == DATA else None
             # The threads of one connection end together: each ends both of its sockets.
             threading.Thread(
                 target=self._frames,
-                args=(kind, source, sink, change, heard if to_acceptor else bytearray()),
+                args=(kind, source, sink, (change, payload), heard if to_acceptor else bytearray()),
                 daemon=True,
             ).start()
 
@@ -120,16 +125,18 @@ class Relay:
         kind: int,
         source: socket.socket,
         sink: socket.socket,
-        change: Change | None,
+        changes: tuple[Change | None, Change | None],
         heard: bytearray,
     ) -> None:
+        change, payload = changes
         with contextlib.suppress(Gone, OSError):
             for number in itertools.count():
                 frame, rest = (control_frame if kind == CONTROL else chunk)(source)
                 heard += frame
                 for part in [frame] if change is None else change(number, frame):
                     sink.sendall(part)
-                sink.sendall(rest)
+                for part in [rest] if payload is None else payload(number, rest):
+                    sink.sendall(part)
         self._end(source, sink)
 
     def _end(self, *ends: socket.socket) -> None:
@@ -153,12 +160,12 @@ def control_frame(source: socket.socket) -> tuple[bytes, bytes]:
 
 
 def chunk(source: socket.socket) -> tuple[bytes, bytes]:
-    """Its head; its payload and the checksum of that."""
+    """Its head; its payload and what that is proved by."""
     head = read(source, CHUNK_HEAD)
     index, chunk_bytes = struct.unpack_from("<II", head, 28)
     message_bytes = struct.unpack_from("<Q", head, 48)[0]
     length = min(chunk_bytes, message_bytes - index * chunk_bytes)
-    return head, read(source, length + 4)
+    return head, read(source, length + TRAILER)
 
 
 @contextlib.contextmanager

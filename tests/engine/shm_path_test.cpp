@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <mutex>
 
 #include "check.hpp"
@@ -18,6 +19,13 @@ namespace {
 constexpr uint32_t kChunk = 256 << 10;
 constexpr uint32_t kPath = 2;
 constexpr uint32_t kEpoch = 5;
+constexpr size_t kHead = kChunkHeaderSize + kSealSize + kChunkTrailerSize;
+
+ConnectionKeys keys() {
+    ConnectionKeys keys;
+    keys.theirs.fill(1);
+    return keys;
+}
 
 // A link with one slot, to be sent to and to be received in.
 struct FakeHost final : PathHost {
@@ -30,6 +38,9 @@ struct FakeHost final : PathHost {
     uint64_t to_send = 0;  // bytes left of the message
     uint32_t ran_on = 0;
     int finished = 0;
+    int intact = 0;
+    int refusals = 0;
+    std::string lost;
 
     void send(uint64_t bytes) {
         const std::lock_guard lock(mu);
@@ -60,15 +71,23 @@ struct FakeHost final : PathHost {
         sink.data = posted.data() + h.offset();
         return sink;
     }
-    void finish_chunk(const ChunkSink&, bool) override {
+    void finish_chunk(const ChunkSink&, bool ok) override {
         const std::lock_guard lock(mu);
         ran_on = current_processor();
         ++finished;
+        intact += ok;
         changed.notify_all();
     }
-    void header_refused() override {}
+    void refused() override {
+        const std::lock_guard lock(mu);
+        ++refusals;
+    }
     void stale_chunk() override {}
-    void path_lost(uint32_t, uint32_t, const std::string&) override {}
+    void path_lost(uint32_t, uint32_t, const std::string& why) override {
+        const std::lock_guard lock(mu);
+        lost = why;
+        changed.notify_all();
+    }
     void protocol_error(const std::string&) override {}
     std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
     void segment_offered(uint32_t, uint64_t, Fd) override {}
@@ -81,28 +100,63 @@ struct Wire {
     Fd peer;
     std::shared_ptr<ShmPath> path;
 
-    Wire() {
+    Sealer says{keys().theirs}, hears{keys().ours};
+    PayloadGuard guard_out, guard_in;
+    Integrity integrity;
+
+    explicit Wire(Integrity how = Integrity::crc)
+        : guard_out(how, keys().theirs, PayloadGuard::End::sends),
+          guard_in(how, keys().ours, PayloadGuard::End::receives),
+          integrity(how) {
         int fds[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
         peer = Fd(fds[0]);
         const timeval limit{20, 0};
         CHECK(setsockopt(peer.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0);
-        path = std::make_shared<ShmPath>(reactor, host, kPath, kEpoch, Fd(fds[1]));
+        path =
+            std::make_shared<ShmPath>(reactor, host, kPath, kEpoch, Fd(fds[1]), keys(), integrity);
         path->start();
     }
     ~Wire() { reactor.stop(); }
 
     ChunkHeader hear() {
-        std::array<uint8_t, kChunkHeaderSize> head;
-        CHECK(::recv(peer.get(), head.data(), head.size(), MSG_WAITALL) == kChunkHeaderSize);
+        std::array<uint8_t, kHead> said;
+        CHECK(::recv(peer.get(), said.data(), said.size(), MSG_WAITALL) == kHead);
+        const Bytes head = Bytes(said).first(kChunkHeaderSize);
         const auto header = decode_chunk(head);
         CHECK(header);
+        Tag mac;
+        std::copy_n(said.end() - kChunkTrailerSize, mac.size(), mac.begin());
+        if (integrity == Integrity::crc) {
+            CHECK(mac == Tag{});
+        } else {
+            CHECK(hears.fits(head, Bytes(said).subspan(kChunkHeaderSize, kSealSize)));
+            guard_in.begin(head);
+            guard_in.pass({host->memory->data() + header->offset(), header->length()});
+            CHECK(guard_in.fits(mac));
+        }
         return *header;
     }
-    void say(const ChunkHeader& header) {
-        std::array<uint8_t, kChunkHeaderSize> head;
-        encode_chunk(header, head);
-        CHECK(::send(peer.get(), head.data(), head.size(), MSG_NOSIGNAL) == kChunkHeaderSize);
+    // `change`: of a byte of what is said, whose seal and MAC stay.
+    void say(const ChunkHeader& header, int change = -1) {
+        say_late(header, [] {}, change);
+    }
+    // `before`: done between the sum of the payload and the word of it.
+    void say_late(const ChunkHeader& header, std::function<void()> before, int change = -1) {
+        std::array<uint8_t, kHead> out{};
+        encode_chunk(header, std::span(out).first<kChunkHeaderSize>());
+        const Bytes head = Bytes(out).first(kChunkHeaderSize);
+        if (integrity != Integrity::crc) {
+            const Seal seal = says.seal(head);
+            std::copy(seal.begin(), seal.end(), out.begin() + kChunkHeaderSize);
+            guard_out.begin(head);
+            guard_out.pass({host->memory->data() + header.offset(), header.length()});
+            const Tag mac = guard_out.finish();
+            std::copy(mac.begin(), mac.end(), out.end() - kChunkTrailerSize);
+        }
+        before();
+        if (change >= 0) out[static_cast<size_t>(change)] ^= 1;
+        CHECK(::send(peer.get(), out.data(), out.size(), MSG_NOSIGNAL) == kHead);
     }
 };
 
@@ -121,8 +175,13 @@ ChunkHeader chunk(uint64_t bytes, uint32_t processor) {
 
 TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
     // One chunk, and several with a last one that ends in the middle of a cache line.
-    for (const uint64_t bytes : {uint64_t{kChunk}, uint64_t{3} * kChunk - 4095 - 7}) {
-        Wire wire;
+    for (const auto& [bytes, integrity] :
+         {std::pair{uint64_t{kChunk}, Integrity::crc},
+          std::pair{uint64_t{3} * kChunk - 4095 - 7, Integrity::crc},
+          std::pair{uint64_t{3} * kChunk - 4095 - 7, Integrity::mac},
+          // In memory, the same as a MAC.
+          std::pair{uint64_t{3} * kChunk - 4095 - 7, Integrity::aead}}) {
+        Wire wire(integrity);
         for (size_t i = 0; i < wire.host->source.size(); ++i)
             wire.host->source[i] = static_cast<uint8_t>(i * i >> 7);
         wire.host->send(bytes);
@@ -136,6 +195,32 @@ TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
             at += h.length();
         }
         CHECK(wire.host->memory->data()[bytes] == 0);
+    }
+}
+
+TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
+    for (const int change : {-1, 8, int{kChunkHeaderSize}, int{kHead} - 1}) {
+        Wire wire(Integrity::mac);
+        wire.say(chunk(kChunk, 0));
+        const auto until = [&](auto&& holds) {
+            std::unique_lock lock(wire.host->mu);
+            const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+            CHECK(wire.host->changed.wait_until(lock, end, holds));
+        };
+        until([&] { return wire.host->intact == 1; });
+        if (change < 0) {
+            // Somebody else writes to the slot after the sender has summed it.
+            ChunkHeader h = chunk(kChunk, 0);
+            wire.say_late(h, [&] { wire.host->memory->data()[100] ^= 1; });
+        } else {
+            wire.say(chunk(kChunk, 0), change);
+        }
+        until([&] { return !wire.host->lost.empty(); });
+        CHECK(wire.host->intact == 1 && wire.host->refusals == 1);
+        const bool header = change == 8 || change == int{kChunkHeaderSize};
+        CHECK(wire.host->finished == (header ? 1 : 2));
+        CHECK(wire.host->lost.find(header ? "its seal is wrong" : "its MAC is wrong") !=
+              std::string::npos);
     }
 }
 

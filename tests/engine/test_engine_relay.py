@@ -1,5 +1,5 @@
 """Whoever is on the way between two engines without the secret can cut, and say nothing: neither on
-control nor about chunks. Payloads have a checksum and no seal."""
+control nor about chunks, and about payloads where they have a MAC and no mere checksum."""
 
 import contextlib
 import os
@@ -244,6 +244,101 @@ def test_a_chunk_header_that_is_not_the_peers_costs_one_path(to_acceptor):
         assert SEALED in hit.stats().trouble
         exchange(low, high, 1)
         assert low.alive and high.alive
+
+
+def crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def of_byte(crc):
+    for _ in range(8):
+        crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
+
+
+CRC_TABLE = [of_byte(byte) for byte in range(256)]
+
+
+@pytest.mark.parametrize("integrity", ["crc", "mac", "aead"])
+@pytest.mark.parametrize("to_acceptor", [True, False])
+def test_a_payload_that_was_altered_with_its_checksum(to_acceptor, integrity):
+    """Nobody needs a key for a checksum: only a MAC keeps out who is on the way."""
+    attacked, read = [], []
+
+    def payload(_, towards):
+        def change(number, said):
+            if towards != to_acceptor or attacked or number != 1:
+                return [said]
+            attacked.append(number)
+            data, tail = bytearray(said[: -relays.TRAILER]), said[-relays.TRAILER :]
+            read.append(bytes(data))
+            data[len(data) // 2] ^= 1
+            if integrity == "crc":
+                assert tail == crc32c(read[0]).to_bytes(4, "little") + bytes(12)
+            return [bytes(data), crc32c(data).to_bytes(4, "little"), tail[4:]]
+
+        return change
+
+    with linked(lambda port: relays.relay(port, payload=payload), integrity=integrity) as (
+        low,
+        high,
+        _,
+        _relay,
+    ):
+        hit = high if to_acceptor else low
+        if integrity == "crc":
+            with pytest.raises(AssertionError, match="At index"):
+                exchange(low, high)
+            assert hit.stats().frames_refused == 0
+            return
+        exchange(low, high)
+        assert attacked and hit.stats().frames_refused == 1
+        assert "its MAC is wrong" in hit.stats().trouble
+        sent = [pairs.payload(2 * i + (not to_acceptor), SIZE - i) for i in range(COUNT)]
+        known = [data for data in sent if read[0] in data]
+        assert bool(known) == (integrity == "mac"), "only aead hides it"
+        exchange(low, high, 1)
+        assert low.alive and high.alive
+
+
+def test_engines_of_different_integrity_name_both():
+    with (
+        contextlib.closing(pairs.engine(0, transport="tcp", integrity="mac")) as a,
+        contextlib.closing(pairs.engine(1, transport="tcp")) as b,
+    ):
+
+        def wait():
+            with pytest.raises(EngineError):
+                b.accept(peer_rank=0, link_id=pairs.LINK, timeout=1.0)
+
+        acceptor = threading.Thread(target=wait)
+        acceptor.start()
+        where = {"peer_rank": 1, "link_id": pairs.LINK, "host": "127.0.0.1", "port": b.port}
+        with pytest.raises(EngineError, match="integrity differs: rank 0 has mac, rank 1 has crc"):
+            a.connect(timeout=pairs.TIMEOUT, **where)
+        acceptor.join()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"integrity": "md5"}, "crc, mac or aead, not 'md5'"),
+        ({"integrity": "mac", "transport": "rdma"}, "contradicts transport rdma"),
+        ({"integrity": "aead", "require": "rdma"}, "contradicts transport rdma"),
+    ],
+)
+def test_an_integrity_that_cannot_be_is_refused(settings, told):
+    with pytest.raises((ValueError, EngineError), match=told):
+        pairs.engine(0, **settings)
+
+
+def test_with_a_mac_rails_are_left_alone_and_that_is_said():
+    with contextlib.closing(pairs.engine(0, transport="auto", integrity="mac")) as engine:
+        assert not engine.rails
+        assert "no MAC, and integrity is mac" in engine.rails_trouble
 
 
 def test_a_frame_that_never_ends_counts_as_silence():

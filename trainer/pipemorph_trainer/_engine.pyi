@@ -209,6 +209,7 @@ class Engine:
         traffic_class: int = 0,
         service_level: int = 0,
         numa_node: int = -1,
+        integrity: str = "crc",
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else tcp)
         | tcp | shm | rdma. ``job``: name of job and attempt; a peer with another one is refused.
@@ -219,6 +220,10 @@ class Engine:
         ``mlx5_0`` or ``mlx5_0:2`` (port); empty: one active port of every card. ``gid_index``: -1
         for the best, looked up at every connection. ``numa_node``: of the GPU with the tensors; -1
         if unknown.
+
+        ``integrity``: of payloads over TCP and in shared memory, crc (checksums, over TCP) | mac
+        (altered or added ones are refused, ``frames_refused``, and sent again) | aead (as mac, and
+        encrypted over TCP). Both ends have to have the same. Without rails unless crc.
         """
     @property
     def rails(self) -> list[str]:

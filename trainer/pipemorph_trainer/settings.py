@@ -226,4 +226,6 @@ def engine_options(
     if not rdma.devices:
         own = own_rails(context.local_rank, context.local_world_size)
         rdma = rdma.model_copy(update={"devices": own})
-    return EngineOptions(job, settings.engine, settings.queues, wanted.require, rdma)
+    return EngineOptions(
+        job, settings.engine, settings.queues, wanted.require, wanted.integrity, rdma
+    )

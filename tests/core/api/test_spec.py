@@ -117,6 +117,8 @@ def test_every_field_is_documented() -> None:
     [
         ({"require": "rdma", "engine": "tcp"}, "engine is tcp; use engine rdma"),
         ({"require": "rdma", "route": "direct"}, "never uses the engine"),
+        ({"require": "rdma", "integrity": "mac"}, "uses no RDMA device; use integrity crc"),
+        ({"engine": "rdma", "integrity": "aead"}, "integrity: is aead, but engine is rdma"),
         ({"rdma": {"devices": ["mlx5 0"]}}, "pattern"),
         ({"rdma": {"serviceLevel": 16}}, "less than or equal to 15"),
     ],

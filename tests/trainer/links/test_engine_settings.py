@@ -86,8 +86,9 @@ def test_the_engine_is_told_what_the_job_says(monkeypatch: pytest.MonkeyPatch) -
         "job": "a-team/a-job/3/0", "rank": 0, "secret": b"the job's secret", "host": "127.0.0.1",
         "queues": 6, "transport": "rdma", "require": "rdma",
         "rdma_devices": ["mlx5_0", "mlx5_1:2"], "gid_index": 3, "traffic_class": 104,
-        "service_level": 5,
+        "service_level": 5, "integrity": "crc",
     }  # fmt: skip
+    assert told(monkeypatch, {"integrity": "aead"})["integrity"] == "aead"
 
 
 def test_what_the_job_leaves_open_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

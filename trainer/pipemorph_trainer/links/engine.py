@@ -28,6 +28,7 @@ class EngineOptions:
     transport: str = "auto"
     queues: int = 8
     require: str | None = None
+    integrity: str = "crc"
     rdma: Rdma = field(default_factory=Rdma)
 
 
@@ -61,6 +62,7 @@ def make_engine(
         queues=options.queues,
         transport=options.transport,
         require=options.require,
+        integrity=options.integrity,
         rdma_devices=rdma.devices,
         gid_index=-1 if rdma.gid_index is None else rdma.gid_index,
         traffic_class=rdma.traffic_class,
