@@ -9,7 +9,8 @@ namespace pipemorph {
 Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
     : runtime_(std::move(runtime)),
       identity_(identity),
-      out_(runtime_->config.queues, runtime_->config.chunk_bytes),
+      core_({identity.dials, identity.peer_rank, runtime_->config.queues,
+             runtime_->config.chunk_bytes}),
       heard_ns_(steady_ns()),
       ticked_ns_(heard_ns_) {}
 
@@ -41,6 +42,21 @@ void Link::throw_over() const {
     throw EngineError(error_);
 }
 
+void Link::carry_out(const Actions& actions) {
+    for (const uint32_t path : actions.withdraw)
+        std::exchange(held_[path].offered, nullptr)->close();
+    for (const Actions::Fail& f : actions.fail)
+        std::static_pointer_cast<RdmaPath>(current(f.path))->rail_failed(f.why);
+    for (const Actions::Retire& what : actions.retire) start_to_retire(what);
+    if (actions.flush) flush();
+    if (actions.kick) kick_paths();
+    if (actions.ring)
+        changed();
+    else if (actions.wake)
+        changed_.notify_all();
+    if (actions.dial) runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
+}
+
 void Link::changed() {
     changed_.notify_all();
     runtime_->ring();
@@ -57,10 +73,10 @@ void Link::close(int64_t deadline_ns) {
     constexpr int64_t kSlice = 50 * kMillisecond;
     {
         Lock lock(mu_);
-        while (!over() && out_.in_flight() > 0 && steady_ns() < deadline_ns)
+        while (!over() && core_.out().in_flight() > 0 && steady_ns() < deadline_ns)
             wait_slice(lock, deadline_ns, kSlice);
         if (!over()) {
-            const size_t unsent = out_.in_flight();
+            const size_t unsent = core_.out().in_flight();
             send_frame(ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
             leaving_ = true;
             // The peer closes the connection when it has read the goodbye.
@@ -81,27 +97,14 @@ void Link::set_terms(Terms terms) {
 }
 
 void Link::make_paths() {
-    paths_.clear();
-    rails_ = 0;
-    const auto add = [&](Transport kind, int64_t longest_pause) -> Path& {
-        Path& p = paths_.emplace_back();
-        p.kind = kind;
-        p.machine = PathMachine(longest_pause);
-        return p;
-    };
-    if (terms_.transport == Transport::rdma) {
-        rails_ = static_cast<uint32_t>(terms_.rails.size());
-        for (const auto& [ours, theirs] : terms_.rails) {
-            Path& p = add(Transport::rdma, 2 * kSecond);
-            p.our_rail = ours;
-            p.peer_rail = theirs;
-        }
-    }
     // Over shared memory a path is a copying thread, not a socket.
     const bool shm = terms_.transport == Transport::shm;
     const size_t others =
         shm ? std::min<size_t>(terms_.sockets, runtime_->data_threads()) : terms_.sockets;
-    for (size_t i = 0; i < others; ++i) add(shm ? Transport::shm : Transport::tcp, kSecond);
+    core_.assign_paths(
+        terms_.transport == Transport::rdma ? terms_.rails : decltype(terms_.rails){},
+        shm ? Transport::shm : Transport::tcp, others);
+    held_ = std::vector<Held>(core_.paths().size());
 }
 
 bool Link::up() const {
@@ -122,7 +125,7 @@ void Link::die(const std::string& why) {
         const Lock lock(mu_);
         const int64_t now = steady_ns();
         // Rails that went with the peer only just now tell nothing.
-        if (now - without_rail_since_ns_ > runtime_->peer_deadline_ns / 5)
+        if (now - core_.paths().without_rail_since() > runtime_->peer_deadline_ns / 5)
             missing = missing_rail(now);
     }
     finish(State::dead, missing.empty() ? why : why + "; " + missing);
@@ -145,11 +148,10 @@ void Link::finish(State state, const std::string& why) {
         state_ = State::ending;
         error_ = why;
         connection = std::exchange(control_, nullptr);
-        for (Path& p : paths_) {
-            paths.insert(paths.end(), p.replaced.begin(), p.replaced.end());
-            p.replaced.clear();
-            if (p.live) paths.push_back(std::exchange(p.live, nullptr));
-            if (p.offered) paths.push_back(std::exchange(p.offered, nullptr));
+        for (Held& held : held_) {
+            for (auto& path : held.connections) paths.push_back(std::move(path));
+            held.connections.clear();
+            if (held.offered) paths.push_back(std::exchange(held.offered, nullptr));
         }
     }
     // Goes with the last of them: each is closed on its own thread, or that thread has ended.
@@ -168,9 +170,8 @@ void Link::finish(State state, const std::string& why) {
 void Link::paths_closed(State state) {
     const Lock lock(mu_);
     state_ = state;
-    out_.abandon();
-    in_.abandon();
-    changed();
+    core_.abandon();
+    act();
 }
 
 Hello Link::hello(Purpose purpose) const {

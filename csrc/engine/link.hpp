@@ -1,21 +1,20 @@
-// One link to a neighbour: both directions, one control connection, data paths beside it.
+// One link to a neighbour: both directions, one control connection, data paths beside it. What
+// its events mean is for the `LinkCore` to say; here they are brought to it, and what it wants done
+// is done.
 //
 // All state is behind one mutex, held for bookkeeping only: bytes are copied, checksummed, sent
 // and received without it.
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <map>
 #include <mutex>
-#include <set>
 
 #include "base/error.hpp"
 #include "engine/dial.hpp"
 #include "os/clock.hpp"
 #include "path/rdma_path.hpp"
-#include "protocol/path_state.hpp"
-#include "protocol/reliable.hpp"
+#include "protocol/link_core.hpp"
 
 namespace pipemorph {
 
@@ -176,23 +175,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         bool watching_write = false;
     };
 
-    struct Path {
-        Transport kind = Transport::tcp;
-        PathMachine machine;
-        std::shared_ptr<DataPath> live;
-        // A newer connection took their place; they are still to be retired on their thread.
-        std::vector<std::shared_ptr<DataPath>> replaced;
-        std::string trouble;  // why it was lost last
-        bool local = false;   // a socket between two processes of one host
-        uint64_t chunks = 0;
-        uint64_t bytes = 0;
-        // Rails.
-        uint32_t our_rail = 0;
-        uint32_t peer_rail = 0;
-        std::shared_ptr<RdmaPath> offered;  // waits for the peer's answer
-        int64_t offered_ns = 0;
-        double bytes_per_second = 0.0;
-        int64_t measured_ns = 0;
+    // The connections of one path. The core says which of them is current.
+    struct Held {
+        std::vector<std::shared_ptr<DataPath>> connections;  // not retired yet
+        std::shared_ptr<RdmaPath> offered;                   // waits for the peer's answer
         EchoMeter rtt;
     };
 
@@ -201,6 +187,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool ended() const { return state_ == State::dead || state_ == State::closed; }
     bool over() const { return state_ == State::ending || ended(); }
     [[noreturn]] void throw_over() const;
+    void act() { carry_out(core_.take_actions()); }
+    void carry_out(const Actions& actions);
     void changed();  // wake every waiter, ring the bell
     std::optional<Arrived> take(Lock& lock, const Key& key);
     void make_room(int direction, const Inbox::Room& room);  // no lock
@@ -212,7 +200,6 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void send_frame(const Frame& frame);
     void send_confirm();
     void send_ping(int64_t now_ns);
-    void send_empty_messages();
     void watch_write();
     void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
     bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
@@ -233,9 +220,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void or_die(F&& run);  // no lock
     void kick_paths();
     std::vector<std::shared_ptr<DataPath>> live_paths() const;
+    std::shared_ptr<DataPath> current(uint32_t index) const;
     void dial_paths();  // no lock
-    void fence_requested(const FenceFrame& fence);
-    void answer_fence(Reactor& reactor, const FenceFrame& fence);  // no lock
+    void start_to_retire(const Actions::Retire& what);
+    void retire(Reactor& reactor, const Actions::Retire& what);  // no lock
     void make_paths();
     Reactor& reactor_of(uint32_t index);
     // On the control thread, and the rest of each where the rail makes its queue pairs. What came
@@ -247,28 +235,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void take_answer(const AnswerFrame& answer);                     // no lock
     void connect_offered(const std::shared_ptr<RdmaPath>& made,
                          const AnswerFrame& answer);  // no lock
-    void withdraw_offer(Path& path);
-    void region_received(const RegionFrame& region);
-    void bar_rail(bool ours, uint32_t rail, const std::string& why);
-    std::string why_barred(const Path& path) const;
-    bool barred(const Path& path) const { return !why_barred(path).empty(); }
-    bool rail_carries(const Path& path) const { return path.machine.carries() && !barred(path); }
     void look_after_rails(int64_t now_ns);
-    bool leave_to_other_rails(uint32_t index, int64_t now_ns) const;
-    bool rails_carry() const;
-    bool sockets_may_carry(int64_t now_ns) const;
-    bool stands_by(uint32_t index) const;
-    void note_carrier();
-    PathStats describe(const Path& path) const;
+    PathStats describe(uint32_t index) const;
     std::string paths_text() const;
     std::string missing_rail(int64_t now_ns) const;
     RdmaPath::Settings rdma_settings() const;
-    void lose_path(Path& path, const std::string& why);
-    void send_fence(uint32_t index, uint32_t epoch);
-    void replace(Path& path);
-    void keep_retiring(const std::shared_ptr<DataPath>& before);  // no lock
-    bool retire_replaced(uint32_t index, uint32_t epoch);         // no lock
-    void grant(const std::vector<SlotGrant>& grants);
     std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock
     void paths_closed(State state);                    // no lock
@@ -282,11 +253,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string error_;  // to be told when it has ended
     Terms terms_;
 
-    Outbox out_;
-    Inbox in_;
-    ReliableStream stream_;
+    LinkCore core_;
     EchoMeter echo_;
-    uint32_t held_back_ = 0;  // grants since the last flush
 
     std::shared_ptr<Connection> control_;
     uint32_t control_epoch_ = 0;
@@ -302,26 +270,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     int64_t next_ping_ns_ = 0;
     std::string last_trouble_;
 
-    std::vector<Path> paths_;  // rails first
-    uint32_t rails_ = 0;       // how many of them are
+    std::vector<Held> held_;  // by path
     std::vector<std::shared_ptr<Registration>> registrations_;
-    std::map<std::pair<uint32_t, uint32_t>, RegionFrame> peer_regions_;  // by rail and segment
-    // Rails that may not touch all the slots: why, by rail. For as long as the link lives.
-    std::map<uint32_t, std::string> barred_ours_;
-    std::map<uint32_t, std::string> barred_peers_;
     uint64_t recoveries_seen_ = 0;
-    int64_t without_rail_since_ns_ = 0;  // 0 while one carries
-    bool fell_back_ = false;
-    uint64_t fallbacks_ = 0;
-    uint64_t failbacks_ = 0;
     std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
-    std::deque<uint32_t> segments_to_offer_;
-    std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
 
-    uint64_t messages_received_ = 0;
-    uint64_t bytes_received_ = 0;
-    uint64_t duplicate_chunks_ = 0;
-    uint64_t stale_chunks_ = 0;
     uint64_t reconnects_ = 0;
     uint64_t frames_refused_ = 0;
 };

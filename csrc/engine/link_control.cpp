@@ -17,7 +17,7 @@ uint32_t Link::control_epoch() const {
 
 uint64_t Link::control_received() const {
     const Lock lock(mu_);
-    return stream_.last_received();
+    return core_.stream().last_received();
 }
 
 void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
@@ -29,7 +29,7 @@ void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
     {
         const Lock lock(mu_);
         if (over()) return;
-        agreed = stream_.resume(peer_received);
+        agreed = core_.stream().resume(peer_received);
         before = std::exchange(control_, connection);
         control_epoch_ = epoch;
         heard_ns_ = steady_ns();
@@ -71,7 +71,7 @@ void Link::confirm() {
         const Lock lock(mu_);
         if (state_ != State::connecting) return;
         state_ = State::up;
-        without_rail_since_ns_ = rails_ > 0 ? steady_ns() : 0;
+        core_.start(steady_ns());
         if (control_) {
             send_confirm();
             send_ping(steady_ns());
@@ -91,25 +91,25 @@ void Link::send_confirm() {
 // Also the first sign of life on a new connection.
 void Link::send_ping(int64_t now) {
     next_ping_ns_ = now + 100 * kMillisecond;
-    append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0, stream_.last_received(),
-                 &control_->says);
+    append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
+                 core_.stream().last_received(), &control_->says);
 }
 
 void Link::send_frame(const Frame& frame) {
-    stream_.send(frame);
-    flush();
+    core_.send(frame);
+    act();
 }
 
 void Link::flush() {
     constexpr size_t kBatch = size_t{256} << 10;
-    held_back_ = 0;
+    core_.flushed();
     if (!control_ || !control_->fd || state_ == State::connecting) return;
     Connection& c = *control_;
     for (;;) {
         if (c.out_done == c.out.size()) {
             c.out.clear();
             c.out_done = 0;
-            stream_.write(c.out, kBatch, &c.says);
+            core_.stream().write(c.out, kBatch, &c.says);
             if (c.out.empty()) return;
         }
         const ssize_t n = ::send(c.fd.get(), c.out.data() + c.out_done, c.out.size() - c.out_done,
@@ -181,9 +181,10 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
             const Lock lock(mu_);
             if (control_ != connection) return false;  // superseded or over
             heard_ns_ = steady_ns();
-            if (!stream_.acknowledged(header->acknowledged)) trouble = "an impossible counter";
+            if (!core_.stream().acknowledged(header->acknowledged))
+                trouble = "an impossible counter";
             if (header->sequence != 0) {
-                const auto verdict = stream_.received(header->sequence);
+                const auto verdict = core_.stream().received(header->sequence);
                 deliver = verdict == ReliableStream::Verdict::deliver;
                 if (verdict == ReliableStream::Verdict::gap) trouble = "a gap in the frames";
             }
@@ -216,30 +217,15 @@ void Link::refuse_frame(const std::shared_ptr<Connection>& connection) {
 }
 
 void Link::handle(Frame frame) {
-    if (const auto* f = std::get_if<GrantFrame>(&frame)) {
-        const Lock lock(mu_);
-        for (const SlotGrant& slot : f->slots) out_.granted(slot);
-        changed_.notify_all();
-        if (out_.has_chunks()) kick_paths();
-    } else if (auto* f = std::get_if<InlineFrame>(&frame)) {
-        const Lock lock(mu_);
-        const uint64_t id = f->message.id;
-        in_.deliver_empty(std::move(f->message), wall_ns());
-        ++messages_received_;
-        send_frame(AckFrame{id});
-        changed();
-    } else if (const auto* f = std::get_if<AckFrame>(&frame)) {
-        const Lock lock(mu_);
-        out_.acknowledged(f->message, steady_ns());
-        send_empty_messages();
-        changed();
-    } else if (const auto* f = std::get_if<FenceFrame>(&frame)) {
-        fence_requested(*f);
-    } else if (const auto* f = std::get_if<BitmapFrame>(&frame)) {
-        const Lock lock(mu_);
-        out_.fenced(*f);
-        if (f->last && f->path < paths_.size()) paths_[f->path].machine.fence_answered(f->epoch);
-        if (out_.has_chunks()) kick_paths();
+    if (LinkCore::handles(frame)) {
+        std::string trouble;
+        {
+            const Lock lock(mu_);
+            if (over()) return;
+            trouble = core_.handle(frame, wall_ns(), steady_ns());
+            act();
+        }
+        if (!trouble.empty()) protocol_error(trouble);
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
         if (!f->error.empty()) {
             die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
@@ -247,14 +233,15 @@ void Link::handle(Frame frame) {
             return;
         }
         const Lock lock(mu_);
-        if (unmapped_segments_.erase(f->segment) > 0) grant(in_.grant_segment(f->segment));
+        core_.mapped(f->segment);
+        act();
     } else if (const auto* f = std::get_if<PingFrame>(&frame)) {
         const int64_t now = wall_ns();
         const Lock lock(mu_);
         if (!control_) return;
         append_frame(control_->out,
                      encode_frame(PongFrame{f->sent_steady_ns, f->sent_wall_ns, now, wall_ns()}), 0,
-                     stream_.last_received(), &control_->says);
+                     core_.stream().last_received(), &control_->says);
         flush();
     } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
         // In this order: held up in between, the echo counts as a slow one, not as a wrong clock.
@@ -277,8 +264,6 @@ void Link::handle(Frame frame) {
         die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) + what);
     } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
         confirmed(f->transport);
-    } else if (const auto* f = std::get_if<RegionFrame>(&frame)) {
-        region_received(*f);
     } else if (const auto* f = std::get_if<OfferFrame>(&frame)) {
         take_offer(*f);
     } else if (const auto* f = std::get_if<AnswerFrame>(&frame)) {

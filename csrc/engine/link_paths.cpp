@@ -8,14 +8,19 @@
 #include "path/tcp_path.hpp"
 
 namespace pipemorph {
+namespace {
+
+constexpr int64_t kRetireAgain = 20 * kMillisecond;
+
+}  // namespace
 
 void Link::sever_data_path(uint32_t index) {
     const Lock lock(mu_);
     if (ended()) throw_over();
-    if (index >= paths_.size())
-        throw EngineError(describe() + " has " + std::to_string(paths_.size()) +
+    if (index >= held_.size())
+        throw EngineError(describe() + " has " + std::to_string(held_.size()) +
                           " data paths, not " + std::to_string(index + 1));
-    if (paths_[index].live) paths_[index].live->sever();
+    if (const auto path = current(index)) path->sever();
 }
 
 std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
@@ -23,10 +28,11 @@ std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
     if (over()) return error_;
     // The dialler's last word may still change the transport, and with it what the paths are.
     if (state_ == State::connecting) return describe() + " is not confirmed yet";
-    if (path >= paths_.size()) return describe() + " has no data path " + std::to_string(path);
-    if (paths_[path].kind == Transport::rdma)
+    const PathSet& paths = core_.paths();
+    if (path >= paths.size()) return describe() + " has no data path " + std::to_string(path);
+    if (paths[path].kind == Transport::rdma)
         return describe() + ": data path " + std::to_string(path) + " is a rail";
-    if (epoch <= paths_[path].machine.epoch())
+    if (epoch <= paths[path].machine.epoch())
         return describe() + ": data path " + std::to_string(path) + " is past epoch " +
                std::to_string(epoch);
     return {};
@@ -37,30 +43,20 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
     {
         const Lock lock(mu_);
         if (over()) return;
-        Path& p = paths_[path];
-        if (p.machine.is_fenced(epoch) || epoch < p.machine.epoch()) {
-            // Given up by the peer before we had it: who dialled it has to dial another.
-            p.machine.dial_failed(epoch, steady_ns());
-            p.trouble = "the peer gave the connection up at once";
-            return;
-        }
         Reactor& reactor = runtime_->data(path);
-        if (p.kind == Transport::shm)
+        std::optional<uint32_t> local_thread;
+        if (core_.paths()[path].kind == Transport::shm) {
             now = std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
                                             keys, runtime_->config.integrity);
-        else {
+        } else {
             set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
-            p.local = is_local(fd);
+            if (is_local(fd)) local_thread = path % static_cast<uint32_t>(runtime_->data_threads());
             now = std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
                                             keys, runtime_->config.integrity);
         }
-        replace(p);
-        p.live = now;
-        if (p.machine.epoch() != epoch) p.machine.take(epoch);
-        if (p.machine.times_up() > 0) ++reconnects_;
-        p.machine.connected(epoch, steady_ns());
-        if (path == 0)
-            segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
+        if (!core_.attach(path, epoch, local_thread, steady_ns())) return;
+        held_[path].connections.push_back(now);
+        act();
     }
     now->start();
 }
@@ -72,16 +68,60 @@ void Link::kick_paths() {
 // Not those that stand by: waking their threads would only show that there is nothing to do.
 std::vector<std::shared_ptr<DataPath>> Link::live_paths() const {
     std::vector<std::shared_ptr<DataPath>> live;
-    live.reserve(paths_.size());
-    for (uint32_t i = 0; i < paths_.size(); ++i)
-        if (paths_[i].live && !stands_by(i)) live.push_back(paths_[i].live);
+    live.reserve(held_.size());
+    for (uint32_t i = 0; i < held_.size(); ++i)
+        if (!core_.paths().stands_by(i))
+            if (auto path = current(i)) live.push_back(std::move(path));
     return live;
 }
 
+std::shared_ptr<DataPath> Link::current(uint32_t index) const {
+    for (const auto& path : held_[index].connections)
+        if (core_.paths().is_current(index, path->epoch)) return path;
+    return nullptr;
+}
+
 Reactor& Link::reactor_of(uint32_t index) {
-    const Path& p = paths_[index];
+    const PathSet::Path& p = core_.paths()[index];
     return p.kind == Transport::rdma ? runtime_->rails[p.our_rail]->reactor()
                                      : runtime_->data(index);
+}
+
+void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
+    const Lock lock(mu_);
+    if (over() || !core_.path_lost(index, epoch, why, steady_ns())) return;
+    last_trouble_ = "data path " + std::to_string(index) + ": " + why;
+    std::erase_if(held_[index].connections,
+                  [epoch](const auto& path) { return path->epoch == epoch; });
+    act();
+}
+
+void Link::start_to_retire(const Actions::Retire& what) {
+    Reactor& reactor = reactor_of(what.path);
+    reactor.post([self = shared_from_this(), &reactor, what] { self->retire(reactor, what); });
+}
+
+void Link::retire(Reactor& reactor, const Actions::Retire& what) {
+    std::vector<std::shared_ptr<DataPath>> old;
+    {
+        const Lock lock(mu_);
+        for (const auto& path : held_[what.path].connections)
+            if (path->epoch <= what.epoch) old.push_back(path);
+    }
+    const auto stuck = std::stable_partition(old.begin(), old.end(),
+                                             [](const auto& path) { return path->retire(); });
+    std::vector<uint32_t> retired;
+    for (auto it = old.begin(); it != stuck; ++it) retired.push_back((*it)->epoch);
+    const Lock lock(mu_);
+    if (over()) return;
+    std::erase_if(held_[what.path].connections, [&retired](const auto& path) {
+        return std::find(retired.begin(), retired.end(), path->epoch) != retired.end();
+    });
+    core_.retired(what.path, retired, steady_ns());
+    act();
+    if (stuck != old.end())
+        reactor.after(kRetireAgain,
+                      [self = shared_from_this(), &reactor, what] { self->retire(reactor, what); });
 }
 
 void Link::dial_paths() {
@@ -98,21 +138,15 @@ void Link::dial_paths() {
         if (state_ != State::up || leaving_) return;
         address =
             terms_.transport == Transport::shm ? abstract_unix(terms_.unix_name) : terms_.address;
-        const int64_t now = steady_ns();
-        for (uint32_t i = 0; i < paths_.size(); ++i) {
-            Path& p = paths_[i];
-            if (p.kind == Transport::rdma && barred(p)) continue;
-            if (!p.machine.may_dial(now)) continue;
-            // Every attempt has an epoch of its own: the peer may have taken one that we gave up.
-            const uint32_t epoch = p.machine.dial();
-            if (p.kind == Transport::rdma) {
-                offers.emplace_back(i, epoch);
+        for (const auto& [index, epoch] : core_.due(steady_ns())) {
+            if (core_.paths()[index].kind == Transport::rdma) {
+                offers.emplace_back(index, epoch);
                 continue;
             }
             Hello h = hello(Purpose::data);
-            h.path = i;
+            h.path = index;
             h.epoch = epoch;
-            calls.push_back({i, epoch, std::move(h)});
+            calls.push_back({index, epoch, std::move(h)});
         }
     }
     for (const auto& [index, epoch] : offers) offer_rail(index, epoch);
@@ -126,42 +160,15 @@ void Link::dial_paths() {
                      return;
                  }
                  const Lock lock(self->mu_);
-                 Path& p = self->paths_[index];
-                 p.machine.dial_failed(epoch, steady_ns());
-                 p.trouble = r.error;
+                 self->core_.dial_failed(index, epoch, r.error, steady_ns());
              });
     }
 }
 
-// Within a host one socket per thread keeps the thread busy, and what would wait in a second one
-// only pushes payloads out of the cache. The others carry when it is lost.
-bool Link::stands_by(uint32_t index) const {
-    if (!paths_[index].local) return false;
-    const Reactor& own = paths_[index].live->reactor();
-    return std::any_of(paths_.begin(), paths_.begin() + index, [&](const Path& p) {
-        return p.local && p.live && p.machine.carries() && &p.live->reactor() == &own;
-    });
-}
-
 std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
-    Path& p = paths_[path];
-    if (over() || !p.live || p.machine.epoch() != epoch || !p.machine.carries())
-        return std::nullopt;
-    const int64_t now = steady_ns();
-    if (rails_ > 0) {
-        // A barred one is up until its own thread has heard of it.
-        if (p.kind == Transport::rdma ? barred(p) || leave_to_other_rails(path, now)
-                                      : !sockets_may_carry(now))
-            return std::nullopt;
-    }
-    if (stands_by(path)) return std::nullopt;
-    auto task = out_.next_chunk(path, epoch, wall_ns(), now);
-    if (task) {
-        ++p.chunks;
-        p.bytes += task->bytes;
-    }
-    return task;
+    if (over()) return std::nullopt;
+    return core_.next_chunk(path, epoch, wall_ns(), steady_ns());
 }
 
 // A chunk that is half entered, or a message that is here and not acknowledged, is more than the
@@ -180,10 +187,10 @@ ChunkSink Link::begin_chunk(const ChunkHeader& header) {
     sink.verdict = ChunkSink::Verdict::stale;
     or_die([&] {
         const Lock lock(mu_);
-        const Path& p = paths_[header.path];
-        if (!over() && p.live && p.machine.epoch() == header.epoch) sink = in_.begin_chunk(header);
-        if (sink.verdict == ChunkSink::Verdict::duplicate) ++duplicate_chunks_;
-        if (sink.verdict == ChunkSink::Verdict::stale) ++stale_chunks_;
+        if (over())
+            core_.stale_chunk();
+        else
+            sink = core_.begin_chunk(header);
     });
     return sink;
 }
@@ -192,14 +199,8 @@ void Link::finish_chunk(const ChunkSink& sink, bool intact) {
     or_die([&] {
         const Lock lock(mu_);
         if (over()) return;
-        const auto finished = in_.finish_chunk(sink, intact, wall_ns());
-        if (!finished.message_complete) return;
-        ++messages_received_;
-        bytes_received_ += finished.bytes;
-        stream_.send(AckFrame{finished.message});
-        if (finished.grant) stream_.send(GrantFrame{{*finished.grant}});
-        flush();
-        changed();
+        core_.finish_chunk(sink, intact, wall_ns());
+        act();
     });
 }
 
@@ -210,17 +211,14 @@ void Link::refused() {
 
 void Link::stale_chunk() {
     const Lock lock(mu_);
-    ++stale_chunks_;
+    core_.stale_chunk();
 }
 
 std::optional<PathHost::Segment> Link::next_segment_to_offer() {
     const Lock lock(mu_);
-    while (!segments_to_offer_.empty()) {
-        const uint32_t number = segments_to_offer_.front();
-        segments_to_offer_.pop_front();
-        if (unmapped_segments_.contains(number)) return Segment{number, in_.segment(number)};
-    }
-    return std::nullopt;
+    const auto number = core_.next_segment_to_offer();
+    if (!number) return std::nullopt;
+    return Segment{*number, core_.in().segment(*number)};
 }
 
 void Link::segment_offered(uint32_t number, uint64_t bytes, Fd fd) {

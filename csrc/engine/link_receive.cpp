@@ -8,18 +8,12 @@
 #include "os/numa.hpp"
 
 namespace pipemorph {
-namespace {
-
-constexpr uint32_t kMostHeldBack = 3;
-
-}  // namespace
-
 void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     std::vector<Inbox::Room> missing;
     {
         const Lock lock(mu_);
         if (ended()) throw_over();
-        missing = in_.missing(direction, slots, slot_bytes);
+        missing = core_.in().missing(direction, slots, slot_bytes);
     }
     for (const Inbox::Room& room : missing) make_room(direction, room);
 }
@@ -48,52 +42,47 @@ void Link::make_room(int direction, const Inbox::Room& room) {
     if (ended()) throw_over();
     const bool all_barred =
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
-    if (rdma && all_barred && paths_.size() == rails_)
+    if (rdma && all_barred && core_.paths().size() == core_.paths().rails())
         throw EngineError(describe() + ": rdma is required, and " + trouble.front());
-    const uint32_t segment = in_.add_segment(direction, room, std::move(memory));
+    const uint32_t segment = core_.add_room(direction, room, std::move(memory), shared);
+    const int64_t now = steady_ns();
     for (uint32_t rail = 0; rail < registered.size(); ++rail) {
         if (!registered[rail]) {
-            stream_.send(RegionFrame{rail, segment, 0, 0, 0});
-            bar_rail(true, rail, trouble[rail]);
+            core_.add_region({rail, segment, 0, 0, 0}, trouble[rail], now);
             continue;
         }
         const Registration& r = *registered[rail];
-        stream_.send(
-            RegionFrame{rail, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()});
+        core_.add_region({rail, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()},
+                         {}, now);
         registrations_.push_back(std::move(registered[rail]));
     }
-    if (!shared) {
-        grant(in_.grant_segment(segment));
-        return;
-    }
-    unmapped_segments_.insert(segment);
-    segments_to_offer_.push_back(segment);
-    kick_paths();
+    if (!shared) core_.grant_room(segment);
+    act();
 }
 
 std::string Link::nothing_arrived(const Key& key, double timeout) const {
     const auto direction = static_cast<int>(key.direction);
     std::string s = describe() + ": nothing arrived for " + key.describe() + " within " +
                     seconds_text(timeout) + "; ";
-    if (const auto progress = in_.progress(key))
+    if (const auto progress = core_.in().progress(key))
         s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
              " chunks are here; ";
     s += before_more(paths_text());
     s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
-    const uint32_t slots = in_.slots(direction);
-    return s + std::to_string(slots - in_.slots_in_use(direction)) + " of " +
+    const uint32_t slots = core_.in().slots(direction);
+    return s + std::to_string(slots - core_.in().slots_in_use(direction)) + " of " +
            std::to_string(slots) + " slots free";
 }
 
 std::vector<std::shared_ptr<Memory>> Link::slot_memory() const {
     const Lock lock(mu_);
-    return in_.segments();
+    return core_.in().segments();
 }
 
 // Takes a message out of the mailbox. If its destination was posted too late for it to be put
 // there, it is copied now, by the caller's thread and without the lock.
 std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
-    auto message = in_.take(key);
+    auto message = core_.take(key);
     if (!message || !message->copy_to) return message;
     Arrived& a = *message;
     const Destination to = std::move(*a.copy_to);
@@ -103,8 +92,8 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
     if (fits && to.bytes > 0) copy_past_caches(to.data, a.data, to.bytes);
     lock.lock();
     if (a.slot) {
-        const auto next = in_.release(*a.slot, a.serial);
-        if (next && !over()) grant({*next});
+        core_.release(*a.slot, a.serial, true);
+        act();
     }
     a.slot.reset();
     a.data = to.data;
@@ -118,8 +107,8 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
 
 void Link::post_receive(const Key& key, Destination destination) {
     const Lock lock(mu_);
-    if (ended() && !in_.has(key)) throw_over();
-    if (!in_.post(key, std::move(destination)))
+    if (ended() && !core_.in().has(key)) throw_over();
+    if (!core_.post_receive(key, std::move(destination)))
         throw EngineError(describe() + ": a destination is posted for " + key.describe() +
                           " already, and its message has not been received yet");
 }
@@ -148,30 +137,15 @@ std::optional<Arrived> Link::try_receive(const Key& key) {
 
 bool Link::arrived(const Key& key) const {
     const Lock lock(mu_);
-    if (in_.has(key)) return true;
+    if (core_.in().has(key)) return true;
     if (ended()) throw_over();
     return false;
 }
 
 void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
     const Lock lock(mu_);
-    const auto next = in_.release(slot, serial);
-    if (!next || over()) return;
-    if (at_once || ++held_back_ >= kMostHeldBack) {
-        grant({*next});
-    } else {
-        stream_.send(GrantFrame{{*next}});
-    }
-}
-
-void Link::grant(const std::vector<SlotGrant>& grants) {
-    constexpr size_t kPerFrame = 4096;
-    for (size_t at = 0; at < grants.size(); at += kPerFrame) {
-        const auto first = grants.begin() + static_cast<std::ptrdiff_t>(at);
-        const auto count = std::min(kPerFrame, grants.size() - at);
-        stream_.send(GrantFrame{{first, first + static_cast<std::ptrdiff_t>(count)}});
-    }
-    flush();
+    core_.release(slot, serial, at_once);
+    act();
 }
 
 }  // namespace pipemorph

@@ -81,7 +81,7 @@ void Link::redial_control() {
         h = hello(Purpose::control);
         h.resume = true;
         h.epoch = control_epoch_ + 1;
-        h.received = stream_.last_received();
+        h.received = core_.stream().last_received();
         h.sockets = static_cast<uint16_t>(terms_.sockets);
         address = terms_.address;
     }
@@ -159,8 +159,8 @@ void Link::forgive_pause(int64_t now) {
     const int64_t passed = now - ticked_ns_;
     ticked_ns_ = now;
     if (passed <= std::max(runtime_->peer_deadline_ns / 4, kNoPause)) return;
-    for (int64_t* since :
-         {&heard_ns_, &down_since_ns_, &refused_since_ns_, &without_rail_since_ns_})
+    core_.forgive(passed, now);
+    for (int64_t* since : {&heard_ns_, &down_since_ns_, &refused_since_ns_})
         if (*since != 0) *since = std::min(*since + passed, now);
 }
 

@@ -15,15 +15,16 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
         if (ended()) throw_over();
         info.posted_ns = wall_ns();
         try {
-            const auto message = out_.post(std::move(info), data, std::move(hold), steady_ns());
+            const int64_t now_wall = info.posted_ns;
+            const auto message =
+                core_.post(std::move(info), data, std::move(hold), now_wall, steady_ns());
             id = message->info.id;
-            if (message->chunks == 0)
-                send_empty_messages();
-            else
-                live = live_paths();
         } catch (const EngineError& e) {
             throw EngineError(describe() + ": " + e.what());
         }
+        Actions actions = core_.take_actions();
+        if (std::exchange(actions.kick, false)) live = live_paths();
+        carry_out(actions);
     }
     // Without the lock, for which their threads would otherwise wait as soon as they wake up.
     for (const auto& path : live) path->kick();
@@ -32,11 +33,11 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
 
 bool Link::sent(uint64_t ticket) {
     const Lock lock(mu_);
-    switch (out_.ticket(ticket)) {
+    switch (core_.out().ticket(ticket)) {
         case Outbox::Ticket::done:
             return true;
         case Outbox::Ticket::failed:
-            throw EngineError(describe() + ": " + out_.failure(ticket));
+            throw EngineError(describe() + ": " + core_.out().failure(ticket));
         case Outbox::Ticket::unknown:
             throw EngineError(describe() + ": there is no ticket " + std::to_string(ticket));
         case Outbox::Ticket::abandoned:
@@ -53,10 +54,10 @@ bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, dou
     for (;;) {
         if (sent(ticket)) return true;
         Lock lock(mu_);
-        if (out_.ticket(ticket) != Outbox::Ticket::in_flight || ended()) continue;
+        if (core_.out().ticket(ticket) != Outbox::Ticket::in_flight || ended()) continue;
         const int64_t now = steady_ns();
         if (now >= deadline_ns)
-            throw EngineTimeout(describe() + ": " + out_.describe(ticket) +
+            throw EngineTimeout(describe() + ": " + core_.out().describe(ticket) +
                                 ", not acknowledged by rank " +
                                 std::to_string(identity_.peer_rank) + " within " +
                                 seconds_text(timeout) + "; " + before_more(paths_text()) +
@@ -68,13 +69,7 @@ bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, dou
 
 uint64_t Link::send_slots(int direction) const {
     const Lock lock(mu_);
-    return out_.credits(direction);
-}
-
-void Link::send_empty_messages() {
-    while (auto message = out_.next_inline(wall_ns(), steady_ns()))
-        stream_.send(InlineFrame{std::move(*message)});
-    flush();
+    return core_.out().credits(direction);
 }
 
 }  // namespace pipemorph

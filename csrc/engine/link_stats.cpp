@@ -7,11 +7,12 @@ namespace pipemorph {
 std::vector<SentRecord> Link::drain_telemetry() {
     const Lock lock(mu_);
     echo_.drain();
-    for (Path& p : paths_) p.rtt.drain();
-    return out_.telemetry.drain();
+    for (Held& held : held_) held.rtt.drain();
+    return core_.drain_telemetry();
 }
 
-PathStats Link::describe(const Path& p) const {
+PathStats Link::describe(uint32_t index) const {
+    const PathSet::Path& p = core_.paths()[index];
     PathStats s;
     s.kind = name_of(p.kind);
     if (p.kind == Transport::rdma) s.rail = runtime_->rails[p.our_rail]->describe();
@@ -22,7 +23,7 @@ PathStats Link::describe(const Path& p) const {
     s.bytes = p.bytes;
     s.times_lost = p.machine.times_lost();
     if (p.bytes_per_second > 0) s.bytes_per_second = p.bytes_per_second;
-    if (const auto rtt = p.rtt.summary()) {
+    if (const auto rtt = held_[index].rtt.summary()) {
         s.rtt_min = to_seconds(rtt->min_ns);
         s.rtt_mean = to_seconds(rtt->mean_ns);
         s.rtt_p99 = to_seconds(rtt->p99_ns);
@@ -34,17 +35,17 @@ PathStats Link::describe(const Path& p) const {
 std::string Link::paths_text() const {
     std::string down;
     size_t up = 0;
-    for (const Path& p : paths_) {
-        if (p.machine.carries()) {
+    for (uint32_t i = 0; i < held_.size(); ++i) {
+        if (core_.paths()[i].machine.carries()) {
             ++up;
             continue;
         }
-        const PathStats s = describe(p);
+        const PathStats s = describe(i);
         down += (down.empty() ? "" : "; ") + (s.rail.empty() ? s.kind : s.rail) + " " + s.state +
                 (s.trouble.empty() ? "" : ": " + s.trouble);
     }
     if (down.empty()) return {};
-    return std::to_string(up) + " of " + std::to_string(paths_.size()) + " data paths up (" + down +
+    return std::to_string(up) + " of " + std::to_string(held_.size()) + " data paths up (" + down +
            ")";
 }
 
@@ -71,18 +72,21 @@ LinkStats Link::stats() const {
             s.state = "closed";
             break;
     }
-    s.transport = name_of(rails_ > 0 && fell_back_ ? Transport::tcp : terms_.transport);
-    s.fallbacks = fallbacks_;
-    s.failbacks = failbacks_;
-    for (const Path& p : paths_) s.paths.push_back(describe(p));
-    s.messages_sent = out_.messages_sent;
-    s.messages_received = messages_received_;
-    s.bytes_sent = out_.bytes_sent;
-    s.bytes_received = bytes_received_;
-    s.chunks_resent = out_.chunks_resent;
-    s.duplicate_chunks = duplicate_chunks_;
-    s.stale_chunks = stale_chunks_;
-    s.reconnects = reconnects_;
+    const PathSet& paths = core_.paths();
+    s.transport =
+        name_of(paths.rails() > 0 && paths.fell_back() ? Transport::tcp : terms_.transport);
+    s.fallbacks = paths.fallbacks();
+    s.failbacks = paths.failbacks();
+    for (uint32_t i = 0; i < held_.size(); ++i) s.paths.push_back(describe(i));
+    const LinkCore::Counters& counters = core_.counters();
+    s.messages_sent = core_.out().messages_sent;
+    s.messages_received = counters.messages_received;
+    s.bytes_sent = core_.out().bytes_sent;
+    s.bytes_received = counters.bytes_received;
+    s.chunks_resent = core_.out().chunks_resent;
+    s.duplicate_chunks = counters.duplicate_chunks;
+    s.stale_chunks = counters.stale_chunks;
+    s.reconnects = reconnects_ + counters.paths_remade;
     s.frames_refused = frames_refused_;
     s.trouble = last_trouble_;
     if (const auto echo = echo_.summary()) {
@@ -91,10 +95,10 @@ LinkStats Link::stats() const {
         s.rtt_p99 = to_seconds(echo->p99_ns);
     }
     if (const auto offset = echo_.clock_offset_ns()) s.clock_offset = to_seconds(*offset);
-    s.sends_in_flight = out_.in_flight();
+    s.sends_in_flight = core_.out().in_flight();
     for (int d = 0; d < kDirections; ++d) {
-        s.slots_granted += in_.slots(d);
-        s.slots_in_use += in_.slots_in_use(d);
+        s.slots_granted += core_.in().slots(d);
+        s.slots_in_use += core_.in().slots_in_use(d);
     }
     return s;
 }

@@ -4,11 +4,54 @@
 namespace sim {
 
 void World::send_chunk(int side, uint32_t path) {
-    const ConnectionPointer c = at(side, path).live;
+    const ConnectionPointer c = current(side, path);
     if (!c || !c->started[side] || c->given_up[side]) return;
-    auto task = end(side).out.next_chunk(path, c->epoch, 2, 2);
+    if (c->kind == Transport::rdma) look_after_rail(side, c);
+    if (c->kind == Transport::shm && path == 0) {
+        if (const auto segment = core(side).next_segment_to_offer()) {
+            c->segments[1 - side].push_back(*segment);
+            return;
+        }
+    }
+    auto task = core(side).next_chunk(path, c->epoch, 2, now_);
     if (!task) return;
     c->towards[1 - side].push_back({std::move(*task), 0, false, false, false, false});
+    check_carrier(side, *c);
+}
+
+void World::look_after_rail(int side, const ConnectionPointer& c) {
+    if (!c->up[side] && c->attached[1 - side] && !c->retired[1 - side] && !c->cut) {
+        c->up[side] = core(side).path_up(c->path, c->epoch, now_);
+    } else if (c->suspected[side] && random_(4) == 0) {
+        c->suspected[side] = false;
+        core(side).path_suspect(c->path, c->epoch, false, now_);
+    } else if (random_(16) == 0) {
+        core(side).path_measured(c->path, c->epoch, 1.0 + random_(1000), now_);
+    }
+    act(side);
+}
+
+bool World::carries(int side, const Connection& c) const {
+    return c.held[side] && c.up[side] && !c.suspected[side] && !c.given_up[side] &&
+           !c.fenced[side] && !ends_[size_t(side)].barred.contains(c.path) &&
+           ends_[size_t(side)].core.paths().is_current(c.path, c.epoch);
+}
+
+void World::check_carrier(int side, const Connection& c) {
+    require(carries(side, c), "a chunk was given to a path that does not carry");
+    for (const ConnectionPointer& other : connections_) {
+        if (!carries(side, *other)) continue;
+        require(c.kind == Transport::rdma || other->kind != Transport::rdma,
+                "a chunk was given to a socket while a rail carries");
+        require(local_threads_ == 0 || other->path >= c.path ||
+                    (c.path - other->path) % local_threads_ != 0,
+                "a chunk was given to a socket that stands by");
+    }
+    if (c.kind == Transport::rdma) {
+        const SlotGrant& g = *c.towards[1 - side].back().task.message->slot;
+        require(core(side).paths().region(c.path, g) != nullptr,
+                "a chunk was given to a rail that does not reach its slot");
+    }
 }
 
 void World::check_write(int side, const Flight& f) const {
@@ -37,7 +80,13 @@ void World::move_chunk(int side, const ConnectionPointer& c) {
         return;
     }
     if (!c->attached[side]) return;
-    if (c->one_sided)
+    if (!c->segments[side].empty() && c->started[side] && !c->cut) {
+        core(side).send(MappedFrame{c->segments[side].front(), {}});
+        c->segments[side].pop_front();
+        ++tally_.segments;
+        return act(side);
+    }
+    if (c->one_sided())
         land(side, c);
     else
         read(side, c);
@@ -58,7 +107,7 @@ void World::land(int side, const ConnectionPointer& c) {
         check_write(side, *f);
         const size_t n =
             std::min<size_t>(f->task.bytes - f->landed, random_(2) == 0 ? 4 : kChunkBytes);
-        std::memcpy(e.in.segment(g.segment)->data() + g.offset + h.offset() + f->landed,
+        std::memcpy(e.core.in().segment(g.segment)->data() + g.offset + h.offset() + f->landed,
                     f->task.data + f->landed, n);
         f->landed += static_cast<uint32_t>(n);
         tally_.late_writes += c->given_up[1 - side];
@@ -72,15 +121,15 @@ void World::land(int side, const ConnectionPointer& c) {
         flights.back().repeated = false;
         flights.back().copy = true;
     }
-    const ChunkSink sink = begin(side, *c, told);
+    const ChunkSink sink = begin(side, told);
     if (sink.verdict != ChunkSink::Verdict::take) return;
     if (told.damaged) {  // it cannot know; its sender gets a completion error instead
-        e.in.finish_chunk(sink, false, 3);
+        e.core.finish_chunk(sink, false, 3);
         path_lost(1 - side, c);
         return;
     }
     if (sink.data != sink.slot_data) std::memcpy(sink.data, sink.slot_data, told.task.bytes);
-    finish(side, sink);
+    finish(side, sink, told);
 }
 
 void World::read(int side, const ConnectionPointer& c) {
@@ -94,7 +143,7 @@ void World::read(int side, const ConnectionPointer& c) {
             flights.clear();
             return;
         }
-        ChunkSink sink = begin(side, *c, f);
+        ChunkSink sink = begin(side, f);
         reading.emplace(Connection::Reading{std::move(sink), std::move(f), 0});
         return;
     }
@@ -114,31 +163,25 @@ void World::read(int side, const ConnectionPointer& c) {
         path_lost(side, c);  // which gives the chunk back as not intact
         return;
     }
-    const ChunkSink sink = std::move(reading->sink);
+    const Connection::Reading done = std::move(*reading);
     reading.reset();
-    if (taken) finish(side, sink);
+    if (taken) finish(side, done.sink, done.flight);
 }
 
-ChunkSink World::begin(int side, const Connection& c, const Flight& f) {
-    const PathEnd& p = at(side, c.path);
-    ChunkSink sink;
-    sink.verdict = ChunkSink::Verdict::stale;
-    if (p.live && p.epoch == f.task.header.epoch) sink = end(side).in.begin_chunk(f.task.header);
+ChunkSink World::begin(int side, const Flight& f) {
+    const ChunkSink sink = core(side).begin_chunk(f.task.header);
     if (sink.verdict == ChunkSink::Verdict::invalid) fail("a chunk that fits no slot");
-    tally_.duplicates += sink.verdict == ChunkSink::Verdict::duplicate;
-    tally_.stale += sink.verdict == ChunkSink::Verdict::stale;
     return sink;
 }
 
-void World::finish(int side, const ChunkSink& sink) {
-    End& e = end(side);
-    const auto finished = e.in.finish_chunk(sink, true, 3);
-    if (!finished.message_complete) return;
-    whole(side, finished.message);
-    e.slots[sink.slot].open = false;
-    e.stream.send(AckFrame{finished.message});
-    if (finished.grant) grant(side, *finished.grant);
-    flush(side);
+void World::finish(int side, const ChunkSink& sink, const Flight& f) {
+    const uint64_t before = core(side).counters().messages_received;
+    core(side).finish_chunk(sink, true, 3);
+    if (core(side).counters().messages_received > before) {
+        whole(side, f.task.header.message.id);
+        end(side).slots[sink.slot].open = false;
+    }
+    act(side);
 }
 
 }  // namespace sim

@@ -4,19 +4,26 @@
 namespace sim {
 
 // Link::reserve, while messages are on their way to smaller slots.
-void World::reserve(int side, uint32_t slots, uint64_t bytes) {
+void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint32_t> barred) {
     End& e = end(side);
     const int direction = side == kLow ? 1 : 0;
+    const bool shared = kinds_.front() == Transport::shm;
     e.largest = bytes = std::min(bytes, uint64_t{kSlotBytes});
     if (e.asked.size() < slots) e.asked.resize(slots);
     for (uint32_t i = 0; i < slots; ++i) e.asked[i] = std::max(e.asked[i], bytes);
-    for (const Inbox::Room& room : e.in.missing(direction, slots, bytes)) {
+    for (const Inbox::Room& room : e.core.in().missing(direction, slots, bytes)) {
         tally_.grown += !e.slots.empty();
-        const size_t number = e.in.segments().size() * 2 + static_cast<size_t>(side);
-        const uint32_t segment = e.in.add_segment(direction, room, slot_memory(number));
+        const size_t number = e.core.in().segments().size() * 2 + static_cast<size_t>(side);
+        auto memory = slot_memory(number);
+        const uint64_t size = memory->size();
+        const uint32_t segment = e.core.add_room(direction, room, std::move(memory), shared);
         e.slots.resize(e.slots.size() + room.slots);
         e.slot_bytes += room.slots * room.bytes;
-        for (const SlotGrant& g : e.in.grant_segment(segment)) grant(side, g);
+        for (uint32_t rail = 0; rail < rails_; ++rail)
+            e.core.add_region({rail, segment, 0, barred == rail ? 0 : size, 0}, "no memory", now_);
+        if (barred) e.barred.insert(*barred);
+        if (!shared) e.core.grant_room(segment);
+        act(side);
     }
     uint64_t asked = 0;
     for (const uint64_t most : e.asked) asked += most;
@@ -30,7 +37,7 @@ void World::post(int side) {
     Sent m;
     m.key = {0, 0, static_cast<int64_t>(e.to_send), side == kLow ? 0 : 1, 0};
     // What it knows to have room for; before it knows anything, the smallest that there can be.
-    const uint64_t known = e.out.largest_slot(side == kLow ? 0 : 1);
+    const uint64_t known = e.core.out().largest_slot(side == kLow ? 0 : 1);
     const uint64_t most = sizes_change_ ? std::max<uint64_t>(known, kChunkBytes) : kSlotBytes;
     const uint32_t bytes = random_(8) == 0 ? 0 : 1 + random_(static_cast<uint32_t>(most));
     Random fill(options_.seed * 64 + e.to_send * 2 + uint64_t(side));
@@ -48,18 +55,12 @@ void World::post(int side) {
     info.key = m.key;
     info.bytes = bytes;
     const uint8_t* data = payload->data();
-    m.id = e.out.post(info, data, std::move(payload), 1)->info.id;
+    m.id = e.core.post(info, data, std::move(payload), 2, now_)->info.id;
     trace("%d posts message %llu of %u bytes", side, (unsigned long long)m.id, bytes);
     ++tally_.messages;
     ++undelivered_;
     e.sent.emplace(m.id, std::move(m));
-    send_empty(side);
-}
-
-void World::send_empty(int side) {
-    while (auto m = end(side).out.next_inline(2, 2))
-        end(side).stream.send(InlineFrame{std::move(*m)});
-    flush(side);
+    act(side);
 }
 
 Sent& World::pick(int side) {
@@ -82,10 +83,10 @@ void World::receive(int side) {
         m.asked = true;
         ++tally_.posted_destinations;
         m.destination.assign(m.content.size(), 0xcc);
-        require(e.in.post(m.key, {m.destination.data(), m.destination.size(), nullptr}),
+        require(e.core.post_receive(m.key, {m.destination.data(), m.destination.size(), nullptr}),
                 "a destination was refused");
     }
-    const auto arrived = e.in.take(m.key);
+    const auto arrived = e.core.take(m.key);
     if (!arrived) return;
     trace("%d takes message %llu", side, (unsigned long long)m.id);
     if (m.delivered) fail("message " + std::to_string(m.id) + " was delivered twice");
@@ -99,26 +100,30 @@ void World::receive(int side) {
 }
 
 void World::give_back(int side, uint32_t slot, uint64_t serial) {
-    const auto next = end(side).in.release(slot, serial);
-    require(next.has_value(), "a slot could not be released");
-    grant(side, *next);
-    require(!end(side).in.release(slot, serial), "a slot was released twice");
+    const auto direction = side == kLow ? 1 : 0;
+    const auto in_use = [&] { return core(side).in().slots_in_use(direction); };
+    const uint32_t before = in_use();
+    core(side).release(slot, serial, random_(2) == 0);
+    require(in_use() == before - 1, "a slot could not be released");
+    core(side).release(slot, serial, true);
+    require(in_use() == before - 1, "a slot was released twice");
+    act(side);
 }
 
-void World::grant(int side, const SlotGrant& g) {
+void World::granted(int side, const SlotGrant& g) {
     End& e = end(side);
     End::Use& use = e.slots[g.slot];
     require(g.serial > use.serial, "a slot's serial number did not rise");
     require(!use.open, "a slot was granted while it was granted");
     use = {g.serial, true};
-    std::memset(e.in.segment(g.segment)->data() + g.offset, 0xee, g.bytes);
-    e.stream.send(GrantFrame{{g}});
-    flush(side);
+    std::memset(e.core.in().segment(g.segment)->data() + g.offset, 0xee, g.bytes);
 }
 
 void World::flush(int side) {
     End& e = end(side);
-    if (e.control != 0 && e.control == end(1 - side).control) e.stream.write(e.outgoing, 4096);
+    if (e.control != 0 && e.control == end(1 - side).control)
+        e.core.stream().write(e.outgoing, 4096);
+    e.core.flushed();
 }
 
 void World::deliver_control(int side) {
@@ -144,8 +149,8 @@ void World::read_control(int side) {
         auto frame = decode_frame(header->type, rest.subspan(kFrameHeaderSize, header->body_bytes));
         require(frame.has_value(), "a malformed frame");
         used += kFrameHeaderSize + header->body_bytes;
-        require(e.stream.acknowledged(header->acknowledged), "an impossible counter");
-        const auto verdict = e.stream.received(header->sequence);
+        require(e.core.stream().acknowledged(header->acknowledged), "an impossible counter");
+        const auto verdict = e.core.stream().received(header->sequence);
         require(verdict != ReliableStream::Verdict::gap, "a gap in the frames");
         // Both ends say where to resume before anything is written, so nothing is repeated.
         require(verdict == ReliableStream::Verdict::deliver, "a frame was repeated");
@@ -154,26 +159,41 @@ void World::read_control(int side) {
     e.incoming.assign(bytes.begin() + static_cast<std::ptrdiff_t>(used), bytes.end());
 }
 
-void World::handle(int side, const Frame& frame) {
+void World::handle(int side, Frame& frame) {
     End& e = end(side);
     if (const auto* grants = std::get_if<GrantFrame>(&frame)) {
-        for (const SlotGrant& g : grants->slots) e.out.granted(g);
+        for (const SlotGrant& g : grants->slots) granted(1 - side, g);
     } else if (const auto* empty = std::get_if<InlineFrame>(&frame)) {
         whole(side, empty->message.id);
-        e.in.deliver_empty(empty->message, 3);
-        e.stream.send(AckFrame{empty->message.id});
-        flush(side);
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
-        require(e.out.acknowledged(ack->message, 3), "an acknowledgement came twice");
+        require(e.core.out().ticket(ack->message) == Outbox::Ticket::in_flight,
+                "an acknowledgement came twice");
         require(e.sent.at(ack->message).complete, "a message completed that had not arrived");
-        send_empty(side);
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
-        fence_requested(side, *fence);
-    } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
-        e.out.fenced(*report);
+        for (const ConnectionPointer& c : connections_)
+            if (c->path == fence->path && c->epoch <= fence->epoch) c->fenced[side] = true;
+    } else if (const auto* region = std::get_if<RegionFrame>(&frame)) {
+        if (region->bytes == 0) e.barred.insert(region->rail);
+    }
+    if (LinkCore::handles(frame)) {
+        const std::string trouble = e.core.handle(frame, 3, now_);
+        if (!trouble.empty()) fail("the protocol was broken: " + trouble);
+    } else if (const auto* mapped = std::get_if<MappedFrame>(&frame)) {
+        e.core.mapped(mapped->segment);
+    } else if (const auto* offer = std::get_if<OfferFrame>(&frame)) {
+        if (e.core.take_offer(*offer))
+            threads(side, offer->path).setup.push_back([this, o = *offer] { answer_offer(o); });
+        else
+            give_up(side, *find(offer->path, offer->epoch));
+    } else if (const auto* answer = std::get_if<AnswerFrame>(&frame)) {
+        if (e.core.take_answer(*answer, now_))
+            threads(side, answer->path).setup.push_back([this, a = *answer] {
+                connect_offered(a);
+            });
     } else {
         fail("an unexpected frame");
     }
+    act(side);
 }
 
 void World::whole(int side, uint64_t id) {
@@ -211,20 +231,20 @@ bool World::resume_control(bool half) {
     End& high = end(1);
     if (low.control != 0) return false;
     const uint64_t number = next_control_++;
-    const uint64_t low_received = low.stream.last_received();  // in the hello
+    const uint64_t low_received = low.core.stream().last_received();  // in the hello
     high.outgoing.clear();
     high.incoming.clear();
     high.control = number;
-    const uint64_t high_received = high.stream.last_received();  // in the reply
-    require(high.stream.resume(low_received), "the acceptor cannot resume");
+    const uint64_t high_received = high.core.stream().last_received();  // in the reply
+    require(high.core.stream().resume(low_received), "the acceptor cannot resume");
     // It writes at once. On a half resume nobody will ever read that.
-    high.stream.write(high.outgoing, 4096);
+    high.core.stream().write(high.outgoing, 4096);
     if (half) return true;
     ++tally_.resumes;
     low.outgoing.clear();
     low.incoming.clear();
     low.control = number;
-    require(low.stream.resume(high_received), "the dialler cannot resume");
+    require(low.core.stream().resume(high_received), "the dialler cannot resume");
     flush(kLow);
     trace("the control connection is resumed");
     return true;

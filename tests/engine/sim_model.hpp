@@ -1,11 +1,14 @@
 // What the simulation is made of; sim_world.hpp says what it is.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <list>
+#include <set>
 
+#include "os/clock.hpp"
 #include "sim_world.hpp"
 
 namespace sim {
@@ -68,14 +71,21 @@ struct Flight {
 struct Connection {
     uint32_t path = 0;
     uint32_t epoch = 0;
-    bool one_sided = false;
+    Transport kind = Transport::tcp;
     bool cut = false;
-    bool attached[2] = {false, false};  // that end's memory can be reached
-    bool started[2] = {false, false};   // that end's thread serves it
-    bool given_up[2] = {false, false};  // that end sends nothing more
-    bool retired[2] = {false, false};   // nothing can reach that end's slots any more
-    bool overdue[2] = {false, false};   // that end's deadline for a lost chunk runs
-    std::list<Flight> towards[2];       // flights to that end
+    bool half = false;                   // the dialler's queue pair will not connect
+    int64_t stalled_until_ns = 0;        // the acceptor's kernel takes so long for its queue pair
+    bool attached[2] = {false, false};   // that end's memory can be reached
+    bool held[2] = {false, false};       // Link::Held::connections: that end has to retire it
+    bool started[2] = {false, false};    // that end's thread serves it
+    bool up[2] = {false, false};         // rails: a probe was acknowledged
+    bool fenced[2] = {false, false};     // that end knows that the other has given it up
+    bool suspected[2] = {false, false};  // rails: nothing has completed for a while
+    bool given_up[2] = {false, false};   // that end sends nothing more
+    bool retired[2] = {false, false};    // nothing can reach that end's slots any more
+    bool overdue[2] = {false, false};    // that end's deadline for a lost chunk runs
+    std::list<Flight> towards[2];        // flights to that end
+    std::deque<uint32_t> segments[2];    // shared memory: shown to that end, not mapped yet
     // Stream: the chunk that is being read at that end.
     struct Reading {
         ChunkSink sink;
@@ -83,15 +93,15 @@ struct Connection {
         uint64_t done = 0;
     };
     std::optional<Reading> reading[2];
+
+    bool one_sided() const { return kind != Transport::tcp; }
 };
 using ConnectionPointer = std::shared_ptr<Connection>;
 
-struct PathEnd {  // Link::Path
-    uint32_t epoch = 0;
-    uint32_t fenced = 0;
-    ConnectionPointer live;
-    std::vector<ConnectionPointer> replaced;   // by a newer epoch, and not retired yet
-    std::deque<std::function<void()>> thread;  // posted to the path's reactor
+// What is posted to the threads that serve a path.
+struct Threads {
+    std::deque<std::function<void()>> data;   // the path's reactor
+    std::deque<std::function<void()>> setup;  // where its rail makes queue pairs
 };
 
 struct Sent {
@@ -106,10 +116,9 @@ struct Sent {
 };
 
 struct End {
-    Outbox out;
-    Inbox in;
-    ReliableStream stream;
-    std::vector<PathEnd> paths;
+    LinkCore core;
+    std::vector<Threads> threads;  // by path
+    std::set<uint32_t> barred;     // rails that are known not to reach all slots of both ends
     // The control connection: a number says which; 0 is none.
     uint64_t control = 0;
     std::vector<uint8_t> outgoing;  // written, on its way to the peer
@@ -131,7 +140,7 @@ struct End {
     };
     std::vector<Held> held;
 
-    explicit End(size_t queues) : out(queues, kChunkBytes) {}
+    explicit End(const LinkCore::Settings& settings) : core(settings) {}
 };
 
 class World {
@@ -141,7 +150,10 @@ class World {
 
   private:
     End& end(int side) { return ends_[size_t(side)]; }
-    PathEnd& at(int side, uint32_t path) { return end(side).paths[path]; }
+    LinkCore& core(int side) { return end(side).core; }
+    Threads& threads(int side, uint32_t path) { return end(side).threads[path]; }
+    // Link::act
+    void act(int side);
     template <typename... Args>
     void trace(const char* format, Args... args) const {
         if (!options_.trace) return;
@@ -150,20 +162,21 @@ class World {
     }
 
     // --- The application ---
-    void reserve(int side, uint32_t slots, uint64_t bytes);
+    // One of the rails cannot register the memory: `barred`.
+    void reserve(int side, uint32_t slots, uint64_t bytes,
+                 std::optional<uint32_t> barred = std::nullopt);
     void post(int side);
-    void send_empty(int side);
     Sent& pick(int side);
     void receive(int side);
     void give_back(int side, uint32_t slot, uint64_t serial);
-    // Link::grant. Here the slot's memory becomes the sender's.
-    void grant(int side, const SlotGrant& g);
+    // The other end may write to this slot from now on.
+    void granted(int side, const SlotGrant& g);
 
     // --- The control connection ---
     void flush(int side);
     void deliver_control(int side);
-    void read_control(int side);                // Link::read_control
-    void handle(int side, const Frame& frame);  // Link::handle
+    void read_control(int side);          // Link::read_control
+    void handle(int side, Frame& frame);  // Link::handle
     void whole(int side, uint64_t id);
     // The bytes under way are cut off somewhere; the ends notice now or when they meet again.
     void lose_control();
@@ -171,19 +184,32 @@ class World {
     // Link::redial_control, Engine::resume_link, Link::attach_control. Whether it got that far.
     bool resume_control(bool half);
 
-    // --- Paths: the rules of engine/link_*.cpp ---
-    void dial(uint32_t path, bool half);  // Link::dial_paths and both ends' attach_data
+    // --- Paths ---
+    // Link::dial_paths and both ends' attach_data. Whether anything was due.
+    bool dial(bool half);
     void attach(int side, const ConnectionPointer& c);
+    void offer(const ConnectionPointer& c, bool half);
+    void answer_offer(const OfferFrame& offer);
+    void connect_offered(const AnswerFrame& answer);
+    ConnectionPointer find(uint32_t path, uint32_t epoch) const;
+    // The one that the core counts on.
+    ConnectionPointer current(int side, uint32_t path);
+    void start(int side, const ConnectionPointer& c);
+    void give_up(int side, Connection& c);
+    // Actions::retire
+    void retire_up_to(int side, const Actions::Retire& what);
     // DataPath::retire: after this, no byte of the epoch can reach a slot of this end.
     void retire(int side, Connection& c);
     void stop_reading(int side, Connection& c);
-    void send_fence(int side, uint32_t path, uint32_t epoch);
     void path_lost(int side, const ConnectionPointer& c);
-    void fence_requested(int side, const FenceFrame& fence);
-    void answer_fence(int side, const FenceFrame& fence);
 
     // --- Chunks ---
     void send_chunk(int side, uint32_t path);
+    // A rail's probe was acknowledged, or it has come back from its silence.
+    void look_after_rail(int side, const ConnectionPointer& c);
+    // Who must not have been given a chunk.
+    void check_carrier(int side, const Connection& c);
+    bool carries(int side, const Connection& c) const;
     // What a write into `slot` for `serial` has to hold to, at the moment when it happens.
     void check_write(int side, const Flight& f) const;
     void move_chunk(int side, const ConnectionPointer& c);
@@ -191,17 +217,21 @@ class World {
     void land(int side, const ConnectionPointer& c);
     // Stream: the first chunk is read, piece by piece, into where the inbox says.
     void read(int side, const ConnectionPointer& c);
-    ChunkSink begin(int side, const Connection& c, const Flight& f);  // Link::begin_chunk
-    void finish(int side, const ChunkSink& sink);                     // Link::finish_chunk
+    ChunkSink begin(int side, const Flight& f);                     // Link::begin_chunk
+    void finish(int side, const ChunkSink& sink, const Flight& f);  // Link::finish_chunk
 
     // --- What happens next ---
-    void act();
+    void step();
+    // Engine::tick
+    void tick();
+    void run_next(std::deque<std::function<void()>>& thread);
     // Forgets connections that nothing can come from any more.
     void tidy();
     Flight* some_flight(ConnectionPointer& which, int& towards);
     // Whether there was anything for this fault to happen to.
     bool inject(Fault fault);
     bool happen(Fault fault, int side, uint32_t path);
+    bool bar_a_rail(int side);
 
     // --- The end ---
     bool over() const;
@@ -215,8 +245,11 @@ class World {
     Random random_;  // what happens
     Random chaos_;   // what goes wrong
     std::deque<End> ends_;
-    std::vector<bool> one_sided_;
+    std::vector<Transport> kinds_;  // of the paths
+    uint32_t rails_ = 0;            // how many of them are rails; they come first
+    uint32_t local_threads_ = 0;    // 0: the ends are not on one host
     std::vector<ConnectionPointer> connections_;
+    int64_t now_ = kSecond;
     uint64_t next_control_ = 0;
     int faults_left_ = 0;
     uint64_t undelivered_ = 0;

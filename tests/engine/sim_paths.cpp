@@ -1,110 +1,174 @@
-// Paths: making, losing and fencing them, by the rules of engine/link_paths.cpp and
-// engine/link_fences.cpp.
+// Paths: making, losing and retiring their connections, as engine/link_paths.cpp and
+// engine/link_rails.cpp do it for the core.
 #include "sim_model.hpp"
 
 namespace sim {
+namespace {
 
-void World::dial(uint32_t path, bool half) {
-    PathEnd& low = at(kLow, path);
-    if (low.live) return;
-    auto c = std::make_shared<Connection>();
-    c->path = path;
-    c->epoch = ++low.epoch;
-    c->one_sided = one_sided_[path];
-    connections_.push_back(c);
-    require(c->epoch > at(1, path).epoch, "an epoch was used twice");
-    attach(1, c);
-    trace("path %u epoch %u is made%s", path, c->epoch, half ? " by halves" : "");
-    if (half) {
-        ++tally_.half_dials;
-        c->cut = true;
-        c->retired[kLow] = c->given_up[kLow] = true;
-    } else {
-        attach(kLow, c);
+QpAddress queue_pair() {
+    QpAddress qp;
+    qp.mtu = 1;
+    return qp;
+}
+
+}  // namespace
+
+void World::act(int side) {
+    const Actions actions = core(side).take_actions();
+    for (const uint32_t path : actions.withdraw)
+        retire(side, *find(path, core(side).paths()[path].machine.epoch()));
+    for (const Actions::Fail& f : actions.fail) {
+        const ConnectionPointer c = current(side, f.path);
+        require(c != nullptr, "a barred rail has no connection to give up");
+        threads(side, f.path).data.push_back([this, side, c] { path_lost(side, c); });
     }
+    for (const Actions::Retire& what : actions.retire)
+        threads(side, what.path).data.push_back([this, side, what] { retire_up_to(side, what); });
+    if (actions.flush) flush(side);
+}
+
+ConnectionPointer World::find(uint32_t path, uint32_t epoch) const {
+    for (const ConnectionPointer& c : connections_)
+        if (c->path == path && c->epoch == epoch) return c;
+    return nullptr;
+}
+
+ConnectionPointer World::current(int side, uint32_t path) {
+    for (const ConnectionPointer& c : connections_)
+        if (c->path == path && c->held[side] && core(side).paths().is_current(path, c->epoch))
+            return c;
+    return nullptr;
+}
+
+bool World::dial(bool half) {
+    const auto calls = core(kLow).due(now_);
+    for (const auto& [path, epoch] : calls) {
+        auto c = std::make_shared<Connection>();
+        c->path = path;
+        c->epoch = epoch;
+        c->kind = kinds_[path];
+        connections_.push_back(c);
+        if (half) ++tally_.half_dials;
+        if (c->kind == Transport::rdma) {
+            threads(kLow, path).setup.push_back([this, c, half] { offer(c, half); });
+            continue;
+        }
+        require(epoch > core(1).paths()[path].machine.epoch(), "an epoch was used twice");
+        attach(1, c);
+        trace("path %u epoch %u is made%s", path, epoch, half ? " by halves" : "");
+        if (half) {
+            c->cut = true;
+            give_up(kLow, *c);
+            core(kLow).dial_failed(path, epoch, "no answer", now_);
+        } else {
+            threads(kLow, path).setup.push_back([this, c] { attach(kLow, c); });
+        }
+    }
+    return !calls.empty();
 }
 
 void World::attach(int side, const ConnectionPointer& c) {
-    PathEnd& p = at(side, c->path);
-    if (c->epoch <= p.fenced) {
+    std::optional<uint32_t> thread;
+    if (local_threads_ > 0) thread = c->path % local_threads_;
+    if (!core(side).attach(c->path, c->epoch, thread, now_)) {
         c->cut = true;
-        c->retired[side] = c->given_up[side] = true;
+        give_up(side, *c);
         return;
     }
-    const ConnectionPointer before = std::exchange(p.live, c);
-    p.epoch = c->epoch;
-    c->attached[side] = true;
-    if (before) {
-        p.replaced.push_back(before);
-        p.thread.push_back([this, side, before] {
-            std::erase(at(side, before->path).replaced, before);
-            retire(side, *before);
-            send_fence(side, before->path, before->epoch);
-        });
+    c->attached[side] = c->up[side] = true;
+    start(side, c);
+    act(side);
+}
+
+void World::start(int side, const ConnectionPointer& c) {
+    require(!c->fenced[side], "a connection that the peer has given up is taken");
+    c->held[side] = true;
+    threads(side, c->path).data.push_back([side, c] { c->started[side] = true; });
+}
+
+// By halves: the dialler's queue pair cannot be connected when the answer comes.
+void World::offer(const ConnectionPointer& c, bool half) {
+    c->half = half;
+    if (random_(8) == 0) c->stalled_until_ns = now_ + random_(8) * kSecond;
+    if (!core(kLow).offer(c->path, c->epoch, queue_pair(), random_(8) == 0 ? "no queue pair" : "",
+                          now_)) {
+        give_up(kLow, *c);
+        give_up(1, *c);
     }
-    p.thread.push_back([side, c] { c->started[side] = true; });
+    act(kLow);
+}
+
+void World::answer_offer(const OfferFrame& offer) {
+    const ConnectionPointer c = find(offer.path, offer.epoch);
+    require(c != nullptr, "an offer that nobody made");
+    if (now_ < c->stalled_until_ns)
+        return threads(1, c->path).setup.push_back([this, offer] { answer_offer(offer); });
+    const bool made = random_(8) != 0;
+    c->attached[1] = made;
+    if (core(1).answer(offer, queue_pair(), made ? "" : "no queue pair", now_))
+        start(1, c);
+    else
+        give_up(1, *c);
+    act(1);
+}
+
+void World::connect_offered(const AnswerFrame& answer) {
+    const ConnectionPointer c = find(answer.path, answer.epoch);
+    require(c != nullptr, "an answer to an offer that nobody made");
+    c->attached[kLow] = !c->half;
+    trace("rail %u epoch %u is connected", c->path, c->epoch);
+    if (core(kLow).connected(c->path, c->epoch, c->half ? "no route" : "", now_))
+        start(kLow, c);
+    else
+        give_up(kLow, *c);
+    act(kLow);
+}
+
+void World::give_up(int side, Connection& c) {
+    c.retired[side] = c.given_up[side] = true;
 }
 
 void World::retire(int side, Connection& c) {
-    c.given_up[side] = true;
     stop_reading(side, c);
-    c.retired[side] = true;
+    give_up(side, c);
 }
 
 void World::stop_reading(int side, Connection& c) {
     if (!c.reading[side]) return;
-    end(side).in.finish_chunk(c.reading[side]->sink, false, 3);
+    core(side).finish_chunk(c.reading[side]->sink, false, 3);
     c.reading[side].reset();
 }
 
-void World::send_fence(int side, uint32_t path, uint32_t epoch) {
-    End& e = end(side);
-    FenceFrame fence{path, epoch, e.out.entrusted_to(path, epoch)};
-    if (!options_.rules.ask_before_resend) {
-        BitmapFrame guess{path, epoch, {}};
-        for (const uint64_t id : fence.messages) guess.reports.push_back({id, 0, {}});
-        e.out.fenced(guess);
-    }
-    e.stream.send(fence);
-    flush(side);
-}
-
 void World::path_lost(int side, const ConnectionPointer& c) {
-    if (c->retired[side]) return;
+    if (c->retired[side] || !c->started[side]) return;
     retire(side, *c);
-    PathEnd& p = at(side, c->path);
-    if (p.live != c) return;
+    if (!core(side).path_lost(c->path, c->epoch, "it broke", now_)) return;
+    c->held[side] = false;
     ++tally_.paths_lost;
     trace("%d loses path %u epoch %u", side, c->path, c->epoch);
-    p.live.reset();
-    send_fence(side, c->path, c->epoch);
+    act(side);
 }
 
-void World::fence_requested(int side, const FenceFrame& fence) {
-    uint32_t& fenced = at(side, fence.path).fenced;
-    fenced = std::max(fenced, fence.epoch);
-    at(side, fence.path).thread.push_back([this, side, fence] { answer_fence(side, fence); });
-}
-
-void World::answer_fence(int side, const FenceFrame& fence) {
-    PathEnd& p = at(side, fence.path);
-    // A newer connection may have taken its place after the fence was posted to this thread.
-    if (options_.rules.fence_retires_replaced)
-        for (const ConnectionPointer& c : p.replaced)
-            if (c->epoch <= fence.epoch) retire(side, *c);
-    if (p.live && p.epoch <= fence.epoch) {
-        const ConnectionPointer live = std::exchange(p.live, nullptr);
-        live->given_up[side] = true;
-        if (options_.rules.retire_before_report)
-            retire(side, *live);
-        else
-            stop_reading(side, *live);
-        send_fence(side, live->path, live->epoch);
+void World::retire_up_to(int side, const Actions::Retire& what) {
+    std::vector<uint32_t> epochs;
+    bool stuck = false;
+    for (const ConnectionPointer& c : connections_) {
+        if (c->path != what.path || c->epoch > what.epoch || !c->held[side]) continue;
+        c->given_up[side] = true;
+        // A queue pair in error: its memory can be reached until it has been destroyed.
+        if (c->kind == Transport::rdma && !c->retired[side] && random_(4) == 0) {
+            stuck = true;
+            continue;
+        }
+        tally_.replaced += !core(side).paths().is_current(c->path, c->epoch);
+        retire(side, *c);
+        c->held[side] = false;
+        epochs.push_back(c->epoch);
     }
-    trace("%d answers the fence of path %u epoch %u", side, fence.path, fence.epoch);
-    BitmapFrame answer{fence.path, fence.epoch, end(side).in.report(fence.messages)};
-    if (!answer.reports.empty()) end(side).stream.send(answer);
-    flush(side);
+    core(side).retired(what.path, epochs, now_);
+    if (stuck)
+        threads(side, what.path).data.push_back([this, side, what] { retire_up_to(side, what); });
+    act(side);
 }
 
 }  // namespace sim

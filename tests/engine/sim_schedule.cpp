@@ -10,14 +10,26 @@ constexpr uint64_t kMaxSteps = 200'000;
 
 World::World(const Options& options, Tally& tally)
     : options_(options), tally_(tally), random_(options.seed), chaos_(~options.seed) {
-    const uint32_t paths = 1 + random_(3);
+    const uint32_t layout = random_(3);
+    const uint32_t others = (layout == 2 ? 0 : 1) + random_(layout == 2 ? 2 : 3);
+    if (layout == 2) rails_ = 1 + random_(2);
+    kinds_.assign(rails_, Transport::rdma);
+    const Transport other = layout == 1 ? Transport::shm : Transport::tcp;
+    kinds_.insert(kinds_.end(), others, other);
+    if (layout == 0 && random_(2) == 0) local_threads_ = 1 + random_(2);
+    std::vector<std::pair<uint32_t, uint32_t>> rails;
+    for (uint32_t i = 0; i < rails_; ++i) rails.emplace_back(i, i);
     for (int side = 0; side < 2; ++side) {
-        ends_.emplace_back(1 + random_(3));
+        ends_.emplace_back(
+            LinkCore::Settings{side == kLow, uint32_t(1 - side), 1 + random_(3), kChunkBytes});
         End& e = ends_.back();
-        e.paths.resize(paths);
+        // The acceptor learns from the offers which rail is whose.
+        if (side != kLow) rails.assign(rails_, {0, 0});
+        e.core.assign_paths(rails, other, others);
+        e.core.start(now_);
+        e.threads.resize(kinds_.size());
         e.to_send = 1 + random_(4);
     }
-    for (uint32_t i = 0; i < paths; ++i) one_sided_.push_back(random_(3) != 0);
     // The order of things as in a real link: control first, then grants and paths.
     next_control_ = 1;
     ends_[0].control = ends_[1].control = next_control_++;
@@ -28,25 +40,26 @@ World::World(const Options& options, Tally& tally)
 }
 
 uint64_t World::run() {
-    uint64_t step = 0;
+    uint64_t steps = 0;
     while (!over()) {
-        if (options_.planned && options_.planned->first == step)
+        if (options_.planned && options_.planned->first == steps)
             planned_left_ = options_.planned->second;
         // A planned fault waits until there is something that it can happen to.
         if (planned_left_ && inject(*planned_left_)) planned_left_.reset();
         if (faults_left_ > 0 && chaos_(48) == 0 &&
             inject(static_cast<Fault>(chaos_(uint32_t{kFaults}))))
             --faults_left_;
-        act();
-        if (++step > kMaxSteps) fail("no progress: " + stuck());
+        step();
+        if (++steps > kMaxSteps) fail("no progress: " + stuck());
     }
     settle();
-    return step;
+    return steps;
 }
 
-void World::act() {
+void World::step() {
     const int side = static_cast<int>(random_(2));
-    const uint32_t path = random_(static_cast<uint32_t>(one_sided_.size()));
+    const uint32_t path = random_(static_cast<uint32_t>(kinds_.size()));
+    now_ += random_(10) * kMillisecond;
     switch (random_(16)) {
         case 0:
             if (end(side).to_send > 0) return post(side);
@@ -68,13 +81,9 @@ void World::act() {
             flush(side);
             return deliver_control(side);
         case 11:
-        case 12: {
-            auto& thread = at(side, path).thread;
-            if (thread.empty()) return;
-            const auto task = std::move(thread.front());
-            thread.pop_front();
-            return task();
-        }
+            return run_next(threads(side, path).data);
+        case 12:
+            return run_next(random_(2) == 0 ? threads(side, path).data : threads(side, path).setup);
         case 13:
         case 14:
             if (sizes_change_ && random_(4) == 0)
@@ -84,14 +93,35 @@ void World::act() {
             if (end(kLow).control == 0)
                 resume_control(false);
             else
-                dial(path, false);
+                tick();
             tidy();
     }
 }
 
+void World::tick() {
+    now_ += random_(100) * kMillisecond;
+    dial(false);
+    for (int side = 0; side < 2; ++side) {
+        core(side).look_after_rails(random_(16) == 0, now_);
+        act(side);
+        for (const PathSet::Path& p : core(side).paths())
+            require(!p.offered || now_ - p.offered_ns < PathSet::kConnectLimitNs,
+                    "an offer stands although nobody has answered it");
+    }
+}
+
+void World::run_next(std::deque<std::function<void()>>& thread) {
+    if (thread.empty()) return;
+    const auto task = std::move(thread.front());
+    thread.pop_front();
+    task();
+}
+
 void World::tidy() {
     std::erase_if(connections_, [](const ConnectionPointer& c) {
-        const auto done = [&](int side) { return c->retired[side] && c->towards[side].empty(); };
+        const auto done = [&](int side) {
+            return c->retired[side] && !c->held[side] && c->towards[side].empty();
+        };
         return done(0) && done(1);
     });
 }
@@ -111,7 +141,7 @@ Flight* World::some_flight(ConnectionPointer& which, int& towards) {
 
 bool World::inject(Fault fault) {
     const int side = static_cast<int>(chaos_(2));
-    const uint32_t path = chaos_(static_cast<uint32_t>(one_sided_.size()));
+    const uint32_t path = chaos_(static_cast<uint32_t>(kinds_.size()));
     if (!happen(fault, side, path)) return false;
     ++tally_.faults[static_cast<int>(fault)];
     trace("-- fault %d", static_cast<int>(fault));
@@ -133,7 +163,7 @@ bool World::happen(Fault fault, int side, uint32_t path) {
             if (f != nullptr) path_lost(towards, c);
             return f != nullptr;
         case Fault::cut:
-            c = at(side, path).live;
+            c = current(side, path);
             if (!c || c->cut) return false;
             c->cut = true;
             for (auto& flights : c->towards)
@@ -154,7 +184,7 @@ bool World::happen(Fault fault, int side, uint32_t path) {
         case Fault::duplicate: {
             f = some_flight(c, towards);
             if (f == nullptr || f->dropped || f->damaged || f->copy) return false;
-            if (c->one_sided) return !std::exchange(f->repeated, true);
+            if (c->one_sided()) return !std::exchange(f->repeated, true);
             Flight copy = *f;
             copy.copy = true;
             // Behind the original, but possibly behind much else, too.
@@ -167,9 +197,7 @@ bool World::happen(Fault fault, int side, uint32_t path) {
             return true;
         }
         case Fault::half_dial:
-            if (at(kLow, path).live) return false;
-            dial(path, true);
-            return true;
+            return dial(true);
         case Fault::control:
             if (end(kLow).control == 0) return false;
             lose_control();
@@ -178,13 +206,40 @@ bool World::happen(Fault fault, int side, uint32_t path) {
             if (end(kLow).control == 0) return resume_control(true);
             lose_control();
             return resume_control(true);
+        case Fault::suspect:
+            c = current(side, path);
+            if (!c || c->kind != Transport::rdma || !c->up[side] || c->retired[side]) return false;
+            core(side).path_suspect(path, c->epoch, true, now_);
+            act(side);
+            return !std::exchange(c->suspected[side], true);
+        case Fault::bar_rail:
+            return bar_a_rail(side);
     }
     return false;
 }
 
+// Not the last thing that carries.
+bool World::bar_a_rail(int side) {
+    End& e = end(side);
+    std::set<uint32_t> barred = e.barred;
+    barred.insert(end(1 - side).barred.begin(), end(1 - side).barred.end());
+    const uint32_t left = static_cast<uint32_t>(kinds_.size() - barred.size());
+    const uint32_t rail = chaos_(std::max(rails_, 1u));
+    if (rails_ == 0 || left < 2 || barred.contains(rail) || e.largest >= kSlotBytes) return false;
+    const auto slots = static_cast<uint32_t>(e.asked.size());
+    const size_t before = e.slots.size();
+    reserve(side, slots, e.largest + 1, rail);
+    require(e.core.paths().without_rail_since() != 0 ||
+                std::any_of(
+                    connections_.begin(), connections_.end(),
+                    [&](const auto& c) { return c->kind == Transport::rdma && carries(side, *c); }),
+            "a barred rail counts as carrying");
+    return e.slots.size() > before;
+}
+
 bool World::over() const {
     for (const End& e : ends_) {
-        if (e.to_send > 0 || !e.held.empty() || e.out.in_flight() > 0) return false;
+        if (e.to_send > 0 || !e.held.empty() || e.core.out().in_flight() > 0) return false;
     }
     return undelivered_ == 0;
 }
@@ -193,16 +248,21 @@ void World::settle() {
     for (int round = 0; round < 10'000; ++round) {
         if (end(kLow).control == 0) resume_control(false);
         bool quiet = true;
+        now_ += 10 * kMillisecond;
+        if (kinds_.front() == Transport::shm) tick();  // segments may wait for a path
         for (int side = 0; side < 2; ++side) {
+            if (kinds_.front() == Transport::shm) {
+                send_chunk(side, 0);
+                const size_t credits = core(1 - side).out().credits(side == kLow ? 1 : 0);
+                quiet = quiet && credits >= end(side).slots.size();
+            }
             flush(side);
             quiet = quiet && end(side).outgoing.empty();
             deliver_control(side);
-            for (PathEnd& p : end(side).paths) {
-                quiet = quiet && p.thread.empty();
-                while (!p.thread.empty()) {
-                    const auto task = std::move(p.thread.front());
-                    p.thread.pop_front();
-                    task();
+            for (Threads& t : end(side).threads) {
+                for (auto* thread : {&t.data, &t.setup}) {
+                    quiet = quiet && thread->empty();
+                    for (size_t n = thread->size(); n > 0; --n) run_next(*thread);
                 }
             }
             for (const ConnectionPointer& c : connections_) {
@@ -220,24 +280,32 @@ void World::count() {
     for (int side = 0; side < 2; ++side) {
         End& e = end(side);
         const int direction = side == kLow ? 1 : 0;
-        tally_.chunks_resent += e.out.chunks_resent;
-        require(e.in.slots_in_use(direction) == 0, "a slot is still in use");
-        if (end(1 - side).out.credits(direction) != e.slots.size())
+        const LinkCore::Counters& counters = e.core.counters();
+        tally_.chunks_resent += e.core.out().chunks_resent;
+        tally_.duplicates += counters.duplicate_chunks;
+        tally_.stale += counters.stale_chunks;
+        tally_.fallbacks += e.core.paths().fallbacks();
+        tally_.failbacks += e.core.paths().failbacks();
+        require(e.core.in().slots_in_use(direction) == 0, "a slot is still in use");
+        for (uint32_t i = 0; i < rails_; ++i)
+            require(!e.core.paths()[i].current || !e.core.paths().barred(i),
+                    "a barred rail is still connected");
+        if (core(1 - side).out().credits(direction) != e.slots.size())
             fail("of " + std::to_string(e.slots.size()) + " credits, " +
-                 std::to_string(end(1 - side).out.credits(direction)) + " are left");
+                 std::to_string(core(1 - side).out().credits(direction)) + " are left");
         for (const auto& [_, m] : e.sent)
-            require(!end(1 - side).in.has(m.key), "a message was delivered once more");
-        require(!e.out.has_chunks(), "chunks are left to send");
+            require(!core(1 - side).in().has(m.key), "a message was delivered once more");
+        require(!e.core.out().has_chunks(), "chunks are left to send");
     }
 }
 
 std::string World::stuck() const {
     std::string s;
     for (const End& e : ends_) {
-        s += std::to_string(e.to_send) + " to send, " + std::to_string(e.out.in_flight()) +
+        s += std::to_string(e.to_send) + " to send, " + std::to_string(e.core.out().in_flight()) +
              " in flight, control " + std::to_string(e.control) + "; ";
         for (const auto& [id, m] : e.sent)
-            if (!m.delivered) s += e.out.describe(id) + "; ";
+            if (!m.delivered) s += e.core.out().describe(id) + "; ";
     }
     return s;
 }
@@ -255,6 +323,10 @@ Tally& Tally::operator+=(const Tally& o) {
     chunks_resent += o.chunks_resent;
     duplicates += o.duplicates;
     stale += o.stale;
+    fallbacks += o.fallbacks;
+    failbacks += o.failbacks;
+    segments += o.segments;
+    replaced += o.replaced;
     dropped += o.dropped;
     damaged += o.damaged;
     late_writes += o.late_writes;

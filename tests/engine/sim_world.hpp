@@ -1,10 +1,10 @@
-// A link between two ranks without sockets, threads or clocks: the real Outbox, Inbox and
-// ReliableStream on both ends, and a network in between that does its worst, driven by a seed.
+// A link between two ranks without sockets, threads or clocks: the product's LinkCore on both ends,
+// and a network in between that does its worst, driven by a seed.
 //
-// What the real classes do not hold is modelled here with the rules of engine/link_*.cpp, function
-// by function: a path's epochs and its `fenced` mark, `path_lost`, `fence_requested`,
-// `attach_data`, the FIFO of a path's thread, and resuming the control connection. `Rules` takes
-// single rules away, to show that the simulation notices.
+// The core has the rules. What carries out its actions is modelled here as engine/link_*.cpp does
+// it: connections of paths, the FIFO of a path's thread and of the one that sets up its queue
+// pairs, and the control connection. `test_engine_mutants.py` takes single rules out of the core,
+// to show that the simulation notices.
 //
 // Two kinds of path. A *stream* (TCP) delivers chunks in order and the receiver puts them into the
 // slot. A *one-sided* path (RDMA, and shared memory) writes into the slot without asking the
@@ -16,24 +16,13 @@
 #include <random>
 #include <string>
 
-#include "protocol/inbox.hpp"
-#include "protocol/outbox.hpp"
-#include "protocol/reliable.hpp"
+#include "protocol/link_core.hpp"
 
 namespace sim {
 
 using namespace pipemorph;
 
 constexpr uint32_t kChunkBytes = 8;
-
-struct Rules {
-    // The receiver retires its end of a fenced path before it says what it has.
-    bool retire_before_report = true;
-    // ... also if a newer epoch has taken the path's place meanwhile.
-    bool fence_retires_replaced = true;
-    // The sender asks the receiver before it sends a lost path's chunks again.
-    bool ask_before_resend = true;
-};
 
 enum class Fault {
     sender_loses_path,    // completion error, missed deadline: the receiver knows nothing of it
@@ -45,12 +34,13 @@ enum class Fault {
     half_dial,            // the acceptor takes a path that the dialler has given up
     control,              // the control connection breaks, in mid-frame or between two
     half_resume,          // the acceptor resumes on a connection that the dialler never gets
+    suspect,              // a rail goes quiet; it comes back, or it is lost
+    bar_rail,             // a larger slot that a rail cannot register: it carries nothing any more
 };
-constexpr int kFaults = 9;
+constexpr int kFaults = 11;
 
 struct Options {
     uint64_t seed = 0;
-    Rules rules;
     int random_faults = 0;
     // One fault at one step, beside the random ones; the steps before it do not depend on it.
     std::optional<std::pair<uint64_t, Fault>> planned;
@@ -62,6 +52,7 @@ struct Tally {
     uint64_t schedules = 0, steps = 0, messages = 0, posted_destinations = 0, grown = 0;
     uint64_t paths_lost = 0, half_dials = 0, controls_lost = 0, resumes = 0;
     uint64_t chunks_resent = 0, duplicates = 0, stale = 0, dropped = 0, damaged = 0;
+    uint64_t fallbacks = 0, failbacks = 0, segments = 0, replaced = 0;
     uint64_t late_writes = 0;    // landed after the sender had given the path up: allowed
     uint64_t fenced_writes = 0;  // would have landed after that, but for the fence
     uint64_t faults[kFaults] = {};

@@ -1,8 +1,7 @@
 """What the protocol simulation is worth: take out what makes delivery exactly once, and it fails.
 
 Each mutant is the real source with one rule removed, linked with the objects of the suite that
-:mod:`test_engine_cpp` builds. (The fence's rules are the paths' and not a class's: `sim_test.cpp`
-takes them away in the model.)
+:mod:`test_engine_cpp` builds.
 """
 
 import os
@@ -34,6 +33,14 @@ class Mutant:
 
 
 INBOX, BITMAP = "protocol/inbox.cpp", "wire/bitmap.hpp"
+CORE, PATHS, PATH = "protocol/link_core.cpp", "protocol/path_set.cpp", "protocol/path_state.cpp"
+NOT_TWICE = "another content|fits no slot|became whole twice|now at grant|not the sender's"
+
+
+def core(old: str, new: str, noticed: str, unit: str = CORE) -> Mutant:
+    return Mutant(unit, unit, ((old, new),), noticed)
+
+
 MUTANTS = {
     "as it is": Mutant(INBOX, INBOX, (), ""),
     "bitmap: every chunk counts as the first": Mutant(
@@ -77,6 +84,93 @@ MUTANTS = {
         "protocol/outbox.cpp",
         (("c.epoch != report.epoch || ", ""),),
         "fits no slot|now at grant|another content",
+    ),
+    "fence: answered while its own connection may still write": core(
+        "(p.current && p.machine.epoch() <= fence.epoch) ||", "", NOT_TWICE, PATHS
+    ),
+    "fence: what is missing moves before the receiver was asked": core(
+        "        send(fence);\n",
+        "        BitmapFrame guess{path, epoch, {}};\n"
+        "        for (const uint64_t id : fence.messages) guess.reports.push_back({id, 0, {}});\n"
+        "        out_.fenced(guess);\n        send(fence);\n",
+        NOT_TWICE,
+    ),
+    "fence: not answered where nothing is left to report": core(
+        "    // Also without messages to report on: the peer waits for it before it starts anew.\n"
+        "    send(answer);",
+        "    if (!answer.reports.empty()) send(answer);",
+        "no progress|nothing comes to rest",
+    ),
+    "fence: the peer's is forgotten, so a late connection is taken": core(
+        "fenced_ = std::max(fenced_, epoch);", "(void)epoch;", "has given up is taken", PATH
+    ),
+    "paths: a replaced connection is not retired": core(
+        "if (const auto before = paths_.replace(path)) actions_.retire",
+        "if (const auto before = paths_.replace(path); before && false) actions_.retire",
+        "no progress|nothing comes to rest",
+    ),
+    "paths: a replaced connection is not asked about": core(
+        "if (paths_.forget_replaced(path, epoch))\n            send_fence(path, epoch);",
+        "if (paths_.forget_replaced(path, epoch))\n            continue;",
+        "no progress",
+    ),
+    "paths: a lost one is not asked about": core(
+        "    lose(path, why, now);\n    send_fence(path, epoch);\n    actions_.dial",
+        "    lose(path, why, now);\n    actions_.dial",
+        "no progress",
+    ),
+    "sockets: all of a thread carry": core(
+        "    return !stands_by(path);", "    return true;", "stands by", PATHS
+    ),
+    "rails: sockets carry beside them": core(
+        "if (without_rail_since_ns_ == 0) return false;", "", "while a rail carries", PATHS
+    ),
+    "rails: sockets never carry in their place": core(
+        "return fell_back_ || now - without_rail_since_ns_ > kHeadStart;",
+        "(void)now;\n    return false;",
+        "no progress",
+        PATHS,
+    ),
+    "rails: a suspect one carries": core(
+        "if (suspicious && state_ == PathState::up)",
+        "if (suspicious && false)",
+        "does not carry",
+        PATH,
+    ),
+    "paths: one that the peer has given up carries until it is retired": core(
+        "if (!is_current(path, epoch) || !carries(p)) return false;",
+        "if (!is_current(path, epoch) || !p.machine.carries()) return false;",
+        "does not carry",
+        PATHS,
+    ),
+    "rails: a barred one carries until its thread has heard of it": core(
+        "? barred(p) || leave_to_other_rails", "? leave_to_other_rails", "does not carry", PATHS
+    ),
+    "rails: a barred one counts as carrying": core(
+        "return carries(p) && !barred(p); });",
+        "return carries(p); });",
+        "counts as carrying",
+        PATHS,
+    ),
+    "rails: a barred one is not given up": core(
+        "actions_.fail.push_back({i, why});", "", "still connected"
+    ),
+    "rails: an offer without an answer stands for ever": core(
+        "now - paths_[i].offered_ns >= kConnectLimitNs",
+        "now - paths_[i].offered_ns < 0",
+        "an offer stands",
+        PATHS,
+    ),
+    "rails: one that the peer gave up meanwhile is connected": core(
+        'return paths_[path].machine.is_fenced(epoch) ? "given up by the peer" : "";',
+        "(void)epoch;\n    return {};",
+        "has given up is taken",
+    ),
+    "shared memory: a segment is shown once": core(
+        "    if (path == 0) segments_to_offer_.assign("
+        "unmapped_segments_.begin(), unmapped_segments_.end());",
+        "",
+        "no progress|nothing comes to rest|credits",
     ),
     "control: frames that were lost with the connection stay lost": Mutant(
         "protocol/reliable.cpp",

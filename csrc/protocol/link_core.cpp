@@ -1,0 +1,364 @@
+#include "protocol/link_core.hpp"
+
+#include <algorithm>
+
+#include "base/text.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+constexpr uint32_t kMostHeldBack = 3;
+constexpr size_t kPerFrame = 4096;
+constexpr size_t kMaxError = 1000;
+
+}  // namespace
+
+LinkCore::LinkCore(const Settings& settings)
+    : dials_(settings.dials),
+      peer_rank_(settings.peer_rank),
+      out_(settings.queues, settings.chunk_bytes) {}
+
+void LinkCore::send(const Frame& frame) {
+    stream_.send(frame);
+    actions_.flush = true;
+}
+
+// --- The application -----------------------------------------------------------------------------
+
+std::shared_ptr<OutMessage> LinkCore::post(MessageInfo info, const uint8_t* data,
+                                           std::shared_ptr<void> hold, int64_t now_wall,
+                                           int64_t now) {
+    auto message = out_.post(std::move(info), data, std::move(hold), now);
+    if (message->chunks == 0)
+        send_empty_messages(now_wall, now);
+    else
+        actions_.kick = true;
+    return message;
+}
+
+void LinkCore::send_empty_messages(int64_t now_wall, int64_t now) {
+    while (auto message = out_.next_inline(now_wall, now)) send(InlineFrame{std::move(*message)});
+    actions_.flush = true;  // grants may wait for it
+}
+
+void LinkCore::release(uint32_t slot, uint64_t serial, bool at_once) {
+    const auto next = in_.release(slot, serial);
+    if (!next) return;
+    stream_.send(GrantFrame{{*next}});
+    if (at_once || ++held_back_ >= kMostHeldBack) actions_.flush = true;
+}
+
+uint32_t LinkCore::add_room(int direction, const Inbox::Room& room, std::shared_ptr<Memory> memory,
+                            bool shared) {
+    const uint32_t segment = in_.add_segment(direction, room, std::move(memory));
+    if (shared) {
+        unmapped_segments_.insert(segment);
+        segments_to_offer_.push_back(segment);
+        actions_.kick = true;
+    }
+    return segment;
+}
+
+void LinkCore::add_region(const RegionFrame& region, const std::string& trouble, int64_t now) {
+    send(region);
+    if (region.bytes == 0) bar_rail(true, region.rail, trouble, now);
+}
+
+std::optional<uint32_t> LinkCore::next_segment_to_offer() {
+    while (!segments_to_offer_.empty()) {
+        const uint32_t number = segments_to_offer_.front();
+        segments_to_offer_.pop_front();
+        if (unmapped_segments_.contains(number)) return number;
+    }
+    return std::nullopt;
+}
+
+void LinkCore::mapped(uint32_t segment) {
+    if (unmapped_segments_.erase(segment) > 0) grant(in_.grant_segment(segment));
+}
+
+void LinkCore::grant(const std::vector<SlotGrant>& grants) {
+    for (size_t at = 0; at < grants.size(); at += kPerFrame) {
+        const auto first = grants.begin() + static_cast<std::ptrdiff_t>(at);
+        const auto count = std::min(kPerFrame, grants.size() - at);
+        send(GrantFrame{{first, first + static_cast<std::ptrdiff_t>(count)}});
+    }
+}
+
+void LinkCore::abandon() {
+    out_.abandon();
+    in_.abandon();
+    changed();
+}
+
+// --- The peer's frames ---------------------------------------------------------------------------
+
+bool LinkCore::handles(const Frame& frame) {
+    return std::visit(
+        []<typename F>(const F&) {
+            return std::is_same_v<F, GrantFrame> || std::is_same_v<F, InlineFrame> ||
+                   std::is_same_v<F, AckFrame> || std::is_same_v<F, FenceFrame> ||
+                   std::is_same_v<F, BitmapFrame> || std::is_same_v<F, RegionFrame>;
+        },
+        frame);
+}
+
+std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
+    if (const auto* grants = std::get_if<GrantFrame>(&frame)) {
+        for (const SlotGrant& slot : grants->slots) out_.granted(slot);
+        actions_.wake = true;
+        if (out_.has_chunks()) actions_.kick = true;
+    } else if (auto* empty = std::get_if<InlineFrame>(&frame)) {
+        const uint64_t id = empty->message.id;
+        in_.deliver_empty(std::move(empty->message), now_wall);
+        ++counters_.messages_received;
+        send(AckFrame{id});
+        changed();
+    } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
+        out_.acknowledged(ack->message, now);
+        send_empty_messages(now_wall, now);
+        changed();
+    } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
+        if (fence->path >= paths_.size()) return "a fence for a path that does not exist";
+        paths_.fenced_by_peer(*fence);
+        actions_.retire.push_back({fence->path, fence->epoch});
+        note_carrier(now);
+        actions_.kick = true;
+    } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
+        out_.fenced(*report);
+        if (report->last && report->path < paths_.size())
+            paths_.fence_answered(report->path, report->epoch);
+        if (out_.has_chunks()) actions_.kick = true;
+    } else if (const auto* region = std::get_if<RegionFrame>(&frame)) {
+        if (region->bytes > 0)
+            paths_.add_region(*region);
+        else
+            bar_rail(false, region->rail,
+                     rank_text(peer_rank_) + " cannot register its memory with it", now);
+    }
+    return {};
+}
+
+// --- Paths ---------------------------------------------------------------------------------------
+
+bool LinkCore::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
+                      int64_t now) {
+    if (!paths_.may_attach(path, epoch)) {
+        // Given up by the peer before we had it: who dialled it has to dial another.
+        paths_.dial_failed(path, epoch, "the peer gave the connection up at once", now);
+        return false;
+    }
+    replace(path);
+    count_remade(path);
+    paths_.attach(path, epoch, local_thread, now);
+    // A new socket may have to show them again: it cannot be known which the old one delivered.
+    if (path == 0) segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
+    return true;
+}
+
+// The current connection is retired on its own thread: that may be in the middle of a copy, and
+// the fence must come after it.
+void LinkCore::replace(uint32_t path) {
+    if (const auto before = paths_.replace(path)) actions_.retire.push_back({path, *before});
+}
+
+bool LinkCore::path_lost(uint32_t path, uint32_t epoch, const std::string& why, int64_t now) {
+    if (!paths_.is_current(path, epoch)) return false;
+    lose(path, why, now);
+    send_fence(path, epoch);
+    actions_.dial = dials_;
+    return true;
+}
+
+void LinkCore::lose(uint32_t path, const std::string& why, int64_t now) {
+    paths_.lose(path, why, now);
+    note_carrier(now);
+    // What nobody has taken yet can go another way at once.
+    actions_.kick = true;
+}
+
+// The epoch is over on this side: ask what of it arrived, and let the peer do the same.
+void LinkCore::send_fence(uint32_t path, uint32_t epoch) {
+    const auto messages = out_.entrusted_to(path, epoch);
+    size_t at = 0;
+    do {
+        FenceFrame fence{path, epoch, {}};
+        for (; at < messages.size() && fence.messages.size() < kPerFrame; ++at)
+            fence.messages.push_back(messages[at]);
+        send(fence);
+    } while (at < messages.size());
+}
+
+void LinkCore::retired(uint32_t path, const std::vector<uint32_t>& epochs, int64_t now) {
+    for (const uint32_t epoch : epochs) {
+        if (paths_.forget_replaced(path, epoch))
+            send_fence(path, epoch);
+        else
+            path_lost(path, epoch, "given up by the peer", now);
+    }
+    // What is missing must not move while it may still come this way, too.
+    for (const FenceFrame& fence : paths_.answerable(path)) answer_fence(fence);
+}
+
+void LinkCore::answer_fence(const FenceFrame& fence) {
+    constexpr size_t kMaxBits = size_t{256} << 10;
+    BitmapFrame answer{fence.path, fence.epoch, {}};
+    size_t bits = 0;
+    for (ChunkReport& r : in_.report(fence.messages)) {
+        bits += r.bits.size() + 16;
+        answer.reports.push_back(std::move(r));
+        if (bits < kMaxBits) continue;
+        answer.last = false;
+        send(std::exchange(answer, {fence.path, fence.epoch, {}}));
+        bits = 0;
+    }
+    // Also without messages to report on: the peer waits for it before it starts anew.
+    send(answer);
+}
+
+std::optional<ChunkTask> LinkCore::next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall,
+                                              int64_t now) {
+    if (!paths_.may_carry(path, epoch, out_, now)) return std::nullopt;
+    auto task = out_.next_chunk(path, epoch, now_wall, now);
+    if (task) paths_.entrusted(path, task->bytes);
+    return task;
+}
+
+ChunkSink LinkCore::begin_chunk(const ChunkHeader& header) {
+    ChunkSink sink;
+    sink.verdict = ChunkSink::Verdict::stale;
+    if (paths_.is_current(header.path, header.epoch)) sink = in_.begin_chunk(header);
+    if (sink.verdict == ChunkSink::Verdict::duplicate) ++counters_.duplicate_chunks;
+    if (sink.verdict == ChunkSink::Verdict::stale) ++counters_.stale_chunks;
+    return sink;
+}
+
+void LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
+    const auto finished = in_.finish_chunk(sink, intact, now_wall);
+    if (!finished.message_complete) return;
+    ++counters_.messages_received;
+    counters_.bytes_received += finished.bytes;
+    send(AckFrame{finished.message});
+    if (finished.grant) send(GrantFrame{{*finished.grant}});
+    changed();
+}
+
+// --- Rails ---------------------------------------------------------------------------------------
+
+bool LinkCore::offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string trouble,
+                     int64_t now) {
+    if (paths_[path].machine.epoch() != epoch) return false;
+    if (trouble.empty()) trouble = paths_.why_barred(path);
+    if (!trouble.empty()) {
+        paths_.dial_failed(path, epoch, trouble, now);
+        return false;
+    }
+    paths_.offered(path, now);
+    send(OfferFrame{path, epoch, paths_[path].our_rail, paths_[path].peer_rail, qp});
+    return true;
+}
+
+bool LinkCore::take_offer(const OfferFrame& offer) {
+    if (!paths_[offer.path].machine.may_take(offer.epoch))
+        return false;  // given up before it was read
+    replace(offer.path);
+    paths_.take(offer);
+    return true;
+}
+
+bool LinkCore::answer(const OfferFrame& offer, const QpAddress& qp, std::string trouble,
+                      int64_t now) {
+    const uint32_t path = offer.path;
+    if (paths_[path].machine.epoch() != offer.epoch) return false;
+    if (trouble.empty()) trouble = why_not_connected(path, offer.epoch);
+    AnswerFrame answer{path, offer.epoch, trouble, trouble.empty() ? qp : QpAddress{}};
+    answer.error.resize(std::min(answer.error.size(), kMaxError));
+    if (trouble.empty())
+        paths_.hold(path);
+    else
+        paths_.dial_failed(path, offer.epoch, trouble, now);
+    send(answer);
+    return trouble.empty();
+}
+
+bool LinkCore::take_answer(const AnswerFrame& answer, int64_t now) {
+    if (answer.path >= paths_.rails() || paths_[answer.path].machine.epoch() != answer.epoch ||
+        !paths_.withdraw(answer.path))
+        return false;  // too late
+    if (answer.error.empty()) return true;
+    actions_.withdraw.push_back(answer.path);
+    paths_.dial_failed(answer.path, answer.epoch, rank_text(peer_rank_) + ": " + answer.error, now);
+    return false;
+}
+
+bool LinkCore::connected(uint32_t path, uint32_t epoch, std::string trouble, int64_t now) {
+    if (paths_[path].machine.epoch() != epoch) return false;
+    if (trouble.empty()) trouble = why_not_connected(path, epoch);
+    if (trouble.empty()) {
+        paths_.hold(path);
+        return true;
+    }
+    lose(path, trouble, now);
+    send_fence(path, epoch);
+    return false;
+}
+
+// What has happened since its queue pair was asked for found none to end.
+std::string LinkCore::why_not_connected(uint32_t path, uint32_t epoch) const {
+    if (std::string barred = paths_.why_barred(path); !barred.empty()) return barred;
+    return paths_[path].machine.is_fenced(epoch) ? "given up by the peer" : "";
+}
+
+bool LinkCore::path_up(uint32_t path, uint32_t epoch, int64_t now) {
+    if (paths_[path].machine.epoch() != epoch) return false;
+    count_remade(path);
+    paths_.connected(path, epoch, now);
+    note_carrier(now);
+    actions_.kick = true;
+    changed();
+    return true;
+}
+
+void LinkCore::path_suspect(uint32_t path, uint32_t epoch, bool suspicious, int64_t now) {
+    paths_.suspected(path, epoch, suspicious);
+    note_carrier(now);
+    actions_.kick = true;
+}
+
+// A rail that may not write to every slot carries nothing any more: which slot a message gets is
+// not known when a rail is chosen for it.
+void LinkCore::bar_rail(bool ours, uint32_t rail, const std::string& why, int64_t now) {
+    paths_.bar(ours, rail, why);
+    for (uint32_t i = 0; i < paths_.rails(); ++i) {
+        if (!paths_.barred(i)) continue;
+        paths_.set_trouble(i, why);
+        if (paths_[i].offered) {
+            withdraw(i, why, now);
+        } else if (paths_[i].current) {
+            actions_.fail.push_back({i, why});
+            // Others carry from now on, and not only when its thread has heard of it.
+            note_carrier(now);
+            actions_.kick = true;
+        }
+    }
+}
+
+void LinkCore::withdraw(uint32_t path, const std::string& why, int64_t now) {
+    paths_.withdraw(path);
+    actions_.withdraw.push_back(path);
+    lose(path, why, now);
+    send_fence(path, paths_[path].machine.epoch());
+}
+
+void LinkCore::look_after_rails(bool recovered, int64_t now) {
+    if (recovered) paths_.hurry();
+    for (const uint32_t path : paths_.unanswered(now))
+        withdraw(path,
+                 rank_text(peer_rank_) + " did not answer the offer of a queue pair within " +
+                     seconds_text(to_seconds(PathSet::kConnectLimitNs)),
+                 now);
+    if (paths_.head_start_over(now)) actions_.kick = true;
+}
+
+}  // namespace pipemorph

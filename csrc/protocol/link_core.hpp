@@ -1,0 +1,184 @@
+// The rules of a link: what its events mean, and what is to be done about them. No sockets,
+// threads, clocks or locks, so that a simulation can drive exactly what a job runs.
+//
+// Whoever owns a core reports events to it, one at a time, with the time where it matters, and then
+// carries out what `take_actions` returns.
+#pragma once
+
+#include <set>
+
+#include "protocol/inbox.hpp"
+#include "protocol/outbox.hpp"
+#include "protocol/path_set.hpp"
+#include "protocol/reliable.hpp"
+
+namespace pipemorph {
+
+// What a link has to do, in this order.
+struct Actions {
+    // Offers of queue pairs to let go of, by path.
+    std::vector<uint32_t> withdraw;
+    // Connections to be given up, on their own thread, because their rail is barred.
+    struct Fail {
+        uint32_t path = 0;
+        std::string why;
+    };
+    std::vector<Fail> fail;
+    // On the path's own thread, so that no byte can reach a slot after the event that follows:
+    // retire all its connections up to this epoch and say so with `retired`; again in a moment
+    // while one of them cannot be.
+    struct Retire {
+        uint32_t path = 0;
+        uint32_t epoch = 0;
+    };
+    std::vector<Retire> retire;
+    bool flush = false;  // there are control frames to write
+    bool kick = false;   // there may be something to send on the paths
+    bool wake = false;   // somebody may wait for this
+    bool ring = false;   // ... and somebody may watch the bell
+    bool dial = false;   // ask `due`
+};
+
+class LinkCore {
+  public:
+    struct Settings {
+        bool dials = false;
+        uint32_t peer_rank = 0;
+        size_t queues = 1;
+        uint32_t chunk_bytes = 0;
+    };
+    struct Counters {
+        uint64_t messages_received = 0;
+        uint64_t bytes_received = 0;
+        uint64_t duplicate_chunks = 0;
+        uint64_t stale_chunks = 0;
+        uint64_t paths_remade = 0;
+    };
+
+    explicit LinkCore(const Settings& settings);
+
+    Actions take_actions() { return std::exchange(actions_, {}); }
+
+    const Outbox& out() const { return out_; }
+    const Inbox& in() const { return in_; }
+    const PathSet& paths() const { return paths_; }
+    const Counters& counters() const { return counters_; }
+    // Numbering and keeping control frames is the connection's business, too.
+    ReliableStream& stream() { return stream_; }
+    const ReliableStream& stream() const { return stream_; }
+    std::vector<SentRecord> drain_telemetry() { return out_.telemetry.drain(); }
+
+    // --- Setting up ---
+    void assign_paths(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
+                      size_t count) {
+        paths_.assign(rails, others, count);
+    }
+    void start(int64_t now_ns) { paths_.start(now_ns); }
+    void send(const Frame& frame);
+    // All that there was to write has been written, or will be as soon as it can.
+    void flushed() { held_back_ = 0; }
+
+    // --- The application ---
+    std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
+                                     std::shared_ptr<void> hold, int64_t now_wall_ns,
+                                     int64_t now_ns);
+    bool post_receive(const Key& key, Destination destination) {
+        return in_.post(key, std::move(destination));
+    }
+    std::optional<Arrived> take(const Key& key) { return in_.take(key); }
+    // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, but at
+    // most two wait for that.
+    void release(uint32_t slot, uint64_t serial, bool at_once);
+    // Slots that are granted by `grant_room`, or when the peer has mapped them (`shared`).
+    uint32_t add_room(int direction, const Inbox::Room& room, std::shared_ptr<Memory> memory,
+                      bool shared);
+    // Where one of our rails can be written to. A rail without bytes is barred: `trouble` says why.
+    void add_region(const RegionFrame& region, const std::string& trouble, int64_t now_ns);
+    void grant_room(uint32_t segment) { grant(in_.grant_segment(segment)); }
+    // Shared memory: the next segment that the peer is still to be shown.
+    std::optional<uint32_t> next_segment_to_offer();
+    void abandon();
+
+    // --- The peer's frames ---
+    // Grants, messages, acknowledgements, fences and regions. Others need more than rules.
+    static bool handles(const Frame& frame);
+    // Returns what broke the protocol, or nothing.
+    std::string handle(Frame& frame, int64_t now_wall_ns, int64_t now_ns);
+    void mapped(uint32_t segment);
+
+    // --- Paths ---
+    std::vector<PathSet::Call> due(int64_t now_ns) { return paths_.due(now_ns); }
+    void dial_failed(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns) {
+        paths_.dial_failed(path, epoch, why, now_ns);
+    }
+    // A connection that carries from now on. `local_thread`: its thread, if it is a socket between
+    // two processes of one host. False: it is of no use.
+    bool attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
+                int64_t now_ns);
+    // It can write nowhere any more. False: that was known.
+    bool path_lost(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns);
+    // After `Actions::retire`, for the epochs that could be.
+    void retired(uint32_t path, const std::vector<uint32_t>& epochs, int64_t now_ns);
+
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
+                                        int64_t now_ns);
+    ChunkSink begin_chunk(const ChunkHeader& header);
+    void finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
+    // A chunk of a fenced epoch came in and was dropped.
+    void stale_chunk() { ++counters_.stale_chunks; }
+
+    // --- Rails ---
+    // The dialler has made a queue pair for a path that was due, or could not (`trouble`). True:
+    // it was offered.
+    bool offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string trouble,
+               int64_t now_ns);
+    // The acceptor: whether a queue pair is wanted for this offer.
+    bool take_offer(const OfferFrame& offer);
+    // It has connected one, or could not. True: the connection is current.
+    bool answer(const OfferFrame& offer, const QpAddress& qp, std::string trouble, int64_t now_ns);
+    // The dialler: whether what it offered is to be connected to this answer.
+    bool take_answer(const AnswerFrame& answer, int64_t now_ns);
+    // It is, or could not be. True: the connection is current.
+    bool connected(uint32_t path, uint32_t epoch, std::string trouble, int64_t now_ns);
+    // A probe was acknowledged. False: it is too late.
+    bool path_up(uint32_t path, uint32_t epoch, int64_t now_ns);
+    void path_suspect(uint32_t path, uint32_t epoch, bool suspicious, int64_t now_ns);
+    void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second, int64_t now_ns) {
+        paths_.measured(path, epoch, bytes_per_second, now_ns);
+    }
+    // `recovered`: a port has come up since the last time.
+    void look_after_rails(bool recovered, int64_t now_ns);
+    void forgive(int64_t passed_ns, int64_t now_ns) { paths_.forgive(passed_ns, now_ns); }
+
+  private:
+    void send_empty_messages(int64_t now_wall_ns, int64_t now_ns);
+    void grant(const std::vector<SlotGrant>& grants);
+    void replace(uint32_t path);
+    void lose(uint32_t path, const std::string& why, int64_t now_ns);
+    void send_fence(uint32_t path, uint32_t epoch);
+    void answer_fence(const FenceFrame& fence);
+    void changed() { actions_.wake = actions_.ring = true; }
+    void note_carrier(int64_t now_ns) {
+        if (paths_.note_carrier(now_ns)) changed();
+    }
+    std::string why_not_connected(uint32_t path, uint32_t epoch) const;
+    void withdraw(uint32_t path, const std::string& why, int64_t now_ns);
+    void bar_rail(bool ours, uint32_t rail, const std::string& why, int64_t now_ns);
+    void count_remade(uint32_t path) {
+        if (paths_[path].machine.times_up() > 0) ++counters_.paths_remade;
+    }
+
+    const bool dials_;
+    const uint32_t peer_rank_;
+    Outbox out_;
+    Inbox in_;
+    ReliableStream stream_;
+    PathSet paths_;
+    Counters counters_;
+    Actions actions_;
+    uint32_t held_back_ = 0;  // grants since the last flush
+    std::deque<uint32_t> segments_to_offer_;
+    std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
+};
+
+}  // namespace pipemorph

@@ -1,0 +1,156 @@
+// The data paths of a link, as its rules see them: which connections each has, what the peer has
+// fenced, and which path may carry the next chunk. Pure state, no sockets, clocks or locks.
+//
+// A connection is known by its path and epoch. It is *current* until it is lost or a newer one
+// takes its place; one that was replaced counts until it has been retired.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "protocol/outbox.hpp"
+#include "protocol/path_state.hpp"
+#include "wire/frames.hpp"
+
+namespace pipemorph {
+
+class PathSet {
+  public:
+    struct Path {
+        Transport kind = Transport::tcp;
+        PathMachine machine;
+        std::string trouble;  // why it was lost last
+        uint64_t chunks = 0;  // entrusted to it
+        uint64_t bytes = 0;
+
+        bool current = false;            // there is a connection of the machine's epoch
+        std::vector<uint32_t> replaced;  // epochs of connections that are still to be retired
+        std::vector<FenceFrame> fences;  // the peer's, not answered yet
+        // The thread that serves a socket between two processes of one host.
+        std::optional<uint32_t> local_thread;
+
+        // Rails only.
+        uint32_t our_rail = 0;
+        uint32_t peer_rail = 0;
+        bool offered = false;  // waits for the peer's answer
+        int64_t offered_ns = 0;
+        double bytes_per_second = 0.0;
+        int64_t measured_ns = 0;
+    };
+
+    // Rails first. The acceptor does not know yet which rail is whose.
+    void assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
+                size_t count);
+    // The link is up for the first time: its rails get a head start.
+    void start(int64_t now_ns);
+
+    size_t size() const { return paths_.size(); }
+    uint32_t rails() const { return rails_; }
+    const Path& operator[](size_t path) const { return paths_[path]; }
+    std::vector<Path>::const_iterator begin() const { return paths_.begin(); }
+    std::vector<Path>::const_iterator end() const { return paths_.end(); }
+
+    // --- Connections ---
+    struct Call {
+        uint32_t path = 0;
+        uint32_t epoch = 0;
+    };
+    // The dialling side: what to dial now. Every attempt has an epoch of its own, since the peer
+    // may have taken one that was given up here.
+    std::vector<Call> due(int64_t now_ns);
+    void dial_failed(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns);
+    // A connection was made. Not if the peer has given it up, or there is a newer one.
+    bool may_attach(uint32_t path, uint32_t epoch) const {
+        return !paths_[path].machine.is_fenced(epoch) && epoch >= paths_[path].machine.epoch();
+    }
+    void attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
+                int64_t now_ns);
+    // The current connection, if there is one, is to be retired. Returns its epoch.
+    std::optional<uint32_t> replace(uint32_t path);
+    // A queue pair of the current epoch: a connection that is not up yet.
+    void hold(uint32_t path) { paths_[path].current = true; }
+    bool is_current(uint32_t path, uint32_t epoch) const {
+        return paths_[path].current && paths_[path].machine.epoch() == epoch;
+    }
+    void lose(uint32_t path, const std::string& why, int64_t now_ns);
+    // Nothing can come over this connection any more. Whether it was one that was replaced.
+    bool forget_replaced(uint32_t path, uint32_t epoch);
+
+    // --- Fences ---
+    void fenced_by_peer(const FenceFrame& fence);
+    // Those that can be answered: no connection up to their epoch is left.
+    std::vector<FenceFrame> answerable(uint32_t path);
+    void fence_answered(uint32_t path, uint32_t epoch) {
+        paths_[path].machine.fence_answered(epoch);
+    }
+
+    // --- Who carries ---
+    bool may_carry(uint32_t path, uint32_t epoch, const Outbox& out, int64_t now_ns) const;
+    void entrusted(uint32_t path, size_t bytes);
+    // Not worth waking: another socket of its thread carries.
+    bool stands_by(uint32_t path) const;
+    void connected(uint32_t path, uint32_t epoch, int64_t now_ns);
+    void suspected(uint32_t path, uint32_t epoch, bool suspicious) {
+        paths_[path].machine.suspected(epoch, suspicious);
+    }
+    // Bytes per second while busy.
+    void measured(uint32_t path, uint32_t epoch, double bytes_per_second, int64_t now_ns);
+    // What carries may have changed. True: rails have handed over to sockets or the other way.
+    bool note_carrier(int64_t now_ns);
+    // Without rails for so long that sockets carry from now on: true once.
+    bool head_start_over(int64_t now_ns);
+
+    // --- Rails ---
+    // A port has come up: nobody waits out a pause.
+    void hurry();
+    void take(const OfferFrame& offer);
+    void offered(uint32_t path, int64_t now_ns);
+    // False: there was no offer.
+    bool withdraw(uint32_t path);
+    // For the peer's answer to an offer. It may have to wait for its kernel, too.
+    static constexpr int64_t kConnectLimitNs = 3'000'000'000;
+    // That nobody has answered in time.
+    std::vector<uint32_t> unanswered(int64_t now_ns) const;
+    void bar(bool ours, uint32_t rail, const std::string& why);
+    std::string why_barred(uint32_t path) const { return why_barred(paths_[path]); }
+    bool barred(uint32_t path) const { return barred(paths_[path]); }
+    void set_trouble(uint32_t path, const std::string& why) { paths_[path].trouble = why; }
+    void add_region(const RegionFrame& region);
+    // Where a granted slot lies for a path's rail; nothing if the peer never said.
+    const RegionFrame* region(uint32_t path, const SlotGrant& slot) const;
+
+    // Only rails may carry, and none has since then; nothing where something may.
+    std::optional<int64_t> only_rails_since() const;
+    int64_t without_rail_since() const { return without_rail_since_ns_; }
+    bool fell_back() const { return fell_back_; }
+    uint64_t fallbacks() const { return fallbacks_; }
+    uint64_t failbacks() const { return failbacks_; }
+    // Nobody ran for so long: it does not count.
+    void forgive(int64_t passed_ns, int64_t now_ns);
+
+  private:
+    std::string why_barred(const Path& path) const;
+    bool barred(const Path& path) const;
+    // What the peer has given up carries nothing, however long it takes to retire it here.
+    static bool carries(const Path& path) {
+        return path.machine.carries() && !path.machine.is_fenced(path.machine.epoch());
+    }
+    bool rails_carry() const;
+    bool sockets_may_carry(int64_t now_ns) const;
+    bool leave_to_other_rails(uint32_t path, const Outbox& out, int64_t now_ns) const;
+
+    std::vector<Path> paths_;
+    uint32_t rails_ = 0;
+    std::map<std::pair<uint32_t, uint32_t>, RegionFrame> peer_regions_;  // by rail and segment
+    // Rails that may not touch all the slots: why, by rail. For as long as the link lives.
+    std::map<uint32_t, std::string> barred_ours_;
+    std::map<uint32_t, std::string> barred_peers_;
+    int64_t without_rail_since_ns_ = 0;  // 0 while one carries
+    bool fell_back_ = false;
+    uint64_t fallbacks_ = 0;
+    uint64_t failbacks_ = 0;
+};
+
+}  // namespace pipemorph
