@@ -36,8 +36,9 @@ class ClusterJob(Lenient):
 
     @property
     def name(self) -> str:
-        """``NAMESPACE/NAME``."""
-        return f"{self.metadata.namespace}/{self.metadata.name}"
+        """``NAMESPACE/NAME``; ``NAME`` of a job that is on no cluster."""
+        namespace, name = self.metadata.namespace, self.metadata.name
+        return f"{namespace}/{name}" if namespace else name
 
     @property
     def done(self) -> float | None:

@@ -86,6 +86,7 @@ def run_job(
         run = RunRecord(job, time.time())
         interrupts = stack.enter_context(Interrupts(events))
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
+        stack.callback(progress.close)
         refresh = stack.enter_context(collected_logs(progress))
         spans = job_spans(job.metadata.namespace, job.metadata.name)
         stack.callback(end_spans, spans, run)
@@ -114,6 +115,7 @@ def run_job(
             moves=Moves(job.spec, progress.note),
             hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
+        progress.tell = host.tell
         host.announce()
         page = None
         if listener is not None:
@@ -127,7 +129,6 @@ def run_job(
         host.over = True
         if page is not None:
             page.finish()
-    progress.close()
 
     complete = written(write_report, folder, run)
     progress.note(_final_message(ending, run, folder, manifest, complete))

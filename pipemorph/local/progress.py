@@ -1,21 +1,27 @@
-"""Shows progress on a terminal (one live line) or in a log (plain lines)."""
+"""Shows progress: a live page on a terminal (without rich one live line), plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.explain.story import duration
-from pipemorph.local.results.history import Journal
+from pipemorph.local.results.history import Journal, View
+from pipemorph.local.status import RunStatus
+from pipemorph.local.watch import Told
+from pipemorph.top.job import job_page
+from pipemorph.top.page import Line, line
+from pipemorph.top.seen import MOST_TIMES, Seen
 from pipemorph.wire import (
     AdaptationRecord,
     IterationSample,
@@ -24,6 +30,9 @@ from pipemorph.wire import (
     StragglersView,
     TransportsView,
 )
+
+if TYPE_CHECKING:
+    from pipemorph.top.styled import LiveLines
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
@@ -141,8 +150,10 @@ class Progress:
     """Shows the journal's progress. Call :meth:`update` a few times a second.
 
     ``on_closed`` is called once when ``stream`` can no longer be written. ``who``: the command, for
-    its own errors.
+    its own errors. :attr:`tell`: how the ranks are; by default they train.
     """
+
+    tell: Callable[[], Told]
 
     def __init__(
         self,
@@ -171,9 +182,18 @@ class Progress:
         self._happened = -1
         self._message: str | None = None
         self._line = ""
+        self.tell = lambda: Told("training", "", ())
+        self._began = time.time()
+        self._page = _live_lines(stream) if self._live else None
+        self._status = RunStatus(job)
+        self._seen = Seen(deque(maxlen=MOST_TIMES), f"of the newest {MOST_TIMES} iterations")
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""
+        if self._page is not None:
+            page = self._page
+            self._guard(lambda: page.note(text))
+            return
         erase = ERASE_LINE if self._line else ""
         self._line = ""
         self._write(f"{erase}{text}\n")
@@ -195,8 +215,13 @@ class Progress:
         if unseen:
             self._held = unseen[-1]
             self._newest.extend(unseen)
+            self._seen.times.extend(each.seconds for each in unseen)
         for record in view.adaptations:
             self._show_gain(record, final=final)
+        if self._page is not None:
+            page = self._page
+            self._guard(lambda: page.draw(self._lines(view, *page.room)))
+            return
         if self._held is None:
             return
         line = iteration_line(
@@ -218,9 +243,27 @@ class Progress:
             self._printed_at = self._clock()
             self._write(line + "\n")
 
+    def _lines(self, view: View, width: int, height: int) -> list[Line]:
+        """The page of the job."""
+        now, told = time.time(), self.tell()
+        if not self._newest and told.state == "starting":
+            return [line(f"{self._job.metadata.name}  the ranks start", "faint")]
+        job = self._status.job(
+            view,
+            told,
+            self._newest,
+            changes=self._journal.change_count(),
+            goodput=self._journal.useful.goodput(now - self._began),
+            now=now,
+        )
+        return [(), *job_page(job, self._seen, now, width=width, height=height - 1)]
+
     def close(self) -> None:
-        """Show the last iteration and end the live line."""
+        """Show the last iteration and end the live page or line. What is noted later is below."""
         self.update(final=True)
+        if self._page is not None:
+            page, self._page = self._page, None
+            self._guard(page.close)
         if self._line:
             self._line = ""
             self._write("\n")
@@ -259,11 +302,18 @@ class Progress:
             self._write(ERASE_LINE + shown)
 
     def _write(self, text: str) -> None:
+        def write() -> None:
+            self._stream.write(text)
+            self._stream.flush()
+
+        self._guard(write)
+
+    def _guard(self, write: Callable[[], object]) -> None:
+        """Write, unless that has failed before."""
         if self._closed:
             return
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            write()
         except OSError as error:
             self._closed = True
             # Report errors such as a full disk, but not a closed pipe (`| head`).
@@ -272,6 +322,15 @@ class Progress:
                 with contextlib.suppress(OSError):  # stderr may be the same closed terminal
                     print(f"{self._who}: {why}; stopping", file=sys.stderr)
             self._on_closed()
+
+
+def _live_lines(stream: TextIO) -> LiveLines | None:
+    """What draws a page on a terminal; None on a dumb one, and without rich."""
+    if os.environ.get("TERM", "dumb") == "dumb" or importlib.util.find_spec("rich") is None:
+        return None
+    from pipemorph.top.styled import LiveLines
+
+    return LiveLines(stream)
 
 
 def _columns(stream: TextIO) -> int:

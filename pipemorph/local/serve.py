@@ -94,6 +94,7 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(events))
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
+        stack.callback(progress.close)
         refresh = stack.enter_context(collected_logs(progress))
         spans = job_spans(job.metadata.namespace, job.metadata.name)
         stack.callback(end_spans, spans, run)
@@ -117,7 +118,6 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
 
         ending = _until_over(run, roll, service, events=events, update=update, note=progress.note)
         conclude(run, ending, journal, service, progress.note)
-    progress.close()
     complete = folder is None or written(write_report, folder, run, who=WHO)
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]
     lines.append(run.summary())

@@ -53,8 +53,26 @@ def job_page(
     width: int | None = None,
     bars: str = BARS,
     order: str = "delay",
+    height: int | None = None,
 ) -> list[Line]:
-    """All of a job. ``now``: wall clock, seconds; ``width``: of the terminal, None for none."""
+    """All of a job. ``now``: wall clock, seconds; ``width``: of the terminal, None for none;
+    ``height``: lines that there is room for, without those that say why, if need be; None: any."""
+    lines = _job_page(job, seen, now, width=width, bars=bars, order=order, reasons=True)
+    if height is not None and len(lines) > height:
+        return _job_page(job, seen, now, width=width, bars=bars, order=order, reasons=False)
+    return lines
+
+
+def _job_page(
+    job: ClusterJob,
+    seen: Seen,
+    now: float,
+    *,
+    width: int | None,
+    bars: str,
+    order: str,
+    reasons: bool,
+) -> list[Line]:
     status = job.status
     title = (
         Span(job.name, "head"),
@@ -73,7 +91,7 @@ def job_page(
     training = status.training
     if training is not None:
         lines += _figures(job, training, seen, now, width=width, bars=bars)
-        lines += _plan(training, width)
+        lines += _plan(training, width, reasons=reasons)
         lines += fact("worth", _worth(job, training), width)
     if status.goodput is not None:
         text = f"{status.goodput:.1%} of the time that it had its place went into iterations"
@@ -139,7 +157,9 @@ def links_part(
         return fact("links", _told(found, now), width, style)
     text, alone = plural(training.slow_link_count, "slow link"), training.slow_link_count == 1
     if found.status == "False":
-        unhealthy = wall(found.last_transition_time)
+        each = [wall(link.since) for link in training.slow_links]
+        known = [at for at in each if at is not None]
+        unhealthy = min(known) if len(known) == len(each) else wall(found.last_transition_time)
         text += f"{'' if alone else ', the first'} since {since(unhealthy, now, ' UTC')}"
     else:
         text += f" by the last report; {found.message}"
@@ -201,15 +221,17 @@ def _figures(
         text = f"{training.iteration_seconds:.3g} s per iteration"
         if training.bubble_fraction is not None:
             text += f", stages idle {training.bubble_fraction:.0%} of it"
+        if training.loss is not None:
+            text += f"; loss {training.loss:.4f}"
         yield from fact("speed", text, width)
         drawn = sparkline(seen.times, bars)
         if drawn:
             low, high = min(seen.times), max(seen.times)
-            text = f"{drawn} {low:.3g} to {high:.3g} s, as seen since top started"
+            text = f"{drawn} {low:.3g} to {high:.3g} s, {seen.which}"
             yield from fact("trend", text, width)
 
 
-def _plan(training: TrainingStatus, width: int | None) -> Iterator[Line]:
+def _plan(training: TrainingStatus, width: int | None, *, reasons: bool) -> Iterator[Line]:
     wanted, applied = training.wanted_plan_version, training.applied_plan_version
     newest = training.last_adaptation
     text = f"v{applied}" + (", the one of the start" if not applied else "")
@@ -221,7 +243,8 @@ def _plan(training: TrainingStatus, width: int | None) -> Iterator[Line]:
         text += f": {_what(newest, training)}"
     yield from fact("plan", text, width)
     if newest is not None:
-        yield from fact("because", one_line(newest.reason, LONG), width)
+        if reasons:
+            yield from fact("because", one_line(newest.reason, LONG), width)
         found = gain(newest) if newest.kind == "adapt" else None
         if found is not None:
             text = f"promised {found[0]}, measured {found[1]}"
@@ -270,7 +293,8 @@ def _recoveries(status: JobStatus, now: float) -> str:
     found = status.recoveries or Recoveries()
     text = "none"
     if found.count:
-        text = f"ranks were started again {plural(found.count, 'time')} within their pods"
+        text = f"ranks were started again {plural(found.count, 'time')}"
+        text += " within their pods" if status.ready is not None else ""
     if found.last:
         newest = found.last[-1]
         at = since(wall(newest.lost_at), now, " UTC", after=" ago")

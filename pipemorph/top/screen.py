@@ -10,29 +10,19 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from pipemorph.top.browser import Browser
-from pipemorph.top.page import Line, Style
+from pipemorph.top.styled import styled
 
 TICK_SECONDS = 0.25
 """Longest time between a change and its being shown."""
 
-STYLES: dict[Style, str] = {
-    "plain": "",
-    "head": "bold",
-    "label": "cyan",
-    "good": "green",
-    "bad": "bold red",
-    "faint": "dim",
-    "chosen": "reverse",
-}
 KEYS = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down",
     b"\r": "enter", b"\n": "enter", b"\x1b[C": "enter", b"\x1bOC": "enter",
@@ -59,18 +49,9 @@ def show(browser: Browser, poll: Callable[[], None]) -> None:
             page = browser.page(time.time(), size.width, size.height)
             if (page, size) != drawn:
                 drawn = (page, size)
-                live.update(_text(page), refresh=True)
+                live.update(styled(page), refresh=True)
             for key in pressed(TICK_SECONDS):
                 browser.press(key)
-
-
-def _text(lines: Sequence[Line]) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis", end="")
-    for number, each in enumerate(lines):
-        text.append("\n" if number else "")
-        for span in each:
-            text.append(span.text, STYLES[span.style])
-    return text
 
 
 def _known(sent: bytes) -> list[str]:

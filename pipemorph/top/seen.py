@@ -13,9 +13,11 @@ MOST_TIMES = 40
 
 @dataclass
 class Seen:
-    """Of one job. ``times``: of an iteration, in seconds, whenever status told of another one."""
+    """Of one job. ``times``: of an iteration, in seconds, whenever status told of another one;
+    ``which``: which ones that are, in words."""
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
+    which: str = "as seen since top started"
     _iteration: int | None = None
 
     def look(self, job: ClusterJob) -> None:

@@ -14,6 +14,7 @@ from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import Decision
 from pipemorph.control.record.worth import Worth
+from pipemorph.planning import Route
 from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import (
     AdaptationRecord,
@@ -52,6 +53,8 @@ class View:
     """Of the plan in effect."""
     wanted_version: int = 0
     """Of the plan that the ranks should run, which may not be in effect yet."""
+    routes: tuple[Route, ...] = ()
+    """Of the links, under that plan."""
     peak_memory: tuple[int | None, ...] = ()
     """Bytes per stage, of the highest column; None if not reported."""
     worth: Worth = field(default_factory=Worth)
@@ -88,6 +91,7 @@ class Journal:
             events=controller.events,
             plan_version=controller.running.version,
             wanted_version=controller.wanted.version,
+            routes=controller.wanted.all_routes,
             worth=controller.worth,
             peak_memory=controller.peak_memory,
         )
@@ -147,6 +151,11 @@ class Journal:
         """All changes of plan, oldest first."""
         with self._lock:
             return [self._changes[version] for version in sorted(self._changes)]
+
+    def change_count(self) -> int:
+        """How many changes of plan there were."""
+        with self._lock:
+            return len(self._changes)
 
     def lanes(self) -> LaneLog:
         """What each link was like so far."""

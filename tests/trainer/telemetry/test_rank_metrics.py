@@ -83,6 +83,7 @@ def test_telemetry_becomes_metrics() -> None:
         peak_memory=77,
     )  # fmt: skip
     metrics.hear(telemetry(5, links=[sample(Route.DIRECT, 0.004)]))
+    assert read(metrics, "reroutes_total", link="1") == 0, "so that the first one is an increase"
     clock.now += 1.0
     metrics.hear(telemetry(6))
     metrics.hear(telemetry(6, profile=profile, links=[sample(Route.DELEGATED, 0.06, 500)]))

@@ -186,9 +186,11 @@ class RankMetrics:
             if sample.wire.count:
                 self._wire.labels(**self._who, **where).set(sample.wire.p50)
             before = self._routes.setdefault((sample.link, sample.direction), route)
+            # There before the first change: nobody sees an increase from nothing.
+            reroutes = self._reroutes.labels(**self._who, link=where["link"])
             if before != route:
                 self._routes[sample.link, sample.direction] = route
-                self._reroutes.labels(**self._who, link=where["link"]).inc()
+                reroutes.inc()
         for end in telemetry.transports:
             self._hear_transport(end)
         if telemetry.ports is not None:

@@ -1,0 +1,220 @@
+"""What is shown of a run while it goes on."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, record, sample
+
+from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.control.record.history import Decision
+from pipemorph.local.progress import (
+    Progress,
+    headline,
+    links_phrase,
+    rails_phrase,
+    stragglers_phrase,
+)
+from pipemorph.local.results.history import Journal, View
+from pipemorph.wire import IterationSample, RailsView, Straggler, StragglersView, TransportsView
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind: Any) -> str:
+    journal = Journal(view=view, _unseen=samples)
+    progress = Progress(stream, kind.get("job", job()), journal, clock=lambda: 0.0)
+    progress.update()
+    progress.close()
+    return stream.getvalue()
+
+
+def test_a_plain_line_has_it_all() -> None:
+    links = (LinkHealth(0, Health.SLOW, delay=0.0301),)
+    shown = show(io.StringIO(), View(links=links), [sample(11, plan_version=3)])
+    assert shown == (
+        "iteration 11 of 40 (30%, 42.0 s left)  loss 2.2500  1.500 s/it  slow link 0 +30 ms"
+        "  plan v3  bubble 12%\n"
+    )
+
+
+def test_the_time_left_is_that_of_the_newest_iterations() -> None:
+    """Of their median: a single late one says little of the next ones."""
+    taken = [9.0] * 28 + [1.0, 1.0, 20.0, 1.0, 1.0]
+    samples = [sample(i).model_copy(update={"seconds": each}) for i, each in enumerate(taken)]
+    assert " (82%, 7.0 s left) " in show(io.StringIO(), View(), samples)
+
+
+def test_the_last_iteration_leaves_no_time() -> None:
+    assert show(io.StringIO(), View(), [sample(39)]).startswith("iteration 39 of 40 (100%)  loss")
+
+
+def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
+    journal, stream, now = Journal(), io.StringIO(), 0.0
+    progress = Progress(stream, job(), journal, clock=lambda: now)
+    for index in range(40):
+        journal._unseen.append(sample(index))
+        now = index * 0.1
+        progress.update()
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 10
+    assert lines[0].startswith("iteration 0 ") and lines[-1].startswith("iteration 39 ")
+
+
+@pytest.mark.parametrize("lacks", ["a terminal that can draw", "rich"])
+def test_elsewhere_a_terminal_has_one_live_line_and_events_above_it(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb" if lacks == "a terminal that can draw" else "xterm")
+    if lacks == "rich":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    decision = Decision(
+        at=1.0,
+        iteration=5,
+        kind="adapt",
+        reason="link 0 is slow; and more",
+        line="plan v1: link 0 is slow",
+        plan_version=1,
+    )
+    view = View(decisions=(decision,), adaptations=(record(),))
+    stream = Terminal()
+    journal = Journal(_unseen=[sample(4)])
+    progress = Progress(stream, job(), journal)
+    progress.update()
+    journal.view = view
+    progress.update()
+    progress.update()
+    progress.close()
+    shown = stream.getvalue()
+    assert shown.count("plan v1: link 0 is slow\n") == 1
+    assert shown.count("plan v1: in effect since iteration 6\n") == 1
+    assert shown.count("\n") == 3
+    assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
+
+
+def test_the_gain_of_a_change_is_told_once_its_figures_are_complete() -> None:
+    journal, stream = Journal(), io.StringIO()
+    progress = Progress(stream, job(), journal, clock=lambda: 0.0)
+    for index in range(20):
+        measured = None if index < 6 else 0.5 if index < 13 else 0.47
+        journal.view = View(adaptations=(record(promised=0.5, measured=measured),))
+        journal._unseen.append(sample(index, plan_version=index > 5))
+        progress.update()
+        told = "gain" in stream.getvalue()
+        assert told == (index >= 13), "the change is in effect from iteration 6, and 8 count"
+    progress.close()
+    assert stream.getvalue().count("plan v1: gain promised 50%, measured 47%\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "newest", "told"),
+    [
+        ({}, sample(8, plan_version=1), True),
+        ({"measured": None}, sample(8, plan_version=1), False),
+        ({"promised": None}, sample(8, plan_version=1), False),
+        ({"kind": "revert"}, sample(8, plan_version=1), False),
+        ({"applied_at_iteration": None}, sample(8), False),
+    ],
+)
+def test_at_the_end_a_gain_is_told_as_far_as_it_is_known(
+    fields: dict[str, Any], newest: IterationSample, told: bool
+) -> None:
+    view = View(adaptations=(record(**{"promised": 0.5, "measured": 0.4} | fields),))
+    shown = show(io.StringIO(), view, [newest])
+    assert ("plan v1: gain promised 50%, measured 40%\n" in shown) == told
+
+
+def test_a_plan_that_is_replaced_early_is_judged_by_what_there_is() -> None:
+    view = View(adaptations=(record(promised=0.5, measured=0.4),))
+    journal, stream = Journal(view=view, _unseen=[sample(8, plan_version=2)]), io.StringIO()
+    Progress(stream, job(), journal, clock=lambda: 0.0).update()
+    assert "gain promised 50%, measured 40%" in stream.getvalue()
+
+
+def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
+    view = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+    stream = io.StringIO()
+    progress = Progress(stream, job(), Journal(view=view, _unseen=[sample(4)]), clock=lambda: 0.0)
+    progress.update()
+    progress.update()
+    progress.close()
+    happened, line = stream.getvalue().splitlines()
+    assert happened == HAPPENED.text
+    assert "  link 2 fell back to tcp, 1 sick RDMA port  plan v0  bubble" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "pipemorph run: standard output cannot be written: No space left on device; stopping\n",
+        ),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+    ],
+)
+def test_an_output_that_takes_no_more_stops_the_run_and_says_why_once(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    stopped: list[bool] = []
+    progress = Progress(Full(), job(), Journal(), on_closed=lambda: stopped.append(True))
+    progress.note("one")
+    progress.note("two")
+    assert stopped == [True]
+    assert capsys.readouterr().err == said
+
+
+def test_nothing_is_said_of_rails_that_are_not_there() -> None:
+    assert rails_phrase(RailsView(), TransportsView()) == ""
+    many = tuple(replace(FALLEN, link=i) for i in range(5))
+    assert rails_phrase(RailsView(), TransportsView(fallen=many)) == (
+        "link 0 fell back to tcp, link 1 fell back to tcp, link 2 fell back to tcp, "
+        "2 more fell back"
+    )
+
+
+def test_emulation_is_never_silent() -> None:
+    assert "EMULATED" in headline(emulated())
+    assert "256 KB in place of 16 MB" in headline(emulated())
+    assert show(io.StringIO(), View(), [sample(0)], job=emulated()).startswith("EMULATED ")
+    assert "EMULATED" not in headline(job())
+
+
+@pytest.mark.parametrize(
+    ("links", "phrase"),
+    [
+        ((), ""),
+        ((LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.HEALTHY)), "links healthy"),
+        (
+            (LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.UNKNOWN)),
+            "links: 1 of 2 unknown",
+        ),
+        (
+            tuple(LinkHealth(i, Health.SLOW, delay=i / 100) for i in range(1, 6)),
+            "slow links 5 +50 ms, 4 +40 ms, 3 +30 ms and 2 more",
+        ),
+    ],
+)
+def test_links_in_words(links: tuple[LinkHealth, ...], phrase: str) -> None:
+    assert links_phrase(links) == phrase
+
+
+def test_a_slow_stage_is_shown_with_the_layers_it_should_have() -> None:
+    slow = Straggler(stage=1, column=3, seconds=0.015, usual=0.01)
+    found = StragglersView(known=True, count=2, slowest=(slow,), paces=(0.01,) * 4)
+    assert stragglers_phrase(StragglersView(known=True), 16) == ""
+    assert stragglers_phrase(found) == "slow stage 1 x1.5 and 1 more"
+    assert stragglers_phrase(found, 16) == "slow stage 1 x1.5 (-17% with 3 layers) and 1 more"

@@ -1,0 +1,97 @@
+"""The report of a run, and its last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from run_records import (
+    HAPPENED,
+    RAILS,
+    TRANSPORTS,
+    emulated,
+    job,
+    record,
+    run_record,
+    sample,
+)
+from watched_jobs import watched
+
+from pipemorph.control.decide.forecast import Forecast
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.local.results.history import View
+from pipemorph.local.results.outputs import OutFolder
+from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.traces import read_splits
+
+
+def test_the_summary_counts_iterations_of_earlier_runs() -> None:
+    run, wanted = RunRecord(job(), 1.0), job().spec.trainer.iterations
+    run.finish(Ending(End.COMPLETED), [], [])
+    assert (
+        run.summary()
+        == f"completed: {wanted} of {wanted} iterations (none reported), 0 adaptations"
+    )
+    run.finish(Ending(End.INTERRUPTED), [sample(4), sample(5)], [])
+    assert run.summary().startswith(f"interrupted: 6 of {wanted} iterations (resumed at 4), median")
+    run.finish(Ending(End.INTERRUPTED), [sample(0), sample(1)], [])
+    assert run.summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
+
+
+def test_the_summary_says_what_adapting_has_saved() -> None:
+    run = RunRecord(job(), 1.0)
+    run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=12.34, change_seconds=1.0)])
+    assert run.summary().endswith("1 adaptations that saved 11.3 s")
+    run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=-2.0)])
+    assert run.summary().endswith("1 adaptations that cost 2.0 s")
+    run.finish(Ending(End.COMPLETED), [sample(0)], [record()])
+    assert run.summary().endswith("1 adaptations")
+
+
+def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    run = RunRecord(job(), 1.0)
+    last = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+    run.finish(Ending(End.COMPLETED), [], [], last)
+    write_report(folder, run)
+    report = json.loads(folder.report.read_text())
+    assert report["links"]["transports"] == ["gloo", "gloo", "tcp"]
+    assert report["links"]["fallbacks"] == 1
+    assert report["links"]["fallen"][0]["trouble"] == "mlx5_0 port 1: port error"
+    assert report["rails"]["health"] == "sick"
+    assert report["rails"]["sick"][0]["what"] == "is DOWN"
+    assert report["rails"]["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
+
+
+def test_the_plan_in_effect_is_predicted_beside_what_was_measured() -> None:
+    known, _ = watched(4, 8, "adapted")
+    assert known.outlook is not None
+    version = known.outlook.running.version
+    assert version == 1
+    ran = [
+        sample(i).model_copy(update={"plan_version": i // 4, "seconds": 9.0 - i}) for i in range(8)
+    ]
+    run = RunRecord(known.job, 1.0, outlook=known.outlook)
+    run.finish(Ending(End.COMPLETED), ran, [])
+    situation, plan = known.outlook.situation, known.outlook.running
+    own = Forecast(known.outlook.rules, situation).of(plan).seconds
+    assert run.content([], [])["predicted"] == {
+        "plan_version": 1, "seconds": own, "measured": 3.5,
+    }  # fmt: skip
+    # None of the plan's own was measured yet, and where op times are unknown there is nothing.
+    run.finish(Ending(End.COMPLETED), ran[:4], [])
+    assert run.content([], [])["predicted"]["measured"] is None
+    run.outlook = None
+    assert run.content([], [])["predicted"] is None
+
+
+def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    assert read_splits(folder.trace) == []
+    for rank in (10, 2):
+        content = {"rank": rank, "split": "module", "not_deferred": []}
+        (folder.trace / f"split-rank{rank}.json").write_text(json.dumps(content))
+    (folder.trace / "split-rank3.json").write_text('{"rank": 3, "spl')
+    write_report(folder, run_record(emulated()))
+    found = json.loads(folder.report.read_text())["split"]
+    assert [(each["rank"], each["split"]) for each in found] == [(2, "module"), (10, "module")]
