@@ -28,6 +28,7 @@ from pipemorph.replay.contenders import (
     Replay,
     delegated_ready_first,
     fixed_share,
+    guided,
     late_share,
     ready_first,
     replay,
@@ -80,6 +81,7 @@ CASES = (
     *(Case("nine-faults", each, Dispatch.STATIC, goal=0.975) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, delegation=0.05, goal=0.975) for each in get_args(Telemetry)),
     Case("nine-faults", "python", Dispatch.ONLINE, of_late=0.98),
+    Case("nine-faults", "python", Dispatch.GUIDED, of_late=0.99),
     *(Case("redrawn", each, goal=0.98) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.STATIC, of_late=0.995),
     Case("redrawn", "python", Dispatch.ONLINE, of_late=1.025),
@@ -167,6 +169,8 @@ def main() -> int:
         print(
             f"nine-faults, the same if any ready op runs in the first slow iteration: {share:.1%}"
         )
+        share = late_share(*_given(CASES[0]), late=guided)
+        print(f"nine-faults, the same with guided dispatch: {share:.1%}")
         for cost in (0.0, 0.01, 0.05):
             share = fixed_share(*_given(CASES[0]), cost, delegated_ready_first)
             print(

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 
+#include "planner/guided.hpp"
 #include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
 #include "planner/online.hpp"
@@ -152,6 +153,20 @@ double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
     return InOrder(costs, stages_of).run(order);
 }
 
+// What an execution that chooses on its way has run.
+template <class Execution>
+Ran to_ran(const Execution& execution) {
+    auto [above, below] = arrivals_of(execution.core());
+    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
+    for (const auto& ran : execution.ran()) {
+        std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
+        std::get<1>(all).push_back(ran.start);
+        std::get<2>(all).push_back(ran.end);
+        std::get<3>(all).push_back(ran.free);
+    }
+    return all;
+}
+
 Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
            bool exact_warmup, std::vector<bool> fused, std::vector<int> slots, DelayAt delay_at,
            DelayAt transfer_at) {
@@ -162,15 +177,49 @@ Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warm
     const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
     FirstReady execution(costs, rules);
     execution.run(std::move(delay_at), std::move(transfer_at));
-    auto [above, below] = arrivals_of(execution.core());
-    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
-    for (const auto& ran : execution.ran()) {
-        std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
-        std::get<1>(all).push_back(ran.start);
-        std::get<2>(all).push_back(ran.end);
-        std::get<3>(all).push_back(ran.free);
+    return to_ran(execution);
+}
+
+// The order and what limits ops out of turn, checked.
+Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vector<int>>& waits,
+               std::vector<int> slots, const Costs& costs) {
+    expect(waits.size() == costs.caps.size(), "expected for every stage where it waits");
+    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
+    Guide guide{
+        to_ranks(order, one_stage_each(costs.stages), costs), {}, costs.caps, std::move(slots)};
+    for (const auto& kinds : guide.order) {
+        const auto count = [&](int kind) { return std::count(kinds.begin(), kinds.end(), kind); };
+        const long whole = count(kFused);
+        expect(count(kForward) == costs.microbatches &&
+                   count(kBackward) + whole == costs.microbatches &&
+                   count(kWeight) + whole == costs.microbatches,
+               "expected each kind once per microbatch in the order");
     }
-    return all;
+    for (const auto& positions : waits)
+        guide.waits.emplace_back(positions.begin(), positions.end());
+    return guide;
+}
+
+Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
+           const std::vector<std::vector<int>>& waits, std::vector<int> caps,
+           std::vector<int> slots, DelayAt delay_at, DelayAt transfer_at) {
+    const Costs costs = to_costs(given, std::move(caps));
+    const Guide guide = to_guide(order, waits, std::move(slots), costs);
+    Guided execution(costs, guide);
+    execution.run(std::move(delay_at), std::move(transfer_at));
+    return to_ran(execution);
+}
+
+std::array<double, 2> jittered_makespans(const CostsTuple& given,
+                                         const std::vector<nb::bytes>& order,
+                                         const std::vector<std::vector<int>>& waits,
+                                         std::vector<int> caps, std::vector<int> slots, double most,
+                                         int draws) {
+    const Costs costs = to_costs(given, std::move(caps));
+    const Guide guide = to_guide(order, waits, std::move(slots), costs);
+    expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
+    const nb::gil_scoped_release release;
+    return jittered(costs, guide, most, draws);
 }
 
 Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
@@ -248,6 +297,10 @@ NB_MODULE(_planner, module) {
     module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
                "fused"_a, "slots"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+    module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
+               "delay_at"_a.none(), "transfer_at"_a.none());
+    module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
+               "slots"_a, "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);

@@ -48,7 +48,7 @@ class StageTime(SpecModel):
     )
 
 
-ONLINE_IN_LOCKSTEP = (
+ONE_ORDER_IN_LOCKSTEP = (
     "ranks of one stage that run collectives inside ops (shard, context or tensor above 1) need "
     "one order of ops: use dispatch static"
 )
@@ -67,7 +67,7 @@ class ScheduleSpec(SpecModel):
     policy: Literal[
         "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
     ] = "pipemorph"
-    dispatch: Literal["static", "online", "auto"] = "auto"
+    dispatch: Literal["static", "online", "guided", "auto"] = "auto"
     objective: Literal["auto", "makespan", "period"] = Field(
         default="auto",
         description="What plans make short: the iteration of all stages together (makespan), or "
@@ -123,7 +123,7 @@ class ScheduleSpec(SpecModel):
     @property
     def dispatch_kind(self) -> Dispatch:
         """Of the first plan."""
-        return Dispatch.ONLINE if self.dispatch == "online" else Dispatch.STATIC
+        return Dispatch.STATIC if self.dispatch == "auto" else Dispatch(self.dispatch)
 
 
 class Adaptation(SpecModel):
@@ -598,9 +598,11 @@ class JobSpec(SpecModel):
             )
         if not several:
             return
-        if self.schedule.dispatch_kind is Dispatch.ONLINE:
+        if self.schedule.dispatch_kind.varies:
             raise FieldError(
-                "schedule.dispatch", "is online; ranks with several stages need static, or auto"
+                "schedule.dispatch",
+                f"is {self.schedule.dispatch_kind.value}; ranks with several stages need static, or"
+                " auto",
             )
         if self.schedule.warmup is not None:
             raise FieldError(
@@ -618,8 +620,9 @@ class JobSpec(SpecModel):
                 )
 
     def _check_dispatch(self) -> None:
-        if self.schedule.dispatch_kind is Dispatch.ONLINE and self.parallelism.mesh.lockstep > 1:
-            raise FieldError("schedule.dispatch", f"is online; {ONLINE_IN_LOCKSTEP}")
+        dispatch = self.schedule.dispatch_kind
+        if dispatch.varies and self.parallelism.mesh.lockstep > 1:
+            raise FieldError("schedule.dispatch", f"is {dispatch}; {ONE_ORDER_IN_LOCKSTEP}")
 
     def _check_topology(self) -> None:
         """Schedulers keep pods with consecutive numbers together."""

@@ -33,8 +33,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[d.value for d in Dispatch],
-        help="static: stages keep the plan's order; online: they run the next ready op; overrides "
-        "the problem's dispatch",
+        help="static: stages keep the plan's order; online: they run the next ready op; guided: of "
+        "the ready ops the first in the plan's order; overrides the problem's dispatch",
     )
     parser.add_argument(
         "--time-limit",
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
     several = problem.ranks is not None and problem.ranks != problem.stage_count
     if policy.interleaved or (several and policy is Policy.PIPEMORPH):
-        if dispatch is Dispatch.ONLINE:
+        if dispatch.varies:
             raise InputError(
-                f"dispatch is online; policy {policy.value} has several stages per rank and runs"
-                " in a static order"
+                f"dispatch is {dispatch}; policy {policy.value} has several stages per rank and"
+                " runs in a static order"
             )
         _plan_interleaved(problem, policy, args)
         return 0

@@ -28,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[d.value for d in Dispatch],
-        help="static keeps the order; online runs the next ready op (default: PLAN's own)",
+        help="static keeps the order; online runs the next ready op; guided, of the ready ops, the "
+        "first in the order (default: PLAN's own)",
     )
     add_output_arguments(parser)
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if loaded.device_limits is not None:
         check_fits(loaded.schedule, problem)
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
-    simulation = simulate(loaded.schedule, problem, dispatch)
+    simulation = simulate(loaded.schedule, problem, dispatch, waits=loaded.waits)
     write(
         report(
             simulation,
@@ -66,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
 def _simulate_interleaved(
     loaded: LoadedPlan, order: InterleavedSchedule, problem: Problem, args: argparse.Namespace
 ) -> None:
-    if args.dispatch == Dispatch.ONLINE.value:
-        raise InputError("--dispatch online needs a plan with one stage per rank; use static")
+    if args.dispatch and Dispatch(args.dispatch).varies:
+        raise InputError(
+            f"--dispatch {args.dispatch} needs a plan with one stage per rank; use static"
+        )
     if loaded.device_limits is not None:
         check_fits(order.per_stage(), problem)
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)

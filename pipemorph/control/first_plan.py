@@ -11,16 +11,21 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.observed.stages import expected_times, in_flight_limits
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
+    Dispatch,
     Link,
     Plan,
+    Policy,
     Problem,
     Route,
     Schedule,
     StageTimes,
+    link_on,
     plan,
 )
+from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule
+from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 QUICK_CELLS = 4096
 """Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do
@@ -134,11 +139,17 @@ def initial_plan(spec: JobSpec) -> Plan:
 
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """
-    schedule = initial_schedule(spec)
+    schedule, problem = initial_schedule(spec), initial_problem(spec)
     turns: tuple[tuple[int, ...], ...] = ()
+    dispatch = problem.dispatch
+    waits: Waits = ()
     if isinstance(schedule, InterleavedSchedule):
         turns = schedule.turns
         schedule = schedule.per_stage()
+    elif dispatch is Dispatch.GUIDED:
+        waits = _waits(problem)
+    elif _may_go_guided(spec) and _goes_guided(problem, initial_routes(spec)):
+        dispatch, waits = Dispatch.GUIDED, _waits(problem)
     return Plan(
         version=0,
         policy=spec.schedule.policy_kind,
@@ -146,5 +157,34 @@ def initial_plan(spec: JobSpec) -> Plan:
         turns=turns,
         routes=initial_routes(spec),
         in_flight_limits=in_flight_limits(spec),
-        dispatch=spec.schedule.dispatch_kind,
+        dispatch=dispatch,
+        waits=waits,
     )
+
+
+def _may_go_guided(spec: JobSpec) -> bool:
+    """Whether the spec leaves guided dispatch open. The other policies keep their order."""
+    return (
+        spec.schedule.dispatch == "auto"
+        and spec.schedule.policy_kind is Policy.PIPEMORPH
+        and spec.parallelism.mesh.lockstep == 1
+    )
+
+
+@lru_cache(maxsize=64)
+def _waits(problem: Problem) -> Waits:
+    return planned_waits(_per_stage(problem), problem)
+
+
+@lru_cache(maxsize=64)
+def _goes_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
+    """Whether plan 0 takes no longer with guided dispatch while all links are well."""
+    links = tuple(link_on(route, 0.0) for route in routes)
+    schedule, real = _per_stage(problem), problem.model_copy(update={"links": links})
+    return as_fast_guided(schedule, real, _waits(problem))
+
+
+def _per_stage(problem: Problem) -> Schedule:
+    schedule = _shared.get(problem) or _schedule(problem)
+    assert isinstance(schedule, Schedule)
+    return schedule

@@ -84,6 +84,7 @@ def _check_shape(sent: PlanMessage, spec: JobSpec) -> None:
         ("warmup", len(sent.warmup), stages, stages),
         ("device_limits", len(sent.device_limits), 0, stages),
         ("recompute", len(sent.recompute), 0, stages),
+        ("waits", len(sent.waits), 0, stages),
         ("turns", len(sent.turns), 0, spec.parallelism.mesh.sizes["pp"]),
     )
     for name, found, none, some in lists:

@@ -113,6 +113,8 @@ def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
             held, away = n if cap is None else min(cap, n), host_limit(cap, device, n)
         else:
             held, away = in_flight_peak(ops), host_peak(ops, device)
+            if plan.dispatch is Dispatch.GUIDED:
+                away = host_limit(held, device, n)
         fits = space.device
         if away and fits is not None and plan.recompute[i]:
             most = space.recompute_limit

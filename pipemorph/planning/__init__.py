@@ -12,7 +12,12 @@ from pipemorph.planning.simulation.simulator import (
     predict_period,
     simulate,
 )
-from pipemorph.planning.validator import ScheduleError, validate, validate_online
+from pipemorph.planning.validator import (
+    ScheduleError,
+    validate,
+    validate_online,
+    validate_waits,
+)
 
 __all__ = [
     "Dispatch",
@@ -42,4 +47,5 @@ __all__ = [
     "simulate",
     "validate",
     "validate_online",
+    "validate_waits",
 ]

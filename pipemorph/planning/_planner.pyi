@@ -48,6 +48,28 @@ def online(
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.online`. ``slots``: empty for no limit."""
 
+def guided(
+    costs: Costs,
+    order: Sequence[bytes],
+    waits: Sequence[Sequence[int]],
+    caps: Sequence[int],
+    slots: Sequence[int],
+    delay_at: Callable[[int, float], float] | None,
+    transfer_at: Callable[[int, float], float] | None,
+) -> Ran:
+    """See :func:`pipemorph.planning.simulation.core.guided`. ``slots``: empty for no limit."""
+
+def jittered(
+    costs: Costs,
+    order: Sequence[bytes],
+    waits: Sequence[Sequence[int]],
+    caps: Sequence[int],
+    slots: Sequence[int],
+    most: float,
+    draws: int,
+) -> Sequence[float]:
+    """See :func:`pipemorph.planning.simulation.core.jittered`. Releases the interpreter's lock."""
+
 def search(
     costs: Costs,
     caps: Sequence[int],

@@ -62,11 +62,18 @@ class Dispatch(StrEnum):
     """How a stage picks its next op.
 
     STATIC keeps the plan's order. ONLINE runs the next *ready* op (B, then F, then W) within
-    warm-up and in-flight cap, so that a late message does not block ready ops.
+    warm-up and in-flight cap, so that a late message does not block ready ops. GUIDED runs, of the
+    ready ops, the first in the plan's order; see :mod:`pipemorph.planning.simulation.guided`.
     """
 
     STATIC = "static"
     ONLINE = "online"
+    GUIDED = "guided"
+
+    @property
+    def varies(self) -> bool:
+        """Whether the order depends on when messages arrive."""
+        return self is not Dispatch.STATIC
 
 
 class Route(StrEnum):
@@ -206,8 +213,10 @@ class Plan:
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
     neither. ``turns[r]``: for ranks with several
     stages, the stage of each op that rank *r* of a pipeline runs, in order: the next op of that
-    stage. Empty: one stage per rank. ``own``: data-parallel replicas that run another plan under
-    this version, and that plan; all other replicas run this one. Only these run without ``own``.
+    stage. Empty: one stage per rank. ``waits[i]``: for guided dispatch, positions of ops of stage
+    *i* before which nothing runs in their turn; empty: there are none. ``own``: data-parallel
+    replicas that run another plan under this version, and that plan; all other replicas run this
+    one. Only these run without ``own``.
     """
 
     version: int
@@ -220,6 +229,7 @@ class Plan:
     device_limits: tuple[int | None, ...] = field(default=())
     recompute: tuple[bool, ...] = field(default=())
     turns: tuple[tuple[int, ...], ...] = ()
+    waits: tuple[tuple[int, ...], ...] = ()
     own: tuple[tuple[tuple[int, ...], Plan], ...] = ()
 
     def __post_init__(self) -> None:
@@ -229,6 +239,8 @@ class Plan:
             object.__setattr__(self, "device_limits", (None,) * self.schedule.stage_count)
         if not self.recompute:
             object.__setattr__(self, "recompute", (False,) * self.schedule.stage_count)
+        if not any(self.waits):
+            object.__setattr__(self, "waits", ())
 
     @property
     def each(self) -> tuple[Plan, ...]:
@@ -294,7 +306,10 @@ class Plan:
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
         mine, theirs = (
-            [(p.schedule, p.turns, p.routes, p.device_limits, p.recompute) for p in plan.each]
+            [
+                (p.schedule, p.dispatch, p.waits, p.turns, p.routes, p.device_limits, p.recompute)
+                for p in plan.each
+            ]
             for plan in (self, other)
         )
         return mine == theirs and [r for r, _ in self.own] == [r for r, _ in other.own]

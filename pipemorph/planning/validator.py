@@ -182,6 +182,22 @@ def check_device_limit(stage: int, limit: int | None) -> None:
         raise ScheduleError(stage, None, f"device_limit is {limit}; expected at least 1")
 
 
+def validate_waits(schedule: Schedule, waits: Sequence[Sequence[int]]) -> None:
+    """Raise :class:`ScheduleError` unless ``waits[i]`` are positions of ops of stage *i*; empty
+    for none on any stage."""
+    if len(waits) not in (0, schedule.stage_count):
+        raise InputError(
+            f"waits has {len(waits)} entries; expected one per stage, {schedule.stage_count}"
+        )
+    for i, positions in enumerate(waits):
+        size = len(schedule.stages[i])
+        for position in positions:
+            if not 0 <= position < size:
+                raise ScheduleError(
+                    i, None, f"waits has position {position}; the stage has {size} ops"
+                )
+
+
 def validate_online(
     warmup: Sequence[int],
     in_flight_limits: Sequence[int | None],

@@ -316,6 +316,11 @@ def ready_first(plan: Plan) -> Plan:
     return replace(plan, dispatch=Dispatch.ONLINE)
 
 
+def guided(plan: Plan) -> Plan:
+    """The plan with guided dispatch, without what it waits for on purpose."""
+    return replace(plan, dispatch=Dispatch.GUIDED)
+
+
 def delegated_ready_first(plan: Plan) -> Plan:
     """The same with all links delegated."""
     everything = dict.fromkeys(range(len(plan.routes)), 0.0)

@@ -292,8 +292,9 @@ def _simulate(
         ran = simulate_interleaved(order, problem, delay_at=delay_at, transfer_at=transfer_at)
         return ran.simulation
     return simulate_changing(
-        plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before
-    )
+        plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before,
+        waits=plan.waits,
+    )  # fmt: skip
 
 
 def failed_over(plan: Plan, gone: Mapping[int, float]) -> Plan:

@@ -144,6 +144,9 @@ class PlanMessage(WireModel):
     of moving them to host memory. One per stage; empty: none does."""
     turns: list[list[Count]] = Field(default_factory=list)
     """For ranks with several stages, the stages of each rank's ops in order; else empty."""
+    waits: list[list[Count]] = Field(default_factory=list)
+    """For guided dispatch, per stage the positions of ops before which nothing runs in their turn;
+    empty if there are none."""
     own: list[OwnPlan] = Field(default_factory=list, max_length=MAX_PLANS - 1)
     """Replicas with a plan of their own; empty: all run this one."""
 
@@ -161,6 +164,7 @@ class PlanMessage(WireModel):
             device_limits=list(plan.device_limits) if any(plan.device_limits) else [],
             recompute=list(plan.recompute) if plan.recomputing else [],
             turns=[list(stages) for stages in plan.turns],
+            waits=[list(positions) for positions in plan.waits] if any(plan.waits) else [],
             own=[
                 OwnPlan(replicas=list(replicas), plan=PlanMessage.of(each))
                 for replicas, each in plan.own
@@ -186,6 +190,7 @@ class PlanMessage(WireModel):
             device_limits=tuple(self.device_limits),
             recompute=tuple(self.recompute),
             turns=tuple(map(tuple, self.turns)),
+            waits=tuple(map(tuple, self.waits)),
             own=tuple((tuple(each.replicas), each.plan.plan()) for each in self.own),
         )
 

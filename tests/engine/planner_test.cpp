@@ -1,6 +1,7 @@
 // The planner's event core and search, here for the sanitizers: what times they give is compared
 // with the reference in Python (tests/core/planning).
 #include "check.hpp"
+#include "planner/guided.hpp"
 #include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
 #include "planner/online.hpp"
@@ -116,6 +117,37 @@ TEST(planner_online_dispatch_runs_every_op) {
             CHECK(execution.ran()[i].free.size() == ops);
         }
     }
+}
+
+TEST(planner_guided_dispatch_ends_if_its_order_does) {
+    Rng rng;
+    int ended = 0;
+    for (int round = 0; round < 400; ++round) {
+        Costs costs = random_costs(rng, false);
+        // A random order may hold more on the device than it may.
+        costs.device_limits.assign(costs.stages, 0);
+        Guide guide;
+        for (int i = 0; i < costs.stages; ++i) {
+            guide.order.push_back(random_ops(rng, costs.microbatches, rng.below(3) == 0));
+            guide.waits.emplace_back();
+            for (size_t at = 0; at < guide.order.back().size(); ++at)
+                if (rng.below(4) == 0) guide.waits.back().insert(static_cast<int>(at));
+        }
+        guide.caps = costs.caps;
+        if (rng.below(2))
+            for (int i = 0; i + 1 < costs.stages; ++i) guide.slots.push_back(1 + rng.below(3));
+        InOrder in_order(costs);
+        if (in_order.run(guide.order) == kNever) continue;
+        ++ended;
+        Guided execution(costs, guide);
+        execution.run([&](int, double) { return rng.below(40) / 2.0; });
+        for (int i = 0; i < costs.stages; ++i) {
+            CHECK(execution.ran()[i].codes.size() == guide.order[i].size());
+            CHECK(execution.ran()[i].free.size() == guide.order[i].size());
+        }
+        for (const double mean : jittered(costs, guide, 5.0, 2)) CHECK(mean < kNever);
+    }
+    CHECK(ended > 50 && ended < 400);
 }
 
 TEST(planner_search_finds_the_order_it_claims) {

@@ -30,7 +30,10 @@ BASE = 0.004
 
 
 def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
+    """A job whose stages keep the plan's order, unless ``schedule`` says otherwise: so every delay
+    shows."""
     schedule = {"microbatches": microbatches, "stageTimes": [OP] * stages, "policy": "pipemorph"}
+    schedule["dispatch"] = "static"
     schedule |= fields.pop("schedule", {})
     return JobSpec.model_validate(
         {
@@ -107,12 +110,9 @@ class Plant:
             queues=8,
         ).under(self.plan)
         result = simulate_changing(
-            self.plan.schedule,
-            problem,
-            lambda link, _: felt[link],
-            self.plan.dispatch,
-            before=self._before,
-        )
+            self.plan.schedule, problem, lambda link, _: felt[link], self.plan.dispatch,
+            before=self._before, waits=self.plan.waits,
+        )  # fmt: skip
         seconds = result.makespan
         if not self.waits:
             seconds, self._before = following(result.free, result.after)

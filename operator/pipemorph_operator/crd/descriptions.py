@@ -21,8 +21,9 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
     "their schedule. exact cannot run in a job.",
     "spec.schedule.dispatch": "static: each stage keeps the plan's order; online: it runs its "
-    "next ready op within warm-up and in-flight limit; auto: static, or online while slow links "
-    "are delegated and that is predicted to be better.",
+    "next ready op within warm-up and in-flight limit; guided: of its ready ops it runs the first "
+    "in the plan's order, with no more microbatches in flight than the plan has; auto: static, or "
+    "online or guided where that is predicted to be better.",
     "spec.schedule.warmup[]": "Warm-up of one stage; never more than that of the stage before.",
     "spec.trainer": "What runs in every rank. Immutable.",
     "spec.trainer.seed": "Seed for the module to use; nothing else is seeded.",

@@ -135,9 +135,9 @@ RULES: dict[str, list[Rule]] = {
             field_path=".schedule.policy",
         ),
         Rule(
-            rule="self.schedule.dispatch != 'online'"
+            rule="!(self.schedule.dispatch in ['online', 'guided'])"
             f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
-            message="dispatch online needs shard, context and tensor to be 1",
+            message="dispatch online or guided needs shard, context and tensor to be 1",
             field_path=".schedule.dispatch",
         ),
     ],

@@ -34,7 +34,9 @@ from pipemorph.planning import (
     simulate,
     validate,
     validate_online,
+    validate_waits,
 )
+from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
@@ -44,6 +46,7 @@ from pipemorph.planning.simulation.interleaved import (
     validate_interleaved,
 )
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.planning.simulation.waits import planned_waits
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
@@ -233,9 +236,13 @@ class Outlook:
 class Forecast:
     """Predictions for one situation of one job."""
 
-    def __init__(self, spec: Rules, situation: Situation) -> None:
+    def __init__(self, spec: Rules, situation: Situation, dispatch: Dispatch | None = None) -> None:
+        """``dispatch``: of new plans, as far as the spec leaves it open; None: static."""
         self._spec = spec
         self._situation = situation
+        self._dispatch = spec.schedule.dispatch_kind
+        if spec.schedule.dispatch == "auto" and dispatch is Dispatch.GUIDED:
+            self._dispatch = dispatch
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
         self._varying = None
@@ -245,7 +252,7 @@ class Forecast:
 
     def under(self, situation: Situation) -> Forecast:
         """Predictions for another situation of the same job."""
-        return Forecast(self._spec, situation)
+        return Forecast(self._spec, situation, self._dispatch)
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[int, ...], Situation], ...]:
@@ -303,7 +310,7 @@ class Forecast:
         problem = self.problem(plan.routes).under(plan)
         if plan.turns:
             return simulate_interleaved(InterleavedSchedule.of_plan(plan), problem).by_rank()
-        ran = simulate(plan.schedule, problem, plan.dispatch)
+        ran = simulate(plan.schedule, problem, plan.dispatch, waits=plan.waits)
         return [[(stage, op) for op in ops] for stage, ops in enumerate(ran.stages)]
 
     def _seconds(self, plan: Plan) -> float:
@@ -315,10 +322,8 @@ class Forecast:
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
         if not self._situation.barrier:
-            return predict_period(plan.schedule, problem, plan.dispatch)
-        if plan.dispatch is Dispatch.STATIC:
-            return predict(plan.schedule, problem)
-        return simulate(plan.schedule, problem, plan.dispatch).makespan
+            return predict_period(plan.schedule, problem, plan.dispatch, plan.waits)
+        return predict(plan.schedule, problem, plan.dispatch, plan.waits)
 
     def best(self, options: Iterable[Option]) -> Option:
         """The fastest option. Among equals, one that stays fast if delays are somewhat longer than
@@ -350,7 +355,7 @@ class Forecast:
         self, routes: tuple[Route, ...], within: float = inf, effort: int = 1
     ) -> list[Option]:
         """New plans for this situation: a plain one, and shorter ones with fused backwards, offload
-        or recomputation; and the same with online dispatch where the spec leaves it open. None if
+        or recomputation; and the same with other dispatch where the spec leaves it open. None if
         all are known to take longer than ``within`` seconds. ``effort``: of the search. Raises
         :class:`InputError` if there is no plan."""
         if self._is_simple and lower_bound(self.problem(routes)) > within:
@@ -363,12 +368,31 @@ class Forecast:
             made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
         if not self._may_go_online(routes):
             return made
-        online = [
-            replace(option.plan, dispatch=Dispatch.ONLINE)
-            for option in made
-            if option.plan.schedule.mixed is None
+        plans = [option.plan for option in made]
+        others = [
+            replace(plan, dispatch=Dispatch.ONLINE, waits=())
+            for plan in plans
+            if plan.schedule.mixed is None
         ]
-        return [*made, *(self.of(plan) for plan in online if self.excess(plan) is None)]
+        if self._varying is not None:
+            # Only here does a prediction show what it costs not to wait for what is nearly there.
+            others += [_guided(each, self._within(each)) for each in plans if not _is_guided(each)]
+        return [*made, *(self.of(plan) for plan in others if self.excess(plan) is None)]
+
+    def _within(self, plan: Plan) -> Problem:
+        """The planning problem of a plan, on its routes and under its own limits."""
+        return self.problem(plan.routes).under(plan)
+
+    def _as_open(self, plan: Plan) -> Plan:
+        """A new plan, in the plan's own order where in-flight limits leave guided dispatch too
+        little room, and the spec leaves it open."""
+        n = plan.schedule.microbatches
+        limited = any(limit is not None and limit < n for limit in plan.in_flight_limits)
+        if self._spec.schedule.dispatch != "auto" or not _is_guided(plan) or not limited:
+            return plan
+        if as_fast_guided(plan.schedule, self._within(plan), plan.waits):
+            return plan
+        return replace(plan, dispatch=Dispatch.STATIC, waits=())
 
     def longer_searched(self, best: Option) -> list[Option]:
         """Plans on the routes of the best one so far that are searched for with more effort, if
@@ -404,17 +428,20 @@ class Forecast:
         )
 
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
-        problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
+        problem, dispatch = self.problem(routes), self._dispatch
         if problem.ranks is not None:
             return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
-            return [self.of(made.to_plan(0, routes, dispatch))]
+            return [self.of(self._as_open(made.to_plan(0, routes, dispatch)))]
         problem = problem.model_copy(update={"dispatch": dispatch})
-        found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
+        found = [
+            (self._as_open(each.to_plan(0, routes, dispatch)), each.makespan)
+            for each in variants(problem)
+        ]
         alike = self._varying is None and not self.parts
-        if dispatch is Dispatch.STATIC and self._situation.barrier and alike:
+        if dispatch is not Dispatch.ONLINE and self._situation.barrier and alike:
             return [Option(*each) for each in found]
         return [self.of(each) for each, _ in found]
 
@@ -447,6 +474,15 @@ class Forecast:
         return list(dict.fromkeys(map(situation.carried, (current, back, moved))))
 
 
+def _is_guided(plan: Plan) -> bool:
+    return plan.dispatch is Dispatch.GUIDED
+
+
+def _guided(plan: Plan, problem: Problem) -> Plan:
+    """A static plan for a problem, with guided dispatch."""
+    return replace(plan, dispatch=Dispatch.GUIDED, waits=planned_waits(plan.schedule, problem))
+
+
 def runnable(plan: Plan) -> str | None:
     """None if ranks may run the plan, else the reason why not, in one line."""
     return next((why for each in plan.each if (why := _broken(each)) is not None), None)
@@ -459,6 +495,7 @@ def _broken(plan: Plan) -> str | None:
             validate_interleaved(InterleavedSchedule.of_plan(plan), caps, device)
             return None
         validate(plan.schedule, caps, device)
+        validate_waits(plan.schedule, plan.waits)
         if plan.dispatch is Dispatch.ONLINE:
             validate_online(plan.warmup, caps, device_limits=device)
     except InputError as error:

@@ -106,7 +106,7 @@ def propose(asked: Replan) -> Proposal:
 
     Does not raise if there is no plan for the situation: then the findings say so.
     """
-    forecast = Forecast(asked.spec, asked.situation)
+    forecast = Forecast(asked.spec, asked.situation, asked.baseline.dispatch)
     proposal = _propose(asked, forecast)
     if asked.start is None or proposal.waits or not (proposal.chosen or proposal.current):
         return proposal

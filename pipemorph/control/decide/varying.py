@@ -65,7 +65,8 @@ class Varying:
 
     def seconds(self, plan: Plan, problem: Problem) -> float:
         """Mean time of an iteration of a valid plan. ``problem``: with the links' mean delays."""
-        return predict_changing(plan.schedule, problem, list(self._drawn(problem)), plan.dispatch)
+        changes = list(self._drawn(problem))
+        return predict_changing(plan.schedule, problem, changes, plan.dispatch, plan.waits)
 
     def _drawn(self, problem: Problem) -> Iterator[Changes]:
         """What varies of a narrow link is its rate."""

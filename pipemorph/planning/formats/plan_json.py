@@ -16,6 +16,7 @@ from pipemorph.planning.offload import left
 from pipemorph.planning.problem import Count, Problem, describe, integer, shown
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.simulation.simulator import Simulation
+from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 
 def report(
@@ -52,6 +53,7 @@ def report(
         "offloaded": away.offloaded,
         "recompute": list(problem.recompute()),
         "recomputed": away.recomputed,
+        "waits": [list(positions) for positions in planned_waits(schedule, problem)],
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain(simulation, problem)),
         "stages": _stages(simulation),
@@ -163,6 +165,7 @@ class PlanFile(BaseModel):
     order: tuple[str, ...] | None = None
     device_limit: tuple[Count | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
+    waits: tuple[tuple[Annotated[int, BeforeValidator(integer), Field(ge=0)], ...], ...] = ()
 
     def interleaved(self) -> InterleavedSchedule | None:
         """The order of ranks with several stages; None if each has one. Not validated."""
@@ -204,6 +207,7 @@ class LoadedPlan(NamedTuple):
     dispatch: Dispatch = Dispatch.STATIC
     device_limits: tuple[int | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
+    waits: Waits = ()
 
 
 def load_plan(path: str) -> LoadedPlan:
@@ -219,5 +223,5 @@ def load_plan(path: str) -> LoadedPlan:
     schedule = plan.schedule() if order is None else None
     return LoadedPlan(
         plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit,
-        plan.recompute,
+        plan.recompute, plan.waits,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation.core import decode
 from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict, simulate
+from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 SHARES = (1.0, 0.5, 0.25)
 """Shares to try of the microbatches beyond the device limit of a plan that has none."""
@@ -63,7 +64,13 @@ class Variant:
             dispatch=dispatch,
             device_limits=self.problem.device_limits(),
             recompute=self.problem.recompute(),
+            waits=self.waits if dispatch is Dispatch.GUIDED else (),
         )
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Where the plan waits on purpose, which guided dispatch keeps to."""
+        return planned_waits(self.schedule, self.problem)
 
     @cached_property
     def objective(self) -> float:

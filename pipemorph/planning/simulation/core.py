@@ -16,6 +16,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.simulation import reference
 from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.validator import ScheduleError
 
@@ -154,6 +155,47 @@ def online(
                 f" {list(rules.caps)}"
             )
     return ran
+
+
+def guided(
+    costs: Costs,
+    guide: Guide,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> Ran:
+    """Runs one iteration in which each stage picks the ready op that is first in the plan's order,
+    within the limits of :mod:`pipemorph.planning.simulation.guided`.
+
+    Raises :class:`InputError` on a deadlock, which only an invalid order has.
+    """
+    if compiled is None:
+        ran = Ran(*reference.guided(costs, guide, delay_at, transfer_at))
+    else:
+        ran = Ran(
+            *compiled.guided(
+                costs.packed(),
+                guide.codes,
+                guide.waits,
+                guide.caps,
+                guide.slots or (),
+                delay_at,
+                transfer_at,
+            )
+        )
+    for i, (codes, order) in enumerate(zip(ran.codes, guide.codes, strict=True)):
+        if len(codes) < len(order):
+            raise InputError(f"stage {i} waits forever after {len(codes)} of {len(order)} ops")
+    return ran
+
+
+def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
+    """Mean makespans of a valid order and of guided dispatch by it, over ``draws`` iterations in
+    which each message comes up to ``most`` late, at random by the moment of its send."""
+    if compiled is not None:
+        made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
+        own, guided_ = compiled.jittered(costs.packed(), *made, most, draws)
+        return own, guided_
+    return reference.jittered(costs, guide, most, draws)
 
 
 def static(

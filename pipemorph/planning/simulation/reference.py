@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.simulation.costs import INF, Costs, DelayAt
+from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
 
 F, B, W, BW = range(4)
@@ -211,6 +212,83 @@ def online(
         return (core.op(W, i), now) if w < b else (None, min(forward_at, backward_at))
 
     return core.run(choose)
+
+
+def guided(
+    costs: Costs, guide: Guide, delay_at: DelayAt | None, transfer_at: DelayAt | None
+) -> tuple[Any, ...]:
+    """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
+    plan's order."""
+    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at, transfer_at)
+    n, slots = costs.microbatches, guide.slots
+    position = [_positions(kinds) for kinds in guide.codes]
+    backwards = [[kind for kind in kinds if kind in (B, BW)] for kinds in guide.codes]
+    waits = list(map(frozenset, guide.waits))
+
+    def choose(i: int, now: float) -> tuple[_Op | None, float]:
+        done = [core.done[kind][i] for kind in (F, B, W)]
+        f, b, w = done
+        if w == n:
+            return None, INF
+        at = [position[i][kind][m] if m < n else n * 3 for kind, m in enumerate(done)]
+        turn = min(at)
+        kinds = [F, backwards[i][b] if b < n else B, W]
+        its = at.index(turn)
+        alone = turn in waits[i] and core.fits(i, kinds[its], done[its])
+        full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
+        runs = [f < n, b < f and (kinds[B] == B or w == b), w < b]
+        early = [f - w < guide.caps[i] and not full, True, True]
+        found, first, again = None, INF, INF
+        for kind in (F, B, W):
+            out_of_turn = at[kind] != turn
+            if not runs[kind] or (out_of_turn and (alone or not early[kind])):
+                continue
+            op = core.op(kinds[kind], i)
+            if kind != W and not core.fits(i, op.kind, op.microbatch):
+                continue
+            ready = core.arrived(op)
+            # An F waits for a free send before it starts, so that another op may run first.
+            if kind == F and ready < INF and not (alone and not out_of_turn):
+                ready = max(ready, core.clear(op))
+            if ready > now:
+                again = min(again, ready)
+            elif at[kind] < first:
+                found, first = op, at[kind]
+        return (found, now) if found is not None else (None, again)
+
+    return core.run(choose)
+
+
+def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
+    """See :func:`pipemorph.planning.simulation.core.jittered`."""
+    stages_of = [[i] for i in range(costs.stage_count)]
+    own = guided_ = 0.0
+    for draw in range(draws):
+
+        def delay_at(link: int, sent: float, draw: int = draw) -> float:
+            mixed = int(min(sent / most * 1e6, 9e18)) * 0x9E3779B1
+            mixed = (mixed + link * 0x85EBCA6B + draw * 0xC2B2AE35) % 2**32
+            mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D % 2**32
+            mixed = (mixed ^ mixed >> 12) * 0x297A2D39 % 2**32
+            return costs.delay[link] + most * ((mixed ^ mixed >> 15) / 2**32)
+
+        static = in_order(costs, guide.codes, stages_of, delay_at, None)
+        ready = guided(costs, guide, delay_at, None)
+        sums = [
+            max(row[-1] + after for row, after in zip(ran[2], costs.after, strict=True))
+            for ran in (static, ready)
+        ]
+        own, guided_ = own + sums[0], guided_ + sums[1]
+    return own / draws, guided_ / draws
+
+
+def _positions(kinds: bytes) -> list[list[int]]:
+    """Per kind and microbatch, where the op is in a stage's order. A BW is a B and a W."""
+    found: list[list[int]] = [[], [], []]
+    for position, kind in enumerate(kinds):
+        for each in (B, W) if kind == BW else (kind,):
+            found[each].append(position)
+    return found
 
 
 def greedy(

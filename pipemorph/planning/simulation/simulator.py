@@ -13,7 +13,8 @@ from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import KINDS, Ran, Rows, microbatches_of
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
-from pipemorph.planning.validator import ScheduleError, validate
+from pipemorph.planning.simulation.waits import Waits, guide_of
+from pipemorph.planning.validator import ScheduleError, validate, validate_waits
 
 SETTLED = 4
 """Iterations after which consecutive ones take about the same time."""
@@ -102,15 +103,17 @@ def simulate(
     dispatch_mode: Dispatch = Dispatch.STATIC,
     *,
     warmup: Sequence[int] | None = None,
+    waits: Waits | None = None,
 ) -> Simulation:
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
     STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or those of
     the schedule) and whether a stage's backward is fused, and runs ready ops within the caps, the
-    device limits and the slots of the links. Raises :class:`ScheduleError` if the schedule is
-    invalid or exceeds a cap of the problem.
+    device limits and the slots of the links. GUIDED keeps the order as far as messages arrive in
+    time; ``waits``: see :func:`~pipemorph.planning.simulation.waits.guide_of`. Raises
+    :class:`ScheduleError` if the schedule is invalid or exceeds a cap of the problem.
     """
-    return _execute(schedule, problem, dispatch_mode, warmup or schedule.warmup())
+    return _execute(schedule, problem, dispatch_mode, warmup or schedule.warmup(), waits)
 
 
 def simulate_changing(
@@ -121,6 +124,7 @@ def simulate_changing(
     *,
     transfer_at: DelayAt | None = None,
     before: Sequence[float] | None = None,
+    waits: Waits | None = None,
 ) -> Simulation:
     """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays, and
     ``transfer_at(link, sent)``, if given, instead of their transfers; queues and limits are the
@@ -131,6 +135,7 @@ def simulate_changing(
         problem,
         mode,
         schedule.warmup(),
+        waits,
         delay_at=delay_at,
         transfer_at=transfer_at,
         before=before,
@@ -142,6 +147,7 @@ def _execute(
     problem: Problem,
     mode: Dispatch,
     warmup: Sequence[int],
+    waits: Waits | None,
     *,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
@@ -151,9 +157,15 @@ def _execute(
     costs = Costs.of(problem)
     if before is not None:
         costs = costs._replace(before=list(before))
-    if mode is Dispatch.STATIC:
+    if mode is not Dispatch.ONLINE:
         validate(schedule, problem.in_flight_limits(), problem.device_limits())
-        return Simulation.of(core.static(schedule, costs, delay_at, transfer_at), costs)
+        if mode is Dispatch.STATIC:
+            ran = core.static(schedule, costs, delay_at, transfer_at)
+        else:
+            validate_waits(schedule, waits or ())
+            guide = guide_of(schedule, problem, waits)
+            ran = core.guided(costs, guide, delay_at, transfer_at)
+        return Simulation.of(ran, costs)
     validate(schedule)
     rules = _rules(schedule, problem, warmup)
     return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs)
@@ -168,12 +180,20 @@ def _rules(schedule: Schedule, problem: Problem, warmup: Sequence[int]) -> Rules
     )
 
 
-def predict(schedule: Schedule, problem: Problem) -> float:
-    """Makespan of ``schedule`` run in static order, in the problem's unit.
+def predict(
+    schedule: Schedule,
+    problem: Problem,
+    dispatch_mode: Dispatch = Dispatch.STATIC,
+    waits: Waits | None = None,
+) -> float:
+    """Makespan of ``schedule``, in the problem's unit.
 
     The fast path of the adaptation controller: no checks, so the schedule must be valid.
     """
-    return makespan_of(schedule, Costs.of(problem))
+    costs = Costs.of(problem)
+    if dispatch_mode is Dispatch.STATIC:
+        return makespan_of(schedule, costs)
+    return _runner(schedule, problem, dispatch_mode, waits)(costs, None, None).makespan(costs.after)
 
 
 def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:
@@ -187,7 +207,10 @@ def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list
 
 
 def predict_period(
-    schedule: Schedule, problem: Problem, dispatch_mode: Dispatch = Dispatch.STATIC
+    schedule: Schedule,
+    problem: Problem,
+    dispatch_mode: Dispatch = Dispatch.STATIC,
+    waits: Waits | None = None,
 ) -> float:
     """Time per iteration of ``schedule`` if many of them follow each other and nothing makes stages
     wait for each other in between, in the problem's unit.
@@ -196,7 +219,7 @@ def predict_period(
     like :func:`predict`.
     """
     costs = Costs.of(problem)
-    run = _runner(schedule, problem, dispatch_mode)
+    run = _runner(schedule, problem, dispatch_mode, waits)
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
         took, before = following(run(costs, None, None).free, costs.after)
@@ -212,6 +235,7 @@ def predict_changing(
     problem: Problem,
     changes: Sequence[tuple[DelayAt, DelayAt | None]],
     dispatch_mode: Dispatch = Dispatch.STATIC,
+    waits: Waits | None = None,
 ) -> float:
     """Mean time of iterations with the delays and, if given, the transfers ``changes[k]``, each a
     function ``(link, sent)``, in the problem's unit; ``sent``: time since the start of the
@@ -219,7 +243,7 @@ def predict_changing(
     period, what they take if they follow each other. Without checks, like :func:`predict`.
     """
     costs = Costs.of(problem)
-    run = _runner(schedule, problem, dispatch_mode)
+    run = _runner(schedule, problem, dispatch_mode, waits)
     steps: list[float] = []
     for delay_at, transfer_at in changes:
         ran = run(costs, delay_at, transfer_at)
@@ -233,12 +257,15 @@ def predict_changing(
 
 
 def _runner(
-    schedule: Schedule, problem: Problem, mode: Dispatch
+    schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None
 ) -> Callable[[Costs, DelayAt | None, DelayAt | None], Ran]:
     """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
         codes = [core.encode(ops) for ops in schedule.stages]
         return lambda costs, *at: core.in_order(costs, codes, None, *at)
+    if mode is Dispatch.GUIDED:
+        guide = guide_of(schedule, problem, waits)
+        return lambda costs, *at: core.guided(costs, guide, *at)
     rules = _rules(schedule, problem, schedule.warmup())
     return lambda costs, *at: core.online(costs, rules, *at)
 

@@ -16,7 +16,7 @@ from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
 from pipemorph.control.decide.triggers import Judgement
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
-from pipemorph.planning import Route, StageTimes, plan, problem_for
+from pipemorph.planning import Dispatch, Route, StageTimes, plan, problem_for
 from pipemorph.wire import (
     PlanMessage,
     StageProfile,
@@ -49,6 +49,26 @@ def test_an_undisturbed_job_is_left_alone() -> None:
     assert plant.controller.records == []
     assert plant.controller.plan_version == 0
     assert plant.health() == [Health.HEALTHY] * 3
+
+
+def test_guided_dispatch_takes_less_until_the_plan_changes() -> None:
+    """The iteration in which a link becomes slow is shorter, and the next ones are as short."""
+    took = {}
+    for dispatch in ("static", "auto"):
+        plant = Plant(spec(8, 24, schedule={"dispatch": dispatch}))
+        plant.run(6)
+        plant.delays[6] = 0.060
+        plant.run(12)
+        assert plant.only().applied_at_iteration == 7
+        plant.delays[6] = 0.0
+        plant.run(40)
+        took[dispatch] = plant.seconds
+        assert plant.plan.routes == (Route.DIRECT,) * 7
+        assert plant.plan.dispatch is (Dispatch.STATIC if dispatch == "static" else Dispatch.GUIDED)
+    assert took["auto"][5] == took["static"][5]
+    assert took["auto"][6] < 0.95 * took["static"][6]
+    assert took["auto"][7] <= took["static"][7] * 1.01
+    assert took["auto"][-1] == pytest.approx(took["static"][-1])
 
 
 @pytest.mark.parametrize(("stages", "link"), [(4, 0), (4, 2), (8, 6)])

@@ -30,6 +30,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
 from pipemorph.planning.simulation.simulator import following, simulate_changing
+from pipemorph.wire import PlanMessage
 
 STAGES, SLOW, LIMIT = 8, 6, 16
 DIRECT = (Route.DIRECT,) * (STAGES - 1)
@@ -217,8 +218,10 @@ def replayed(
 
     links = [link_on(route, 0.001) for route in option.plan.routes]
     problem = forecast.problem(option.plan.routes).model_copy(update={"links": tuple(links)})
-    dispatch = option.plan.dispatch
-    return simulate_changing(option.plan.schedule, problem, delay_at, dispatch, before=before)
+    made = option.plan
+    return simulate_changing(
+        made.schedule, problem, delay_at, made.dispatch, before=before, waits=made.waits
+    )
 
 
 def test_a_plan_takes_the_mean_of_iterations_under_the_delays_that_were() -> None:
@@ -338,13 +341,14 @@ def test_no_plan_is_made_for_routes_on_which_all_take_too_long(
     assert congested((), dispatch="static").fresh(DIRECT, within=0.5) == []
 
 
-def slow(delay: float, limit: int | None) -> Replan:
+def slow(delay: float, limit: int | None, dispatch: str = "static") -> Replan:
     """What to do about a link that has become slow."""
     delays = tuple(delay * (link == SLOW) for link in range(STAGES - 1))
     op = StageTimes(
         forward=0.01, backward_input=0.0105, backward_weight=0.0055, in_flight_limit=limit
     )
-    job = spec(microbatches=24, stages=STAGES, schedule={"inFlightLimit": limit} if limit else {})
+    fields = {"dispatch": dispatch} | ({"inFlightLimit": limit} if limit else {})
+    job = spec(microbatches=24, stages=STAGES, schedule=fields)
     first = initial_plan(job)
     return Replan(
         spec=planning_rules(job),
@@ -374,6 +378,65 @@ def test_what_is_not_searched_for_would_not_have_been_chosen(
     assert chosen is not None and of_all is not None
     assert chosen.plan.routes == of_all.plan.routes
     assert chosen.seconds <= of_all.seconds * (1 + SAME)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parallelism", "expected"),
+    [
+        ({}, {}, Dispatch.GUIDED),
+        ({"inFlightLimit": 10}, {}, Dispatch.STATIC),
+        ({"policy": "zero-bubble"}, {}, Dispatch.STATIC),
+        ({"dispatch": "static"}, {}, Dispatch.STATIC),
+        ({"dispatch": "guided", "inFlightLimit": 10}, {}, Dispatch.GUIDED),
+        ({}, {"tensor": 2}, Dispatch.STATIC),
+        ({}, {"stagesPerRank": 2}, Dispatch.STATIC),
+    ],
+)
+def test_a_job_begins_guided_where_that_takes_no_longer(
+    schedule: dict[str, Any], parallelism: dict[str, Any], expected: Dispatch
+) -> None:
+    job = spec(
+        microbatches=24,
+        stages=STAGES,
+        schedule={"dispatch": "auto"} | schedule,
+        parallelism={"stages": STAGES} | parallelism,
+    )
+    first = initial_plan(job)
+    assert first.dispatch is expected
+    assert PlanMessage.of(first).plan() == first
+    assert module.runnable(first) is None
+    assert initial_plan(job) == first
+
+
+def test_the_plans_of_a_guided_job_are_guided() -> None:
+    asked = slow(0.06, None, "auto")
+    chosen = propose(asked).chosen
+    assert chosen is not None and chosen.plan.dispatch is Dispatch.GUIDED
+    assert chosen.plan.routes == DELEGATED
+    assert module.runnable(chosen.plan) is None
+    # While nothing is later than planned, it is the plan: so it is predicted to take as long.
+    static = propose(slow(0.06, None, "static")).chosen
+    assert static is not None and chosen.seconds == pytest.approx(static.seconds)
+    # What is late holds up less than in the plan's own order.
+    held = propose(slow(0.06, None, "static")).current
+    current = propose(asked).current
+    assert held is not None and current is not None and current.seconds < 0.95 * held.seconds
+
+
+def test_a_guided_job_whose_memory_turns_out_to_be_tight_keeps_the_order() -> None:
+    asked = slow(0.06, None, "auto")
+    tight = tuple(
+        each.model_copy(update={"in_flight_limit": 10}) for each in asked.situation.stages
+    )
+    situation = replace(asked.situation, stages=tight)
+    forecast = Forecast(asked.spec, situation, Dispatch.GUIDED)
+    found = [option.plan.dispatch for option in forecast.fresh(DELEGATED)]
+    assert found == [Dispatch.STATIC, Dispatch.ONLINE]
+
+
+def test_where_delays_vary_guided_dispatch_is_a_choice_under_any_limit() -> None:
+    found = {option.plan.dispatch for option in congested().fresh(DELEGATED)}
+    assert found == set(Dispatch)
 
 
 def test_what_a_longer_search_finds_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,8 @@ def test_simulate_prints_the_same_fields(example: Any, capsys: Any, tmp_path: Pa
         (10, "static", 400.0),
         (20, "static", 440.0),
         (20, "online", 410.0),
+        (0, "guided", 390.0),
+        (20, "guided", 410.0),
     ):
         found = output(capsys, "simulate", str(planned), example(delay), "--dispatch", dispatch)
         assert found["makespan"] == makespan
@@ -90,6 +92,29 @@ def test_dispatch_is_a_choice_of_the_plan(example: Any, capsys: Any, tmp_path: P
     assert output(capsys, "simulate", str(planned), example(20))["makespan"] == 410
     held = output(capsys, "simulate", str(planned), example(20), "--dispatch", "static")
     assert held["makespan"] == 440
+
+
+def test_guided_dispatch_keeps_to_what_the_plan_waits_for(
+    example: Any, capsys: Any, tmp_path: Path
+) -> None:
+    """With a limit the plan lets stages idle for ops that are about to arrive. `plan` says where,
+    so that `simulate` under the same delays is the plan, and under others takes no longer."""
+    tight, slow, planned = (tmp_path / name for name in ("tight.yaml", "slow.yaml", "plan.json"))
+    limited = STAGE.replace("}", ", in_flight_limit: 3}")
+    tight.write_text(EXAMPLE.replace("DELAY", "5").replace(STAGE, limited))
+    slow.write_text(EXAMPLE.replace("DELAY", "35").replace(STAGE, limited))
+    found = output(capsys, "plan", str(tight), "--dispatch", "guided")
+    assert found["dispatch"] == "guided"
+    assert any(found["waits"])
+    planned.write_text(json.dumps(found))
+    assert output(capsys, "simulate", str(planned), str(tight))["stages"] == found["stages"]
+    late = output(capsys, "simulate", str(planned), str(slow))
+    static = output(capsys, "simulate", str(planned), str(slow), "--dispatch", "static")
+    assert (static["makespan"], late["makespan"]) == (840, 720)
+    assert late["in_flight_peak"] <= found["in_flight_peak"]
+    planned.write_text(json.dumps(found | {"waits": [[99], [], [], []]}))
+    fails(capsys, "stage 0: waits has position 99; the stage has 36 ops", "simulate", str(planned),
+          str(tight))  # fmt: skip
 
 
 def test_slots_of_a_link_are_checked_and_kept(capsys: Any, tmp_path: Path) -> None:
@@ -224,7 +249,7 @@ BAD_PROBLEMS = [
         "stages[1].activation_bytes: is a number beyond 64 bits",
     ),
     (problem(links=[{"delay": 1, "slots": 0}]), "links[0].slots: 0 is less than 1"),
-    (problem(dispatch="eager"), "dispatch: 'eager' is not one of static or online"),
+    (problem(dispatch="eager"), "dispatch: 'eager' is not one of static, online or guided"),
     (
         problem(dispatch="online", policy="zero-bubble-v"),
         "dispatch is online; policy zero-bubble-v has several stages per rank",
@@ -404,12 +429,12 @@ def test_a_plan_that_recomputes_says_so_and_is_read_back(
     assert found["recomputed"][0] > 0
     assert found["offloaded"] == [0] * 4
     planned.write_text(json.dumps(found))
-    for dispatch in ("static", "online"):
+    for dispatch in ("static", "online", "guided"):
         again = output(
             capsys, "simulate", str(planned), str(tight), "--dispatch", dispatch, "--output", "json"
         )
         assert again["recompute"] == found["recompute"]
-        if dispatch == "static":
+        if dispatch != "online":
             assert again["makespan"] == found["makespan"]
     fails(capsys, "stages[0].recompute_limit is None", "simulate", str(planned), example(20))
 

@@ -96,3 +96,5 @@ def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:
     online = replace(one, dispatch=Dispatch.ONLINE)
     with pytest.raises(InputError, match="plan 1 has dispatch online"):
         cut(online, MeshShape(3, tensor=2))
+    with pytest.raises(InputError, match="plan 1 has dispatch guided"):
+        cut(replace(one, dispatch=Dispatch.GUIDED), MeshShape(3, tensor=2))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +91,7 @@ def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[i
     return (f[stage - 1] if stage else 0), (b[stage + 1] if stage < stages - 1 else 0)
 
 
-@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("dispatch", [Dispatch.STATIC, Dispatch.ONLINE])
 def test_a_receive_is_posted_exactly_when_its_message_can_come(dispatch: Dispatch) -> None:
     """Not before, when it would depend on this stage, and not later, when it may be on its way."""
     rng = random.Random(5)
@@ -105,6 +106,23 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(dispatch: Dispatc
                 if stage < stages - 1:
                     due = sum(need <= sent for need in receives.after_below(chosen, stage))
                     assert due == reachable(chosen, stage, n, sent)[1], (chosen, stage, sent)
+
+
+def test_under_guided_dispatch_receives_are_those_of_the_order_and_no_send_waits() -> None:
+    """Where a stage waits on purpose, an op that could run early does not: only in the plan's order
+    is a message sure to come. There is room for all that the sender may have in flight."""
+    rng = random.Random(5)
+    for _ in range(60):
+        chosen = random_plan(rng, Dispatch.GUIDED)
+        static = replace(chosen, dispatch=Dispatch.STATIC, waits=())
+        peaks, n = chosen.schedule.in_flight_peak(), chosen.schedule.microbatches
+        for stage in range(chosen.schedule.stage_count):
+            if stage:
+                assert receives.after_above(chosen, stage) == receives.after_above(static, stage)
+                window = receives.windows(chosen)[stage - 1]
+                assert window == min(n, min(peaks[:stage]) + receives.SPARE)
+            if stage < chosen.schedule.stage_count - 1:
+                assert receives.after_below(chosen, stage) == receives.after_below(static, stage)
 
 
 def test_windows_hold_nobody_up_for_ever() -> None:

@@ -29,7 +29,7 @@ def expected_copies(plan: Plan, stage: int) -> int:
     return sum(copying(ops, plan.device_limits[stage])) // 2
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
 @pytest.mark.parametrize("policy", ["zero-bubble", "1f1b", "gpipe"])
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
     job = Job(3, 6, policy=policy, extra={"host_memory": PLENTY})
@@ -78,7 +78,7 @@ def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
 def test_the_gpt_example(dispatch: str) -> None:
     job = Job(2, 6)
     warmup = (6, 4)

@@ -29,7 +29,7 @@ def recomputing(plan: Plan) -> Plan:
     return replace(plan, recompute=tuple(limit is not None for limit in plan.device_limits))
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
 @pytest.mark.parametrize("policy", ["zero-bubble", "1f1b"])
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
     """Also of iterations before and after, since a plan begins and ends at a boundary."""

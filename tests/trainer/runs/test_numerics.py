@@ -50,7 +50,7 @@ def test_policies_in_bfloat16(policy: str, dispatch: str) -> None:
 
 
 @pytest.mark.parametrize(("route", "engine"), ROUTES)
-@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
 def test_under_delays(dispatch: str, route: str, engine: str) -> None:
     faults = [
         Fault(link=0, delay_ms=5.0, from_iteration=1),

@@ -49,6 +49,7 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     [
         ("1f1b", "tcp", "static"),
         ("pipemorph", "tcp", "online"),
+        ("pipemorph", "tcp", "guided"),
         ("pipemorph", "shm", "static"),
         ("gpipe", "shm", "online"),
     ],

@@ -15,7 +15,7 @@ from functools import cached_property
 from pydantic import Field
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import ONLINE_IN_LOCKSTEP
+from pipemorph.api.spec import ONE_ORDER_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -26,6 +26,7 @@ from pipemorph.planning import (
     Schedule,
     validate,
     validate_online,
+    validate_waits,
 )
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph.planning.simulation.simulator import fused_stages
@@ -59,6 +60,8 @@ class RankStage(WireModel):
     in_flight_limit: Count | None = None
     device_limit: Count | None = None
     recompute: bool = False
+    waits: tuple[Count, ...] = ()
+    """For guided dispatch, positions of ops before which nothing runs in their turn."""
     above: RankReceives | None = None
     """None on the first stage."""
     below: RankReceives | None = None
@@ -135,12 +138,11 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
             f"plan {plan.version} has its stages on ranks {list(placed)} of a pipeline; this job"
             f" has them on {list(mesh.placed)}"
         )
-    if plan.dispatch is Dispatch.ONLINE and mesh.stages_per_rank > 1:
-        raise InputError(
-            f"plan {plan.version} has dispatch online; ranks with several stages need static"
-        )
-    if plan.dispatch is Dispatch.ONLINE and mesh.lockstep > 1:
-        raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
+    has = f"plan {plan.version} has dispatch {plan.dispatch}"
+    if plan.dispatch.varies and mesh.stages_per_rank > 1:
+        raise InputError(f"{has}; ranks with several stages need static")
+    if plan.dispatch.varies and mesh.lockstep > 1:
+        raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
     if plan.turns:
         order = InterleavedSchedule.of_plan(plan)
         validate_interleaved(order, plan.in_flight_limits, plan.device_limits)
@@ -150,6 +152,7 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
         validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     else:
         validate(schedule, plan.in_flight_limits, plan.device_limits)
+        validate_waits(schedule, plan.waits)
 
 
 def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
@@ -179,6 +182,7 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
             in_flight_limit=plan.in_flight_limits[stage],
             device_limit=plan.device_limits[stage],
             recompute=plan.recompute[stage],
+            waits=plan.waits[stage] if plan.waits else (),
             above=received(stage, forward=True, ops=ops) if stage else None,
             below=received(stage, forward=False, ops=ops) if stage < last else None,
         )

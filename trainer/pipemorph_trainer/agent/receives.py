@@ -7,6 +7,10 @@ when this stage has sent everything that the sender needs from it. Before that, 
 be sent anyway. The sender of a rank with several stages may also wait for another stage of that
 rank, directly or through other ranks, so such a rank counts its ops and not the messages of a link.
 
+Under guided dispatch a message may be sent earlier than in the plan's order, but only in that order
+it is sure to be: so receives are posted as for this order. An earlier send waits, as long as the
+sender would wait for this stage anyway.
+
 A message that arrives before its op uses memory of this stage. So at most the link's slackness and
 a few more messages are received ahead, as many as the delegated route has slots for.
 """
@@ -30,8 +34,8 @@ def after_above(plan: Plan, stage: int) -> tuple[int, ...]:
     have sent up before the stage above can send it."""
     n = plan.schedule.microbatches
     if plan.dispatch is Dispatch.ONLINE:
-        caps = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:stage]]
-        return tuple(max(0, m + 1 - min(caps)) for m in range(n))
+        most = min(_most_in_flight(plan)[:stage])
+        return tuple(max(0, m + 1 - most) for m in range(n))
     return _preceding(plan.schedule, stage - 1, forward=True)
 
 
@@ -42,6 +46,14 @@ def after_below(plan: Plan, stage: int) -> tuple[int, ...]:
         warmup = min(n, max(plan.warmup[stage + 1 :]))
         return tuple(max(m + 1, warmup) for m in range(n))
     return _preceding(plan.schedule, stage + 1, forward=False)
+
+
+def _most_in_flight(plan: Plan) -> list[int]:
+    """Most microbatches in flight, per stage, in any order that the plan's dispatch allows."""
+    n = plan.schedule.microbatches
+    if plan.dispatch is Dispatch.GUIDED:
+        return list(plan.schedule.in_flight_peak())
+    return [n if limit is None else min(limit, n) for limit in plan.in_flight_limits]
 
 
 def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
@@ -99,13 +111,12 @@ def windows(plan: Plan) -> tuple[int, ...]:
 
     For a fixed order, the smallest numbers without a deadlock: a send waits while its receiver
     takes no more messages, and two stages must not wait for each other in this way. Under online
-    dispatch every order is possible, and the in-flight limits of the stages above bound the number
-    of messages in both directions, so that no send waits.
+    and guided dispatch many orders are possible, and what the stages above may have in flight
+    bounds the number of messages in both directions, so that no send waits.
     """
-    n, links = plan.schedule.microbatches, plan.schedule.stage_count - 1
-    if plan.dispatch is Dispatch.ONLINE:
-        limits = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:links]]
-        slack = tuple(accumulate(limits, min))
+    links = plan.schedule.stage_count - 1
+    if plan.dispatch.varies:
+        slack = tuple(accumulate(_most_in_flight(plan)[:links], min))
     else:
         ahead = zip(plan.warmup, plan.warmup[1:], strict=False)
         slack = tuple(max(0, up - down) for up, down in ahead)

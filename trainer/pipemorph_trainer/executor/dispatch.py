@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.planning import Op, OpKind
+from pipemorph.planning import Dispatch, Op, OpKind
 from pipemorph.planning.offload import Residency
+from pipemorph_trainer.agent.choosers import Candidate, Chooser
 from pipemorph_trainer.agent.rank_plan import RankStage
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.call import Generations, Start, name_call
@@ -145,7 +146,7 @@ class Executor:
         self._profiled = False
 
     def allow(self, deadline: float) -> None:
-        """Set the longest wait for a message under online dispatch, seconds."""
+        """Set the longest wait for a message under online and guided dispatch, seconds."""
         self._deadline = deadline
 
     def end_uncounted(self) -> None:
@@ -239,80 +240,77 @@ class Executor:
             return self._above
         return self._below if kind is not OpKind.W and self._gets_gradients else None
 
-    def run_online(self, mine: RankStage) -> None:
-        """Run all ops of an iteration that has begun: the next ready op of B, F and W, in this
-        order. During the warm-up only F; F within the in-flight limit; F and B within the device
-        limit."""
-        total, limit = self._microbatches, mine.in_flight_limit
-        warmup = min(mine.warmup, total)
-        cap = total if limit is None else min(limit, total)
-        fused = mine.fused
-        backward = OpKind.BW if fused else OpKind.B
-        f = b = w = 0
+    def run_ready(self, mine: RankStage, dispatch: Dispatch) -> None:
+        """Run all ops of an iteration that has begun: of those that may run, the first whose
+        message has arrived; see :mod:`~pipemorph_trainer.agent.choosers`."""
+        chooser = Chooser.of(dispatch, mine, self._microbatches)
         deadline: float | None = None
+        idle_since = 0.0
         self.mail.listen()
-        while w < total:
+        while chooser.weights < self._microbatches:
             if self.refused:
-                # In the plan's order, in which stages cannot wait for each other forever.
-                for kind, microbatch in mine.order:
-                    done = {OpKind.F: f, OpKind.W: total}.get(kind, b)
-                    if microbatch >= done:
-                        self.run_op(kind, microbatch)
+                self._run_rest(mine, chooser)
                 return
             if self._device_times is not None:
                 self._device_times.pace()
-            now = time()
-            may_backward = f >= warmup and b < f and self._residency.fits(backward, b)
-            may_forward = f < total and f - w < cap and self._residency.fits(OpKind.F, f)
-            backward_at = self._backward_ready_at(b) if may_backward else NEVER
-            forward_at = self._forward_ready_at(f) if may_forward else NEVER
-            if backward_at <= now:
-                self._backward(backward, b, self._source(backward))
-                b += 1
-                w += fused
-            elif forward_at <= now:
-                self._forward(f)
-                f += 1
-            elif w < b:
-                self._weight(w)
-                w += 1
+            candidates = chooser.candidates(self._residency)
+            now, first = time(), NEVER
+            for candidate in candidates:
+                ready = self._ready_at(candidate)
+                if ready <= now:
+                    break
+                first = min(first, ready)
             else:
                 hears = deadline is not None
                 if deadline is None:
-                    deadline = monotonic() + self._deadline
-                    self._waiting.begin(partial(self._either, may_forward, f, may_backward, b))
-                first = min(backward_at, forward_at)
+                    deadline, idle_since = monotonic() + self._deadline, now
+                    self._waiting.begin(partial(self._either, candidates))
                 self.mail.sleep(first if first < NEVER else None, deadline, hears=hears)
                 continue
+            kind, microbatch, _ = candidate
             if deadline is not None:
                 self._waiting.end()
                 deadline = None
+                # Of the ops that it could have run, the one whose message came.
+                self._outcome.waits.append((kind, microbatch, idle_since, now))
+            if kind is OpKind.F:
+                self._forward(microbatch)
+            elif kind is OpKind.W:
+                self._weight(microbatch)
+            else:
+                self._backward(kind, microbatch, self._source(kind))
+            chooser.ran(kind)
 
-    def _either(self, may_forward: bool, f: int, may_backward: bool, b: int) -> str:
-        """Describes the messages with which an idle stage could continue under online dispatch."""
-        what = []
-        if may_forward and self._above is not None:
-            what.append(self.mail.message(self._above, "F", f))
-        if may_backward and self._below is not None:
-            what.append(self.mail.message(self._below, "B", b))
-        return " or ".join(what)
+    def _run_rest(self, mine: RankStage, chooser: Chooser) -> None:
+        """Run what is left of a refused iteration in the plan's order, in which stages cannot wait
+        for each other forever."""
+        done = {OpKind.F: chooser.forwards, OpKind.W: self._microbatches}
+        for kind, microbatch in mine.order:
+            if microbatch >= done.get(kind, chooser.backwards):
+                self.run_op(kind, microbatch)
 
-    def _forward_ready_at(self, microbatch: int) -> float:
-        at = 0.0
-        if self._above is not None:
-            found = self.mail.ready_at(self._above, "F", microbatch)
+    def _either(self, candidates: Sequence[Candidate]) -> str:
+        """Describes the messages with which an idle stage could continue, the forward first."""
+        ends = {each.kind: (self._source(each.kind), each) for each in candidates}
+        rows = sorted(ends.items(), key=lambda row: row[0] is not OpKind.F)
+        return " or ".join(
+            self.mail.message(end, "F" if kind is OpKind.F else "B", each.microbatch)
+            for kind, (end, each) in rows
+            if end is not None
+        )
+
+    def _ready_at(self, candidate: Candidate) -> float:
+        """When the message of an op is here and, where it waits for that, its own can be sent."""
+        source, at = self._source(candidate.kind), 0.0
+        if source is not None:
+            letter = "F" if candidate.kind is OpKind.F else "B"
+            found = self.mail.ready_at(source, letter, candidate.microbatch)
             if found is None:
                 return NEVER
             at = found
-        if self._below is not None and self._shapes_known:
+        if candidate.waits_for_send and self._below is not None and self._shapes_known:
             at = max(at, self._below.outgoing.slot_free_at())
         return at
-
-    def _backward_ready_at(self, microbatch: int) -> float:
-        if self._below is None or not self._gets_gradients:
-            return 0.0
-        found = self.mail.ready_at(self._below, "B", microbatch)
-        return NEVER if found is None else found
 
     # --- ops --------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind
+from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -137,6 +138,9 @@ class OwnStage:
             return
         if plan.dispatch is Dispatch.ONLINE:
             most = host_limit(mine.in_flight_limit, mine.device_limit, self.microbatches)
+        elif plan.dispatch is Dispatch.GUIDED:
+            peak = in_flight_peak(mine.order)
+            most = host_limit(peak, mine.device_limit, self.microbatches)
         else:
             most = host_peak(mine.order, mine.device_limit)
         self._store.pool.grow(most)

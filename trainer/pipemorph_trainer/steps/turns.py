@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate, MeshShape
-from pipemorph.planning import Dispatch, Op, OpKind, Schedule
+from pipemorph.planning import Op, OpKind, Schedule
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives
 from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
@@ -109,11 +109,11 @@ class Turns:
         """
         self._plan, self._microbatches = plan, plan.microbatches
         self._orders = {mine.stage: mine.order for mine in plan.stages}
-        if plan.dispatch is Dispatch.ONLINE:
+        if plan.dispatch.varies:
             # Only with one stage per rank, see PlanBook.
             (stage,) = self._pending = list(self._held)
             self._begin_next()
-            self._executors[stage].run_online(plan.by_stage[stage])
+            self._executors[stage].run_ready(plan.by_stage[stage], plan.dispatch)
             self._ran_alone(stage)
         else:
             self._run(plan.turns or None)

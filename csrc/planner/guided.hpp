@@ -1,0 +1,54 @@
+// Guided dispatch: of its ready ops, every rank runs the first in the plan's order. See
+// pipemorph/planning/simulation/guided.py.
+#pragma once
+
+#include <array>
+#include <set>
+
+#include "planner/in_order.hpp"
+#include "planner/online.hpp"
+
+namespace pipemorph::planner {
+
+// A plan's order, and what limits ops out of their turn; one entry per stage, `slots` per link.
+struct Guide {
+    Order order;
+    std::vector<std::set<int>> waits;  // positions before which nothing runs in their turn
+    std::vector<int> caps;             // F out of turn only while fewer are in flight
+    std::vector<int> slots;  // ... only while fewer of its messages are unused; empty: no limit
+};
+
+class Guided {
+  public:
+    Guided(const Costs& costs, const Guide& guide);
+
+    void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
+
+    const Core& core() const { return core_; }
+    const std::vector<FirstReady::Ran>& ran() const { return ran_; }
+
+    // As the core's chooser.
+    static constexpr bool kForesees = false;
+    Choice choose(const Core& core, int stage, double now);
+    void began(Core& core, int stage, const Op& op, double now, double end);
+    void ended(int stage, double free) { ran_[stage].free.push_back(free); }
+
+  private:
+    struct Stage {
+        std::array<std::vector<int>, kKinds> position;  // of each op; a fused backward's: of its B
+        std::vector<int> backward;                      // kind of each backward
+        std::vector<Op> ops;
+        int next = 0;  // position of the first op that has not run
+    };
+
+    const Guide& guide_;
+    Core core_;
+    std::vector<Stage> stages_;
+    std::vector<FirstReady::Ran> ran_;
+};
+
+// Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
+// message comes up to `most` late, at random by the moment of its send.
+std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws);
+
+}  // namespace pipemorph::planner
