@@ -29,7 +29,12 @@ from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.watching import WatchDesk
 from pipemorph.watch.access import HEADER
-from pipemorph.wire import MAX_PLAN_BYTES, MAX_POD_REPORT_BYTES, MAX_REPORT_BYTES
+from pipemorph.wire import (
+    MAX_OPS_BYTES,
+    MAX_PLAN_BYTES,
+    MAX_POD_REPORT_BYTES,
+    MAX_REPORT_BYTES,
+)
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -37,8 +42,8 @@ Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
 address."""
 OnAnswer = Callable[[str, int, float], None]
-"""Called for every response: ``report``, ``poll``, ``plan``, ``join``, ``generation`` or ``watch``,
-HTTP status, duration in seconds."""
+"""Called for every response: ``report``, ``poll``, ``plan``, ``join``, ``generation``, ``ops`` or
+``watch``, HTTP status, duration in seconds."""
 
 
 class Watch(NamedTuple):
@@ -207,6 +212,15 @@ def make_app(
         page = request.path.endswith("/")
         return refusal or await watch.desk.tell(namespace, name, request.query, page=page)
 
+    async def ops(request: web.Request) -> Reply:
+        assert watch is not None
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name)
+        if refusal is not None:
+            return refusal
+        large = request.clone(client_max_size=MAX_OPS_BYTES)
+        return await watch.desk.take(namespace, name, partial(read, large, "ops", MAX_OPS_BYTES))
+
     async def job(request: web.Request) -> Reply:
         assert join is not None
         refusal = await authenticate(request, "", "")
@@ -253,6 +267,7 @@ def make_app(
         app.router.add_get(where, answering("generation", poll_generation))
     if watch is not None:
         handler.on_report = watch.desk.reported
+        app.router.add_post("/v1/jobs/{namespace}/{name}/ops", answering("ops", ops))
         where = "/v1/jobs/{namespace}/{name}/watch/"
         for what in ("", "view"):
             app.router.add_get(where + what, answering("watch", tell_viewer))

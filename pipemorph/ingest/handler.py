@@ -56,6 +56,7 @@ from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
+    OpsWanted,
 )
 
 log = logging.getLogger("pipemorph.ingest")
@@ -107,7 +108,7 @@ _NO_NEWS = DirectiveEnvelope()
 
 ReadBody = Callable[[], Awaitable[bytes | Reply]]
 """Reads the body of a request. A reply: why it could not be read."""
-OnReport = Callable[[str, str, LinkHealthReport, ControlledJob], None]
+OnReport = Callable[[str, str, LinkHealthReport, ControlledJob], OpsWanted | None]
 """Namespace and name of a job, its report, and its controller."""
 
 
@@ -189,7 +190,8 @@ class IngestHandler:
     ) -> None:
         self._store = store
         self.on_report: OnReport = lambda *_: None
-        """Called with every report that a job's controller has taken."""
+        """Called with every report that a job's controller has taken. Returns whether somebody
+        watches the job."""
         self._planner = planner
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
@@ -229,13 +231,14 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
-        self.on_report(namespace, name, parsed, job)
+        watched = self.on_report(namespace, name, parsed, job)
         if parsed.fresh:
             self._store.another_agent(namespace, name)
         else:
             told = {
                 "versions": self._for_agent(namespace, name, job),
                 "seldom": self._seldom(job.spec),
+                "ops": watched,
             }
             answer = answer.model_copy(update=told)
         self._plan(namespace, name, job, session)

@@ -1,8 +1,10 @@
 """Answers users who watch a job: the page, and the documents that it asks for every second.
 
-While nobody watches a job, nothing is kept or made for it. When somebody begins, what the
-controller remembers is shown; from then on the states of links and the times of iterations are
-kept, until nobody has asked for some minutes.
+While nobody watches a job, nothing is kept or made for it, and its ranks send no ops. When
+somebody begins, what the controller remembers is shown; from then on the states of links and the
+times of iterations are kept, until nobody has asked for some minutes. The answers to the job's
+reports ask for the ops of one iteration a second, of the column that somebody looks at, as long as
+somebody does.
 
 Documents are made in a thread of their own, one after the other, so that reports and directives do
 not wait for them. What they cost is bounded for each job and for all together.
@@ -13,23 +15,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from pydantic import ValidationError
+
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
 from pipemorph.errors import one_line
-from pipemorph.ingest.handler import Reply
+from pipemorph.ingest.handler import ReadBody, Reply
 from pipemorph.ingest.token_bucket import TokenBucket
 from pipemorph.watch.build import MOST_STEPS, Watched, watch_view, worst_column
 from pipemorph.watch.document import Recovered, WatchView
 from pipemorph.watch.documents import BURST, SHARE, Budget, Documents, number
 from pipemorph.watch.door import HEADERS
 from pipemorph.watch.lanes import LaneLog
-from pipemorph.wire import IterationSample, LinkHealthReport
+from pipemorph.wire import (
+    IterationSample,
+    LinkHealthReport,
+    OpsReport,
+    OpsWanted,
+    StageTimes,
+)
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -45,6 +57,15 @@ REQUESTS_PER_SECOND, REQUEST_BURST = 40.0, 80.0
 """Of one job: its viewers ask once a second, and again where another replica serves the job."""
 LOOK_SECONDS = 10.0
 """How long the thread waits for the event loop."""
+
+WATCHED_SECONDS = 8.0
+"""Who has asked within so many seconds watches. Browsers ask once a second, or take their time."""
+LEASE_SECONDS = 10.0
+"""For how long the answer to a report asks for ops: longer than it is to the next report."""
+UNHEARD_SECONDS = 30.0
+"""After so long without ops, it is said that the trainer sends none."""
+MOST_KEPT_BYTES = 16 << 20
+"""Of the ops of one job, compressed: the newest iterations."""
 
 STATES = {"finished": "completed"}
 """What the page calls a state that an agent reports; the others have the same name."""
@@ -74,6 +95,25 @@ class _Kept:
 
     samples: deque[IterationSample] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     lanes: LaneLog = field(default_factory=LaneLog)
+    ops: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """By column and iteration: an :class:`~pipemorph.wire.OpsReport`, compressed; oldest first."""
+    ops_bytes: int = 0
+
+    def take_ops(self, ops: OpsReport, packed: bytes) -> None:
+        self._drop((ops.column, ops.iteration))
+        self.ops[ops.column, ops.iteration] = packed
+        self.ops_bytes += len(packed)
+        while self.ops_bytes > MOST_KEPT_BYTES and len(self.ops) > 1:
+            self._drop(next(iter(self.ops)))
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self.ops_bytes -= len(self.ops.pop(key, b""))
+
+    def traces(self, column: int, iteration: int) -> list[StageTimes]:
+        packed = self.ops.get((column, iteration))
+        if packed is None:
+            return []
+        return OpsReport.model_validate_json(zlib.decompress(packed)).stages
 
     @staticmethod
     def of(controller: JobController, now: float) -> _Kept:
@@ -95,7 +135,9 @@ class _Kept:
         for sample in report.iterations:
             # Ranks that started again may repeat iterations.
             while self.samples and self.samples[-1].index >= sample.index:
-                self.samples.pop()
+                again = self.samples.pop().index
+                for key in [key for key in self.ops if key[1] == again]:
+                    self._drop(key)
             self.samples.append(sample)
 
     def _take_links(self, controller: JobController, iteration: int, now: float) -> None:
@@ -113,19 +155,43 @@ class _Watching:
         self.kept = _Kept.of(followed.controller, time.time())
         self.documents = Documents(self, Budget(within=budget))
         self.allowed = TokenBucket(REQUESTS_PER_SECOND, REQUEST_BURST, time.monotonic())
-        self.asked_at = time.monotonic()
+        self.asked_at = self.began_at = time.monotonic()
         self.gone = False
+        self.column: int | None = None
+        """The one that was looked at last; None: that with the slowest link."""
+        self.ops_at: float | None = None
+        """When ops came last."""
+        self.reading = False
 
     def document(
         self, column: int | None, iteration: int | None, *, number: int, live: bool
     ) -> WatchView:
         # The controller is the event loop's.
-        known = asyncio.run_coroutine_threadsafe(self._look(), self._loop).result(LOOK_SECONDS)
-        if column is None or not 0 <= column < known.job.spec.parallelism.mesh.columns:
-            column = worst_column(known)
-        return watch_view(known, [], column=column, number=number, live=live)
+        look = asyncio.run_coroutine_threadsafe(self._look(column), self._loop)
+        known, column = look.result(LOOK_SECONDS)
+        if iteration not in known.available:
+            iteration = known.available[-1] if known.available else None
+        traces = [] if iteration is None else self.kept.traces(column, iteration)
+        return watch_view(known, traces, column=column, number=number, live=live)
 
-    async def _look(self) -> Watched:
+    def wanted(self, now: float) -> OpsWanted | None:
+        """Whether somebody watches, and whose ops."""
+        if self.gone or now - self.asked_at > WATCHED_SECONDS:
+            return None
+        slow = self.kept.lanes.slow()
+        worst = slow[0][0].link.replica if slow else 0
+        return OpsWanted(
+            column=worst if self.column is None else self.column, seconds=LEASE_SECONDS
+        )
+
+    def _no_ops(self, state: str) -> str:
+        """Why there are none."""
+        if state == "training" and time.monotonic() - self.began_at > UNHEARD_SECONDS:
+            return "this trainer sends no ops of its iterations"
+        return "the ops of an iteration have been asked for, and have not come yet"
+
+    async def _look(self, column: int | None) -> tuple[Watched, int]:
+        """What is known, and the column to show."""
         now, found, controller = time.time(), self.followed, self.followed.controller
         view, meta = controller.view(now), found.job.metadata
         state, reason = STATES.get(view.state, view.state), ""
@@ -137,7 +203,7 @@ class _Watching:
             state, reason = "interrupted", GONE
         decisions = (each for each in reversed(controller.decisions) if each.kind != "outcome")
         newest = next(decisions, None)
-        return Watched(
+        known = Watched(
             job=found.job,
             now=now,
             state=state,
@@ -152,7 +218,14 @@ class _Watching:
             result=f"its status: kubectl describe pmj {meta.name} -n {meta.namespace}",
             peak_memory=controller.peak_memory,
             kept=newest.reason if newest is not None and newest.kind == "keep" else "",
+            no_ops="" if self.ops_at is not None else self._no_ops(state),
         )
+        if column is None or not 0 <= column < known.job.spec.parallelism.mesh.columns:
+            column = worst_column(known)
+        available = sorted(i for whose, i in self.kept.ops if whose == column)
+        # What it would be under another plan takes a while to prepare, and needs a picture.
+        outlook = controller.outlook(now) if available else None
+        return replace(known, available=available, outlook=outlook), column
 
 
 class WatchDesk:
@@ -167,11 +240,41 @@ class WatchDesk:
 
     def reported(
         self, namespace: str, name: str, report: LinkHealthReport, controller: object
-    ) -> None:
-        """A job's controller has taken a report."""
+    ) -> OpsWanted | None:
+        """A job's controller has taken a report. Returns whether somebody watches."""
         watching = self._watching.get((namespace, name))
-        if watching is not None and isinstance(controller, JobController):
-            watching.kept.take(report, controller, time.time())
+        if watching is None or not isinstance(controller, JobController):
+            return None
+        watching.kept.take(report, controller, time.time())
+        return watching.wanted(time.monotonic())
+
+    async def take(self, namespace: str, name: str, read: ReadBody) -> Reply:
+        """Answer ``POST …/ops``. They are read only while somebody watches, once at a time."""
+        watching = self._watching.get((namespace, name))
+        now = time.monotonic()
+        if watching is None or watching.wanted(now) is None or watching.reading:
+            return Reply.error(409, "nobody watches")
+        watching.reading = True
+        try:
+            body = await read()
+            if isinstance(body, Reply):
+                return body
+            # In a thread: a large job's take some ten milliseconds.
+            ops, packed = await asyncio.to_thread(_parsed, body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return Reply.error(422, f"no ops of an iteration: {first['msg']}")
+        finally:
+            watching.reading = False
+        spec, attempt = watching.followed.job.spec, watching.followed.controller.attempt
+        why = _misfit(ops, spec.parallelism.mesh)
+        if (ops.namespace, ops.job, ops.attempt) != (namespace, name, attempt):
+            return Reply.error(403, "these ops are of another job or attempt")
+        if why:
+            return Reply.error(422, why)
+        watching.kept.take_ops(ops, packed)
+        watching.ops_at = now
+        return Reply(200, b"{}")
 
     async def tell(
         self, namespace: str, name: str, query: Mapping[str, str], *, page: bool
@@ -185,6 +288,8 @@ class WatchDesk:
             return Reply.error(429, "too many requests for pages of jobs; ask again later")
         watching.asked_at = now
         asked = number(query.get("column")), number(query.get("iteration"))
+        columns = watching.followed.job.spec.parallelism.mesh.columns
+        watching.column = asked[0] if asked[0] is not None and asked[0] < columns else None
         self._waiting += 1
         try:
             made = await asyncio.get_running_loop().run_in_executor(
@@ -230,3 +335,25 @@ class WatchDesk:
     def close(self) -> None:
         """Make no more documents."""
         self._maker.shutdown(wait=False, cancel_futures=True)
+
+
+def _parsed(body: bytes) -> tuple[OpsReport, bytes]:
+    """Ops, and as they are kept. Raises ValidationError."""
+    return OpsReport.model_validate_json(body), zlib.compress(body, 1)
+
+
+def _misfit(ops: OpsReport, mesh: MeshShape) -> str:
+    """What of it does not fit the job; empty if all does."""
+    if ops.column >= mesh.columns:
+        return f"ops of column {ops.column}; the job has {mesh.columns}"
+    found = [each.stage for each in ops.stages]
+    if found != list(range(mesh.stages)):
+        return "these are not the ops of each stage once, in order"
+    for each in ops.stages:
+        if (each.column, each.iteration) != (ops.column, ops.iteration):
+            return f"ops of stage {each.stage} are of another column or iteration"
+        if each.rank != mesh.rank(each.stage, ops.column):
+            return f"stage {each.stage} is not of rank {each.rank}"
+        if not len(each.kinds) == len(each.microbatches) == len(each.gaps) == len(each.durations):
+            return f"ops of stage {each.stage} are not whole"
+    return ""

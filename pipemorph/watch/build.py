@@ -97,6 +97,8 @@ class Watched:
     kept: str = ""
     """Why the last decision kept the plan; empty if it did not."""
     outlook: Outlook | None = None
+    no_ops: str = ""
+    """Why there are no ops of any iteration; empty if there are, or that is not known."""
     result: str = "report.json of its folder"
     """Where the job's result is to be found when it is over."""
 
@@ -109,7 +111,7 @@ def watch_view(
     spec, mesh = known.job.spec, known.job.spec.parallelism.mesh
     times = [sample.seconds for sample in known.samples]
     measured = alternative = None
-    why = "no iteration with a trace of its ops has finished"
+    why = known.no_ops or "no iteration with a trace of its ops has finished"
     mine = [trace for trace in traces if trace.replica == column]
     if mine:
         measured = _measured(mine, known, mesh)
@@ -175,7 +177,7 @@ def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Pict
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
         limits=_limits(known, traces[0].plan_version, traces[0].replica, mesh),
-        numbers=sorted(ranks),
+        numbers=sorted(ranks), measured=True,
     )  # fmt: skip
 
 
@@ -264,6 +266,7 @@ def picture(
     seconds: float | None,
     limits: Sequence[int | None],
     numbers: Sequence[int],
+    measured: bool = False,
 ) -> Picture:
     """A picture of the ops of an iteration. Of each row: ``limits`` of microbatches in flight,
     empty if they are not known, and ``numbers`` of the ranks."""
@@ -283,6 +286,7 @@ def picture(
     return Picture(
         iteration=iteration,
         plan_version=plan_version,
+        at=begin if measured else None,
         span_us=_us(span),
         seconds=seconds,
         bubble=min(1.0, sum(causes.values())),

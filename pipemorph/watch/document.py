@@ -48,6 +48,8 @@ class Picture(_Part):
 
     iteration: int
     plan_version: int
+    at: float | None
+    """Start of the first op, wall clock; None of a simulated one."""
     span_us: int
     """From the start of the first op to the end of the last."""
     seconds: float | None

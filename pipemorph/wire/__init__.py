@@ -1,6 +1,7 @@
 """Messages of the control loop: telemetry of ranks (``samples``), what their agent concludes from
-it (``states``), the reports and directives between the agent and the ingest (``messages``), and
-what launchers of pods and the ingest tell each other (``generations``)."""
+it (``states``), the reports and directives between the agent and the ingest (``messages``),
+ops while somebody watches (``ops``), and what launchers of pods and the ingest tell each other
+(``generations``)."""
 
 from pipemorph.wire.base import (
     Count,
@@ -32,6 +33,12 @@ from pipemorph.wire.messages import (
     OwnPlan,
     PlanMessage,
     StageOps,
+)
+from pipemorph.wire.ops import (
+    MAX_OPS_BYTES,
+    OpsReport,
+    OpsWanted,
+    StageTimes,
 )
 from pipemorph.wire.records import AdaptationRecord, LinkRecord, OwnPlanRecord
 from pipemorph.wire.samples import (
@@ -68,6 +75,7 @@ from pipemorph.wire.states import (
 
 __all__ = [
     "FABRIC_VARIABLE",
+    "MAX_OPS_BYTES",
     "MAX_PLAN_BYTES",
     "MAX_POD_REPORT_BYTES",
     "MAX_REPORT_BYTES",
@@ -96,6 +104,8 @@ __all__ = [
     "Loss",
     "ObjectName",
     "ObserverSettings",
+    "OpsReport",
+    "OpsWanted",
     "OwnPlan",
     "OwnPlanRecord",
     "PlanMessage",
@@ -115,6 +125,7 @@ __all__ = [
     "StageOps",
     "StageProfile",
     "StageState",
+    "StageTimes",
     "Straggler",
     "StragglersView",
     "TransportSample",

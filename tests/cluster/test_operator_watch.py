@@ -20,8 +20,11 @@ from operator_support import FULL_NAME, SYSTEM, Installation, Jobs, manifest
 from testbed import ApiError, NotYet, tools, wait_for
 from testbed.api import ApiClient
 
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.access import VIEWER, audience, path, through_api_server
 from pipemorph.watch.document import WatchView
+from pipemorph.wire import OpsReport, StageTimes
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -201,8 +204,33 @@ def test_who_may_view_a_namespace_watches_its_jobs(
     told = wait_for("the page to tell of the slow link", slow, DEADLINE)
     assert told.number > found.number and len(told.steps.index) > 0
     assert any("slow" in line.lower() for line in told.story)
+    assert told.measured is None and told.no_alternative
+    assert send_ops(jobs, "shown", ranks.token, iteration=told.done - 1) == 200
+    told = wait_for("the picture of an iteration", lambda: pictured(watching.view(url)), DEADLINE)
+    assert told.measured is not None and len(told.measured.rows) == 4
+    # Nobody but the job's ranks, and for nobody but who watches.
+    stranger = jobs.cluster.service_account_token(
+        jobs.namespace, VIEWER, audience=audience(jobs.namespace, "shown")
+    )
+    assert send_ops(jobs, "shown", stranger, iteration=3) == 401
     said = watching.end()
     assert (watching.process.returncode, said) == (0, "")
+
+
+def pictured(view: WatchView) -> WatchView | None:
+    return view if view.measured is not None else None
+
+
+def send_ops(jobs: Jobs, name: str, token: str, iteration: int) -> int:
+    """What the job's agent sends while somebody watches."""
+    op = TimedOp(OpKind.F, 0, 100.0, 100.5)
+    stages = [StageTimes.of((i, i, 0), iteration, 0, 100.0, [op]) for i in range(4)]
+    report = OpsReport(
+        job=name, namespace=jobs.namespace, attempt=0, column=0, iteration=iteration,
+        stages=[each for each in stages if each is not None],
+    )  # fmt: skip
+    where = f"/v1/jobs/{jobs.namespace}/{name}/ops"
+    return jobs.installation.request("POST", where, token=token, body=report.body())[0]
 
 
 def test_the_replica_that_serves_the_job_is_found(

@@ -6,12 +6,14 @@ import asyncio
 import json
 import threading
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 from ingest_client import PATIENCE, TOKEN, body, controller, until
+from watched_jobs import NOW, watched
 
 from pipemorph.api.spec import Metadata, PipeMorphJob
 from pipemorph.control import JobController
@@ -29,6 +31,7 @@ from pipemorph.ingest.app import Timeouts
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
+from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, StageTimes
 
 OTHERS = "another-token"
 URL = path("default", "gpt")
@@ -75,7 +78,9 @@ class Site:
         assert status == 200, found
         return WatchView.model_validate_json(found)
 
-    async def report(self, *iterations: int, seconds: float = 0.5, **more: Any) -> None:
+    async def report(
+        self, *iterations: int, seconds: float = 0.5, **more: Any
+    ) -> DirectiveEnvelope:
         self.sequence += 1
         samples = [
             {"index": i, "seconds": seconds, "loss": 1.0, "plan_version": 0,
@@ -87,6 +92,25 @@ class Site:
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as answer:  # fmt: skip
             assert answer.status == 200, await answer.text()
+            return DirectiveEnvelope.model_validate_json(await answer.read())
+
+    async def ops(self, report: OpsReport | bytes, token: str = TOKEN) -> int:
+        content = report if isinstance(report, bytes) else report.body()
+        headers = {"Authorization": f"Bearer {token}", "Content-Encoding": "deflate"}
+        async with self.session.post(
+            f"{self.url}/v1/jobs/default/gpt/ops", data=zlib.compress(content), headers=headers
+        ) as answer:
+            return answer.status
+
+
+def ops_of(iteration: int) -> OpsReport:
+    """As an agent sends them, of a pipeline of four stages."""
+    _, traces = watched(4, 8)
+    stages = [
+        StageTimes.of((each.rank, each.stage, 0), iteration, 0, NOW, each.ops) for each in traces
+    ]
+    values = {"job": "gpt", "namespace": "default", "attempt": 0, "column": 0}
+    return OpsReport.model_validate({**values, "iteration": iteration, "stages": stages})
 
 
 def serve(test: Callable[[Site], Awaitable[None]]) -> None:
@@ -278,3 +302,100 @@ def test_all_jobs_together_have_a_budget_too(monkeypatch: pytest.MonkeyPatch) ->
     assert one.left > 0 and other.is_spent(now) and one.is_spent(now)
     now += 10.1
     assert not other.is_spent(now)
+
+
+# --- ops of iterations ------------------------------------------------------------------------
+
+
+def test_ops_are_asked_for_while_somebody_watches_and_not_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(site: Site) -> None:
+        assert (await site.report(0, iteration=1)).ops is None
+        assert await site.ops(ops_of(0)) == 409, "nobody watches"
+        found = await site.view()
+        assert found.measured is None and "have been asked for" in found.no_alternative
+        wanted = (await site.report(1, iteration=2)).ops
+        assert wanted is not None and (wanted.column, wanted.seconds) == (0, watching.LEASE_SECONDS)
+        monkeypatch.setattr(watching, "UNHEARD_SECONDS", 0.0)
+        assert "this trainer sends no ops" in (await site.view()).no_alternative
+        assert await site.ops(ops_of(1)) == 200
+        found = await site.view()
+        assert found.available == [1] and found.measured is not None
+        assert found.measured.iteration == 1 and found.measured.seconds == 0.5
+        assert [row.kinds.count("F") for row in found.measured.rows] == [8] * 4
+        monkeypatch.setattr(watching, "WATCHED_SECONDS", 0.0)
+        assert (await site.report(2, iteration=3)).ops is None
+        assert await site.ops(ops_of(2)) == 409
+
+    serve(look)
+
+
+def test_earlier_iterations_are_there_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(*range(9), iteration=9)
+        await site.view()
+        assert await site.ops(ops_of(2)) == 200
+        kept = next(iter(site.server._watch.desk._watching.values())).kept  # type: ignore[union-attr]
+        one = kept.ops_bytes
+        monkeypatch.setattr(watching, "MOST_KEPT_BYTES", 3 * one + one // 2)
+        for i in range(3, 9):
+            assert await site.ops(ops_of(i)) == 200
+        assert (await site.view()).available == [6, 7, 8]
+        found = await site.view("view?iteration=7")
+        assert found.measured is not None and found.measured.iteration == 7
+        assert kept.ops_bytes == sum(map(len, kept.ops.values())) <= 3.5 * one
+        # What is run again is told anew.
+        await site.report(7, iteration=8)
+        assert (await site.view()).available == [6]
+
+    serve(look)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"job": "other"}, 403), ({"attempt": 7}, 403), ({"column": 1}, 422),
+        ({"iteration": 9}, 422), ({"stages": ops_of(1).stages[:3]}, 422),
+        ({"stages": ops_of(1).stages[::-1]}, 422), ({"stages": ops_of(1).stages[:3] * 2}, 422),
+    ],
+)  # fmt: skip
+def test_ops_that_do_not_fit_the_job_are_refused(changes: dict[str, Any], status: int) -> None:
+    async def look(site: Site) -> None:
+        await site.view()
+        assert await site.ops(ops_of(1).model_copy(update=changes)) == status
+        assert (await site.view()).measured is None
+
+    serve(look)
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"", 422), (b"{}", 422), (b"\xff" * 99, 422), (b"[" * 5000, 422),
+     (b" " * (MAX_OPS_BYTES + 1), 413)],
+)  # fmt: skip
+def test_what_are_no_ops_are_refused(content: bytes, status: int) -> None:
+    """However well they are compressed."""
+
+    async def look(site: Site) -> None:
+        await site.view()
+        assert await site.ops(content) == status
+        assert await site.ops(ops_of(1), token="viewer") == 401
+        lame = ops_of(1)
+        short = lame.stages[0].model_copy(update={"durations": [1]})
+        assert await site.ops(lame.model_copy(update={"stages": [short, *lame.stages[1:]]})) == 422
+        assert (await site.view()).measured is None
+
+    serve(look)
+
+
+def test_the_column_that_is_looked_at_is_asked_for() -> None:
+    async def look(site: Site) -> None:
+        await site.view("view?column=0")
+        asked = (await site.report(0, iteration=1)).ops
+        assert asked is not None and asked.column == 0
+        await site.view("view?column=7")
+        asked = (await site.report(1, iteration=2)).ops
+        assert asked is not None and asked.column == 0, "there is no such column"
+
+    serve(look)

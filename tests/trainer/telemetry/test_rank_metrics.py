@@ -122,6 +122,7 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
 
     class Inner:
         closed = False
+        ops_asked = 7
 
         def publish(self, telemetry: RankTelemetry) -> None:
             heard.append(telemetry)
@@ -136,6 +137,7 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
     control = MeteredControl(inner, metrics, plan_of(0, 1))
     control.publish(telemetry(1, plan_version=0))
     assert control.newest_plan() == plan_of(2, 3)
+    assert control.ops_asked == 7
     control.publish(telemetry(2, plan_version=0))
     assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
     control.publish(telemetry(3, plan_version=2))

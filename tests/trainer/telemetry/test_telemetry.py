@@ -43,6 +43,7 @@ class Recorder:
     """A control line that keeps what is published."""
 
     messages: list[RankTelemetry] = field(default_factory=list)
+    ops_asked: int = -1
 
     def publish(self, telemetry: RankTelemetry) -> None:
         self.messages.append(telemetry)

@@ -27,6 +27,7 @@ from pipemorph.wire import FABRIC_VARIABLE, Directive, FabricView
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.ops import OpsCollector
 from pipemorph_trainer.agent.parts import PartLines
 from pipemorph_trainer.agent.ranks import RankServer
 from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
@@ -63,8 +64,13 @@ async def serve(config: AgentConfig) -> None:
     def on_telemetry(telemetry: RankTelemetry) -> None:
         merger.add(telemetry)
         uplink.notify()
+        now = time.monotonic()
+        if telemetry.ops is not None:
+            collector.take(telemetry.ops, now)
         if telemetry.rank == 0:
             informed.set()
+            done = telemetry.finished_iteration
+            collector.progress(telemetry.iteration, done.seconds if done else None, now)
 
     async def report() -> None:
         await informed.wait()
@@ -93,7 +99,9 @@ async def serve(config: AgentConfig) -> None:
     def on_part() -> None:
         uplink.observed()
 
-    parts = PartLines(observer, config.part_ranks, on_part)
+    parts = PartLines(
+        observer, config.part_ranks, on_part, lambda ops: collector.take(ops, time.monotonic())
+    )
     ranks = RankServer(
         bytes.fromhex(config.secret_hex), config.mesh, config.ranks, on_telemetry, parts
     )
@@ -107,7 +115,9 @@ async def serve(config: AgentConfig) -> None:
         observer=observer,
         on_directive=directives.put_nowait,
         on_observed=parts.tell,
+        on_watched=lambda wanted: collector.wanted(wanted, time.monotonic()),
     )
+    collector = OpsCollector(config.mesh, ranks.ask_ops, uplink.send_ops)
     await ranks.start(socket.socket(fileno=config.listen_fd))
     working = [asyncio.create_task(report()), asyncio.create_task(hand_out())]
     await _rank_zero_is_gone()
@@ -131,6 +141,8 @@ async def serve_part(config: AgentConfig) -> None:
     def on_telemetry(telemetry: RankTelemetry) -> None:
         merger.add(telemetry)
         uplink.notify()
+        if telemetry.ops is not None:
+            uplink.send_ops(telemetry.ops)
 
     ranks = RankServer(secret, config.mesh, config.ranks, on_telemetry)
     uplink = PartUplink(
@@ -140,6 +152,7 @@ async def serve_part(config: AgentConfig) -> None:
         merger=merger,
         observer=_observer(config),
         on_plans=ranks.hand_on,
+        on_asked=lambda asked: ranks.ask_ops(set(asked.ranks), asked.iteration),
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
     working = asyncio.create_task(uplink.run())

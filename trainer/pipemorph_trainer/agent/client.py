@@ -22,6 +22,7 @@ from typing import Any
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.ops import NONE, OpsAsked
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 
@@ -91,6 +92,7 @@ class AgentClient:
         self._sending = memoryview(b"")
         self._plan: RankPlan | None = None
         self._seen_version = 0
+        self.ops_asked = NONE
         self._nonces = ("", "")
         self._retry_at = 0.0
         self._retry_after = FIRST_RETRY_SECONDS
@@ -222,6 +224,8 @@ class AgentClient:
             self._failures = 0
             self._was_ready = True
             self._phase = _Phase.READY
+        elif OpsAsked.is_one(payload):
+            self.ops_asked = frames.decode(OpsAsked, payload).ops_of
         else:
             plan = frames.decode(RankPlan, payload)
             if plan.version > self._seen_version:

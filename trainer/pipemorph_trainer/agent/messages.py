@@ -18,6 +18,7 @@ from pipemorph.wire import (
     RailSample,
     ReductionSample,
     StageProfile,
+    StageTimes,
     TransportSample,
     WireModel,
 )
@@ -59,6 +60,8 @@ class RankTelemetry(WireModel):
     ports: int | None = None
     """RDMA ports that this rank sees; None before it has looked."""
     transports: list[TransportSample] = Field(default_factory=list)
+    ops: StageTimes | None = None
+    """Of an iteration that the agent has asked for."""
     message: str | None = None
 
     def misfit(self, mesh: MeshShape) -> str | None:
@@ -71,6 +74,10 @@ class RankTelemetry(WireModel):
             rows.append(("stage", self.profile.stage, stages, self.profile.replica))
         if self.reduction is not None:
             rows.append(("stage", self.reduction.stage, stages, self.reduction.replica))
+        if self.ops is not None:
+            if self.ops.rank != self.rank:
+                return f"ops of rank {self.ops.rank}"
+            rows.append(("stage", self.ops.stage, stages, self.ops.column))
         for what, number, count, column in rows:
             if number >= count:
                 return f"telemetry of {what} {number}; the job has {count}"
@@ -88,6 +95,10 @@ class ControlClient(Protocol):
     def newest_plan(self) -> RankPlan | None:
         """The newest plan that this call has not returned yet, or None."""
 
+    @property
+    def ops_asked(self) -> int:
+        """The iteration whose ops the agent has asked for last; -1 before it has."""
+
     def close(self) -> None:
         """Send what is queued, within a time limit, and close."""
 
@@ -101,6 +112,10 @@ class NoControl:
 
     def newest_plan(self) -> RankPlan | None:
         return None
+
+    @property
+    def ops_asked(self) -> int:
+        return -1
 
     def close(self) -> None:
         """Does nothing."""

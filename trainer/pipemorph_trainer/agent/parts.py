@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from pipemorph.control.observe.observer import Observer
-from pipemorph.wire import Count, WireModel
+from pipemorph.wire import Count, StageTimes, WireModel
 from pipemorph.wire.parts import PartAnswer, PartReport
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.lines import keep_alive, read
+from pipemorph_trainer.agent.ops import PartOps
 from pipemorph_trainer.agent.rank_plan import RankPlan
 
 
@@ -28,11 +29,19 @@ class PartPlans(WireModel):
     of: dict[Count, Count]
 
 
+class PartAsked(WireModel):
+    """Which ranks of a part are asked for the ops of an iteration."""
+
+    ranks: tuple[Count, ...]
+    iteration: Count
+
+
 class PartMessage(WireModel):
     """What the job's agent sends."""
 
     answer: PartAnswer | None = None
     plans: PartPlans | None = None
+    asked: PartAsked | None = None
 
 
 def joined(bodies: Mapping[int, bytes]) -> bytes:
@@ -45,10 +54,18 @@ def joined(bodies: Mapping[int, bytes]) -> bytes:
 
 
 class PartLines:
-    """Connections of the agents of parts. ``on_news`` is called when one has told something."""
+    """Connections of the agents of parts. ``on_news`` is called when one has told something,
+    ``on_ops`` with ops that were asked for."""
 
-    def __init__(self, observer: Observer, ranks: int, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        ranks: int,
+        on_news: Callable[[], None],
+        on_ops: Callable[[StageTimes], None] = lambda _: None,
+    ) -> None:
         self._observer, self._ranks, self._on_news = observer, ranks, on_news
+        self._on_ops = on_ops
         self._lines: dict[int, asyncio.StreamWriter] = {}
 
     @property
@@ -81,6 +98,13 @@ class PartLines:
         for number, line in self._lines.items():
             line.write(frame_of(self.ranks(number)))
 
+    def ask_ops(self, ranks: set[int], iteration: int) -> None:
+        """Ask those of these ranks that are of connected parts for the ops of an iteration."""
+        for number, line in self._lines.items():
+            if mine := tuple(sorted(ranks.intersection(self.ranks(number)))):
+                asked = PartAsked(ranks=mine, iteration=iteration)
+                line.write(frames.frame(PartMessage(asked=asked).body()))
+
     async def listen(
         self, number: int, reader: asyncio.StreamReader, line: asyncio.StreamWriter
     ) -> None:
@@ -91,6 +115,12 @@ class PartLines:
     def _hear(self, number: int, payload: bytes) -> None:
         """Process one report. Raises :class:`frames.FrameError` if it is none, or
         does not fit the part."""
+        if PartOps.is_one(payload):
+            ops = frames.decode(PartOps, payload).ops
+            if ops.rank not in self.ranks(number):
+                raise frames.FrameError(f"ops of rank {ops.rank} on part {number}'s line")
+            self._on_ops(ops)
+            return
         report = frames.decode(PartReport, payload)
         if report.part != number:
             raise frames.FrameError(f"a report of part {report.part} on part {number}'s line")

@@ -16,6 +16,7 @@ from pipemorph.wire import Directive
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.lines import read
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.ops import OpsAsked
 from pipemorph_trainer.agent.parts import PartLines, PartPlans, joined
 from pipemorph_trainer.agent.rank_plan import cut
 
@@ -82,6 +83,15 @@ class RankServer:
         """Send every connected rank, and those that connect later, its part of these."""
         bodies = [plan.body() for plan in plans.plans]
         self._hand_out({rank: bodies[index] for rank, index in plans.of.items()})
+
+    def ask_ops(self, ranks: set[int], iteration: int) -> None:
+        """Ask ranks for the ops of an iteration: those that are connected here, and by their parts
+        the others."""
+        asked = frames.encode(OpsAsked(ops_of=iteration))
+        for rank in ranks & self._lines.keys():
+            self._lines[rank].write(asked)
+        if self._parts is not None:
+            self._parts.ask_ops(ranks, iteration)
 
     def _hand_out(self, plans: dict[int, bytes]) -> None:
         self._plans = plans

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP
-from pipemorph.wire import ReductionSample
+from pipemorph.wire import ReductionSample, StageTimes
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.call import name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
-from pipemorph_trainer.executor.dispatch import Executor, Inputs
+from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.mailbox import Mailbox
@@ -437,6 +437,7 @@ class Iterations:
                 profile=own.profile(outcome.ops, outcome.copies) if self._warm else None,
                 offloaded=offloaded(outcome.copies, host_bytes),
                 reduction=self._reduction_sample() if self._warm and first else None,
+                ops=self._asked_ops(stage, iteration, plan.version, origin, outcome),
             )
             self._traces[stage].iteration(
                 iteration, plan.version, origin, outcome, reduction if first else None
@@ -444,6 +445,15 @@ class Iterations:
         if not self._warm:
             self._warm = self.arriving.warm = True
             self._allow(self._deadline)
+
+    def _asked_ops(
+        self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
+    ) -> StageTimes | None:
+        """The ops of a stage, if somebody watches who wants those of this iteration."""
+        if not self._reporter.wants_ops(iteration):
+            return None
+        place = self._coordinate.rank, stage, self._coordinate.column
+        return StageTimes.of(place, iteration, version, origin, outcome.ops)
 
     def _reduction_sample(self) -> ReductionSample | None:
         found = self._reducer.take() if self._reducer is not None else None

@@ -266,6 +266,10 @@ class MeteredControl:
             self._plans[plan.version] = plan
         return plan
 
+    @property
+    def ops_asked(self) -> int:
+        return self._inner.ops_asked
+
     def close(self) -> None:
         self._inner.close()
 

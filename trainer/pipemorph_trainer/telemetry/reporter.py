@@ -8,7 +8,13 @@ from typing import Literal
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
-from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile
+from pipemorph.wire import (
+    IterationSample,
+    LinkSample,
+    ReductionSample,
+    StageProfile,
+    StageTimes,
+)
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent, start_part_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
@@ -68,6 +74,10 @@ class Reporter:
         if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
             self.publish()
 
+    def wants_ops(self, iteration: int) -> bool:
+        """Whether the agent has asked for the ops of this iteration."""
+        return self._control.ops_asked == iteration
+
     def publish(
         self,
         *,
@@ -75,6 +85,7 @@ class Reporter:
         finished: IterationSample | None = None,
         offloaded: Offloaded | None = None,
         reduction: ReductionSample | None = None,
+        ops: StageTimes | None = None,
         message: str | None = None,
     ) -> None:
         """Publish now, with all link samples so far."""
@@ -108,6 +119,7 @@ class Reporter:
                 rails=self._rails.take(),
                 ports=self._rails.ports,
                 transports=self._transports.take(),
+                ops=ops,
                 message=message[:1024] if message else None,
             )
         )

@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 
 from pipemorph.control.observe.observer import Observer
+from pipemorph.wire import StageTimes
 from pipemorph_trainer.agent import frames, lines
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.parts import PartMessage, PartPlans
+from pipemorph_trainer.agent.ops import PartOps
+from pipemorph_trainer.agent.parts import PartAsked, PartMessage, PartPlans
 from pipemorph_trainer.agent.uplinks.observing import Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
@@ -31,7 +33,8 @@ ATTEND_SECONDS = 1.0
 
 class PartUplink:
     """Lets ``observer`` observe the ranks of part ``number``, and reports to the job's agent at
-    ``address``. ``on_plans`` is called with the plans of its ranks, as they come."""
+    ``address``. ``on_plans`` is called with the plans of its ranks, as they come, ``on_asked``
+    with which of them are asked for ops."""
 
     def __init__(
         self,
@@ -42,10 +45,12 @@ class PartUplink:
         merger: TelemetryMerger,
         observer: Observer,
         on_plans: Callable[[PartPlans], None],
+        on_asked: Callable[[PartAsked], None] = lambda _: None,
     ) -> None:
         self._address, self._secret, self._number = address, secret, number
         self._observing = Observing(merger, observer, self._observed)
         self._observer, self._on_plans = observer, on_plans
+        self._on_asked = on_asked
         self._due, self._sent = asyncio.Event(), asyncio.Event()
         self._line: asyncio.StreamWriter | None = None
         self._sequence = 0
@@ -139,11 +144,18 @@ class PartUplink:
                 await self._line.drain()
             self._sent.set()
 
+    def send_ops(self, ops: StageTimes) -> None:
+        """Send ops that were asked for, unless the connection is down or busy."""
+        if self._line is not None and not self._line.transport.get_write_buffer_size():
+            self._line.write(frames.encode(PartOps(ops=ops)))
+
     def _take(self, payload: bytes) -> None:
         message = frames.decode(PartMessage, payload)
         if message.answer is not None:
             self._observer.take(message.answer, time.time())
             self._observed()
+        if message.asked is not None:
+            self._on_asked(message.asked)
         if message.plans is not None:
             newest = max((plan.version for plan in message.plans.plans), default=0)
             self._newest_plan = max(self._newest_plan, newest)

@@ -23,10 +23,12 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+import zlib
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from pathlib import Path
+from types import MappingProxyType
 
 import aiohttp
 from pydantic import ValidationError
@@ -35,12 +37,16 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.wire import (
+    MAX_OPS_BYTES,
     MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
     AdaptationRecord,
     Directive,
     DirectiveEnvelope,
     HandIn,
+    OpsReport,
+    OpsWanted,
+    StageTimes,
 )
 from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
@@ -73,7 +79,8 @@ class Refused(Exception):
 
 class Uplink:
     """Lets ``observer`` observe what ``merger`` has, sends its reports, and calls ``on_directive``
-    once per new directive. ``on_observed`` is called after each look."""
+    once per new directive. ``on_observed`` is called after each look, ``on_watched`` with what the
+    answer to each report says of who watches."""
 
     def __init__(
         self,
@@ -87,6 +94,7 @@ class Uplink:
         observer: Observer,
         on_directive: Callable[[Directive], None],
         on_observed: Callable[[], None] = lambda: None,
+        on_watched: Callable[[OpsWanted | None], None] = lambda _: None,
         autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
         self._replicas = Replicas(base_url)
@@ -96,6 +104,9 @@ class Uplink:
         self._observer = observer
         self._observing = Observing(merger, observer, self.observed)
         self._on_directive, self._on_observed = on_directive, on_observed
+        self._on_watched = on_watched
+        self._ops: OpsReport | None = None
+        self._has_ops = asyncio.Event()
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
@@ -132,6 +143,7 @@ class Uplink:
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
             tasks.create_task(self._deputy_loop())
+            tasks.create_task(self._ops_loop(session))
 
     async def flush(self, timeout: float) -> bool:
         """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
@@ -283,8 +295,34 @@ class Uplink:
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
+            self._on_watched(envelope.ops)
             if envelope.wants_plan and self._newest is not None:
                 await self._hand_in(session, self._newest)
+
+    def send_ops(self, stages: list[StageTimes]) -> None:
+        """Send the ops of all stages of a column in one iteration. Those before that are not on
+        their way yet are dropped."""
+        self._ops = OpsReport(
+            job=self._job, namespace=self._namespace, attempt=self._attempt,
+            column=stages[0].column, iteration=stages[0].iteration, stages=stages,
+        )  # fmt: skip
+        self._has_ops.set()
+
+    async def _ops_loop(self, session: aiohttp.ClientSession) -> None:
+        """Send what there is for who watches. What is lost is lost: another one follows."""
+        while True:
+            await self._has_ops.wait()
+            self._has_ops.clear()
+            ops, self._ops = self._ops, None
+            body = ops.body() if ops is not None else b""
+            if not 0 < len(body) <= MAX_OPS_BYTES:
+                continue
+            packed = await asyncio.to_thread(zlib.compress, body, 1)
+            headers = {"Content-Encoding": "deflate"}
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with self._post_to(session, "ops", packed, headers) as answer:
+                    if answer.status != HTTPStatus.OK:
+                        log.debug("ops were not taken: %d", answer.status)
 
     async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
         """Give the ingest the plan in force, which it does not know."""
@@ -299,9 +337,13 @@ class Uplink:
                 log.info("handed in plan v%d: the ingest did not know it", directive.plan_version)
 
     def _post_to(
-        self, session: aiohttp.ClientSession, what: str, body: bytes
+        self,
+        session: aiohttp.ClientSession,
+        what: str,
+        body: bytes,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = self._headers() | {"Content-Type": "application/json"}
+        headers = self._headers() | {"Content-Type": "application/json", **more}
         return self._replicas.request(
             session, "POST", f"{self._path}/{what}", data=body, headers=headers,
             seconds=REQUEST_SECONDS,

@@ -1,0 +1,241 @@
+"""Ops of iterations, from ranks to their ingest, while somebody watches and not otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import DEADLINE, Ingest, context, finished, telemetry, until
+from launch import Ranks
+from torch import nn
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.wire import OpsReport, OpsWanted, StageTimes
+from pipemorph.wire.ops import MOST_OPS
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.agent import AgentClient, AgentHandle, connect, start_agent, start_part_agent
+from pipemorph_trainer.agent.messages import NoControl
+from pipemorph_trainer.agent.ops import AHEAD, EVERY_SECONDS, PATIENCE_SECONDS, OpsCollector
+
+F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+
+
+def times(rank: int, stage: int, column: int, iteration: int) -> StageTimes:
+    ops = [
+        TimedOp(F, 0, 100.0 + stage, 100.5 + stage),
+        TimedOp(BW, 0, 101.0 + stage, 102.0 + stage),
+    ]
+    found = StageTimes.of((rank, stage, column), iteration, 0, 100.0, ops)
+    assert found is not None
+    return found
+
+
+def test_ops_come_back_as_they_were() -> None:
+    ops = [TimedOp(F, 0, 100.0015, 100.25), TimedOp(B, 0, 100.3, 100.5),
+           TimedOp(W, 0, 100.5, 101.0), TimedOp(BW, 1, 101.0, 101.25)]  # fmt: skip
+    told = StageTimes.of((3, 1, 1), 7, 2, 100.0, ops)
+    assert told is not None and told.kinds == "FIWB"
+    back = StageTimes.model_validate_json(told.body())
+    assert back.replica == 1 and [op[:2] for op in back.ops] == [op[:2] for op in ops]
+    for one, other in zip(back.ops, ops, strict=True):
+        assert one[2:] == pytest.approx(other[2:], abs=1e-6)
+    assert StageTimes.of((0, 0, 0), 7, 2, 100.0, []) is None
+    assert StageTimes.of((0, 0, 0), 7, 2, 100.0, ops[:1] * (MOST_OPS + 1)) is None
+
+
+class Asked:
+    def __init__(self, mesh: MeshShape) -> None:
+        self.asked: list[tuple[set[int], int]] = []
+        self.whole: list[list[StageTimes]] = []
+        self.collector = OpsCollector(
+            mesh, lambda ranks, i: self.asked.append((ranks, i)), self.whole.append
+        )
+
+
+MESH = MeshShape(stages=2, replicas=2)
+"""Ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1."""
+
+
+def test_nothing_is_asked_for_while_nobody_watches() -> None:
+    told = Asked(MESH)
+    for i in range(100):
+        told.collector.progress(i, 0.1, i / 10)
+        told.collector.wanted(None, i / 10)
+        told.collector.take(times(0, 0, 0, i), i / 10)
+    assert told.asked == [] and told.whole == []
+
+
+def test_one_iteration_a_second_is_asked_for_until_the_lease_ends() -> None:
+    told = Asked(MESH)
+    told.collector.wanted(OpsWanted(column=1, seconds=5.0), 0.0)
+    for tick in range(100):
+        now = tick / 10
+        told.collector.progress(tick, 0.1, now)
+        if told.asked and told.asked[-1][1] == tick:
+            for rank, stage in ((3, 1), (1, 0)):
+                told.collector.take(times(rank, stage, 1, tick), now)
+    assert 4 <= len(told.asked) <= 5 and len(told.whole) in (4, 5)
+    assert all(ranks == {1, 3} for ranks, _ in told.asked)
+    assert all([each.stage for each in stages] == [0, 1] for stages in told.whole)
+
+
+def test_what_is_asked_for_is_ahead_of_all_ranks() -> None:
+    for seconds, least in ((2.0, AHEAD), (0.01, 30)):
+        told = Asked(MESH)
+        told.collector.wanted(OpsWanted(column=0, seconds=5.0), 0.0)
+        told.collector.progress(10, seconds, 0.0)
+        ((_, iteration),) = told.asked
+        assert iteration >= 10 + least
+
+
+def test_what_does_not_come_whole_is_given_up_and_what_nobody_asked_for_is_dropped() -> None:
+    told = Asked(MESH)
+    collector = told.collector
+    collector.wanted(OpsWanted(column=0, seconds=100.0), 0.0)
+    collector.wanted(OpsWanted(column=9, seconds=100.0), 0.0)  # Of no column of the job.
+    collector.progress(0, 1.0, 0.0)
+    ((ranks, first),) = told.asked
+    assert ranks == {0, 2}
+    collector.take(times(0, 0, 0, first), 1.0)
+    collector.take(times(0, 0, 0, first), 1.0)
+    collector.take(times(2, 1, 0, first + 1), 1.0)
+    collector.take(times(3, 1, 1, first), 1.0)
+    collector.progress(1, 1.0, 1.0 + EVERY_SECONDS)
+    assert len(told.asked) == 1 and told.whole == []
+    collector.progress(9, 1.0, 20.0 + PATIENCE_SECONDS)
+    assert len(told.asked) == 2
+    collector.take(times(2, 1, 0, first), 21.0)
+    assert told.whole == []
+    # Ranks that start again begin anew.
+    collector.progress(1, 1.0, 60.0)
+    assert told.asked[-1][1] <= 1 + AHEAD
+
+
+def test_where_there_is_no_agent_nothing_is_asked_for() -> None:
+    assert NoControl().ops_asked == -1
+
+
+# --- real agents --------------------------------------------------------------------------------
+
+
+class Job:
+    """The agents of both parts of a job, and lines of its ranks."""
+
+    def __init__(self, ingest: Ingest, token_file: Path, stack: contextlib.ExitStack) -> None:
+        self.ingest, self._token_file, self._stack = ingest, token_file, stack
+        self.zero = start_agent(self.context(0), MESH, part_ranks=2)
+        stack.callback(lambda: self.zero.close(1.0))
+        self.one = start_part_agent(
+            self.context(2), MESH, part_ranks=2, upstream=("127.0.0.1", self.zero.port)
+        )
+        stack.callback(lambda: self.one.close(1.0))
+
+    def context(self, rank: int) -> TrainerContext:
+        return context(self.ingest, self._token_file, rank, world_size=4)
+
+    def line(self, rank: int) -> AgentClient:
+        agent: AgentHandle = self.zero if rank < 2 else self.one
+        client = connect(self.context(rank), agent.host, agent.port, wait=DEADLINE)
+        self._stack.callback(client.close)
+        return client
+
+
+@pytest.fixture
+def job(ingest: Ingest, token_file: Path) -> Iterator[Job]:
+    with contextlib.ExitStack() as stack:
+        yield Job(ingest, token_file, stack)
+
+
+def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_ingest(job: Job) -> None:
+    """And those of the other column are not."""
+    job.ingest.watched = OpsWanted(column=0, seconds=30.0)
+    lines = [job.line(rank) for rank in range(4)]
+    now = 0
+
+    def step() -> bool:
+        nonlocal now
+        now += 1
+        for rank, line in enumerate(lines):
+            stage, column = divmod(rank, 2)
+            line.newest_plan()
+            ops = times(rank, stage, column, now) if line.ops_asked == now else None
+            done = finished(now) if rank == 0 else None
+            line.publish(
+                telemetry(rank, stage=stage, replica=column, iteration=now, ops=ops,
+                          finished_iteration=done)
+            )  # fmt: skip
+        return bool(job.ingest.ops)
+
+    until(step, "ops at the ingest")
+    told = job.ingest.ops[0]
+    assert (told.column, [each.rank for each in told.stages]) == (0, [0, 2])
+    assert lines[0].ops_asked == lines[2].ops_asked >= told.iteration
+    assert lines[1].ops_asked == lines[3].ops_asked == -1
+
+
+# --- a real job ---------------------------------------------------------------------------------
+
+
+def train(context: TrainerContext, done: str) -> list[str]:
+    """Iterations until a file says that they are enough. Which of them sent ops."""
+    told: list[str] = []
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with Pipeline(
+        stage, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
+    ) as pipe:
+        line = pipe._parts.control
+        publish = line.publish
+
+        def look(message: Any) -> None:
+            if message.ops is not None:
+                told.append(f"{message.ops.iteration}:{message.ops.kinds}")
+            publish(message)
+
+        line.publish = look  # type: ignore[method-assign]
+        for i in range(100_000):
+            pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
+            over = torch.tensor(int(i % 50 == 49 and Path(done).exists()))
+            if i % 50 == 49:
+                torch.distributed.all_reduce(over)
+                if over:
+                    return told
+    raise AssertionError("nobody ended it")
+
+
+def test_a_real_job_sends_ops_while_it_is_watched_and_nothing_before(
+    ingest: Ingest, token_file: Path, tmp_path: Path
+) -> None:
+    enough = tmp_path / "enough"
+    where = {
+        "ingest_url": f"http://127.0.0.1:{ingest.port}",
+        "token_file": token_file,
+        "secret": b"secret",
+    }
+    ranks = Ranks(2, train, str(enough), context=where)
+    until(lambda: len(ingest.iterations()) > 100, "iterations")
+    assert ingest.ops == []
+    first = max(ingest.iterations())
+    ingest.watched = OpsWanted(column=0, seconds=3.0)
+    until(lambda: len(ingest.ops) >= 2, "ops of two iterations")
+    ingest.watched = None
+    told: OpsReport = ingest.ops[0]
+    assert told.iteration > first and [each.stage for each in told.stages] == [0, 1]
+    for each in told.stages:
+        assert sorted(each.microbatches) == sorted([*range(4)] * (len(each.kinds) // 4))
+        assert each.kinds.count("F") == 4
+        assert all(one.end <= other.start + 1e-6 for one, other in pairwise(each.ops))
+    # An activation is there before it is used, by the clock of one machine.
+    sent = {op.microbatch: op.end for op in told.stages[0].ops if op.kind is F}
+    assert all(op.start >= sent[op.microbatch] for op in told.stages[1].ops if op.kind is F)
+    enough.touch()
+    for result in ranks.wait():
+        assert result.exitcode == 0, result.error
+        # A handful of all those iterations.
+        assert 2 <= len(result.value) <= 12, result.value
