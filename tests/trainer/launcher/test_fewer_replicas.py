@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.examples import gpt
+from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod, PodSite
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
@@ -191,7 +193,7 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
     small = pod.without((0,))
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, None, environ=given)
-        env = {**given, **site._smaller(tmp_path, (0,))}
+    env = {**given, **site._smaller(tmp_path, (0,))}
     context = TrainerContext.from_env(small.environment(0, env, pod))
     # Rank 4 is stage 1 of replica 1 in the whole job.
     assert (context.rank, context.kept_rank, context.world_size) == (2, 4, 4)
@@ -200,3 +202,12 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
     assert context.job is not None
     assert context.job.spec.schedule.global_batch_size == 16
     assert context.job.metadata.namespace == "team"
+
+    # What it kept is of no use once others have gone on without it.
+    (tmp_path / "rank-4.generation-0").mkdir()
+    site.meeting = Meeting(Endpoint(urlsplit("http://127.0.0.1:1"), "", None, None), 4, 0, print)
+    site._forget_what_is_old()
+    assert (tmp_path / "rank-4.generation-0").exists()
+    site.meeting.missed = True
+    site._forget_what_is_old()
+    assert not (tmp_path / "rank-4.generation-0").exists() and not site.meeting.missed
