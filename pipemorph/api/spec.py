@@ -695,6 +695,12 @@ class JobSpec(SpecModel):
                 " another one's memory; expected at least 1",
             ),
             (
+                "adaptation.relayout",
+                self.adaptation.relayout,
+                "is true, with parallelism.minReplicas: ranks of fewer replicas have other numbers,"
+                " and places belong to numbers; leave one of them out",
+            ),
+            (
                 "placement.rdma.check",
                 rdma is not None and rdma.check != "never",
                 f"is {rdma.check if rdma else ''}, with parallelism.minReplicas: pods that check"

@@ -42,7 +42,7 @@ SILENT_SECONDS = 45.0
 ranks may take to end, and less long than other pods wait for it."""
 UNHEARD_SECONDS = 30.0
 """A pod without ranks that has not asked for the next generation for so long is not there. It asks
-every few seconds."""
+every few seconds; of more than a hundred, each after so many more seconds as there are hundreds."""
 MOST_ARRIVED = 64
 """Iterations that are looked through for the first one that the new ranks have finished."""
 
@@ -72,6 +72,7 @@ class Generations:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.patience = patience
         self._cut = cut if cut is not None and cut.min_replicas is not None else None
+        self._known: tuple[Running, frozenset[int]] | None = None
         self.saved = saved or Recoveries()
         """What belongs into status."""
         self._finished = max(done, self.saved.finished)
@@ -148,9 +149,17 @@ class Generations:
         """The part of the replicas that run in this generation."""
         return 1.0 if self._cut is None else 1.0 - len(self.left_out) / self._cut.replicas
 
+    def _running(self) -> frozenset[int]:
+        """The pods with ranks in this generation. Kept: of a large job all ask at once."""
+        assert self._cut is not None
+        if self._known is None or self._known[0].left_out != self.left_out:
+            running = Running(self._cut, self.left_out)
+            self._known = running, frozenset(running.pods)
+        return self._known[1]
+
     def _runs(self, pod: int) -> bool:
         """Whether a pod has ranks in this generation."""
-        return self._cut is None or Running(self._cut, self.left_out).has(pod)
+        return self._cut is None or pod in self._running()
 
     @property
     def state(self) -> GenerationState:
@@ -203,11 +212,13 @@ class Generations:
             return
         self.begun(report.generation, report.left_out)
         if report.event == "gone":
+            news = not self._is_present(report.pod, now)
             self._seen[report.pod] = now
             if not self._runs(report.pod):
                 if report.pod not in self._awaits:
                     self._gone.add(report.pod)
-                self.look(now)
+                if news:
+                    self.look(now)
                 return
         if report.event == "resumed":
             self._resumed = report.resumed
@@ -238,7 +249,7 @@ class Generations:
         if self._over:
             self._decide(now)
             return
-        pods = set(Running(self._cut, self.left_out).pods) - set(self._awaits)
+        pods = set(self._running() - self._awaits.keys())
         whole = self._whole(pods | self._present(now))
         self._leave = self._leave or len(whole) > self._cut.replicas - len(self.left_out)
 
@@ -246,27 +257,29 @@ class Generations:
         """When :meth:`look` may have to decide; None if nothing waits for that."""
         if self._cut is None or not self._over or self._verdict is not None:
             return None
-        at = self._given_up_at(self._missing(now))
+        at = self._given_up_at(self._missing())
         return at if self._decided_at < at < inf else None
 
     def _present(self, now: float) -> set[int]:
         """Pods that wait for the next generation."""
-        return {
-            pod
-            for pod in self._gone
-            if pod not in self._awaits and now - self._seen.get(pod, now) < UNHEARD_SECONDS
-        }
+        return {pod for pod in self._gone if self._is_present(pod, now)}
 
-    def _missing(self, now: float) -> set[int]:
+    def _is_present(self, pod: int, now: float) -> bool:
+        # Of many pods each asks less often.
+        longest = UNHEARD_SECONDS + self.pods / 25
+        here = pod in self._gone and pod not in self._awaits
+        return here and now - self._seen.get(pod, now) < longest
+
+    def _missing(self) -> frozenset[int]:
         """Pods that had ranks in this generation and do not wait for the next one."""
-        assert self._cut is not None
-        return set(Running(self._cut, self.left_out).pods) - self._present(now)
+        return (self._running() - self._gone) | (self._running() & self._awaits.keys())
 
-    def _given_up_at(self, missing: set[int]) -> float:
+    def _given_up_at(self, missing: frozenset[int]) -> float:
         """When none of these pods is waited for any more."""
-        silent = self._over_at + SILENT_SECONDS
-        known = {pod: at + self.patience for pod, (_, at) in self._lost.items()}
-        return max((known.get(pod, silent) for pod in missing), default=-inf)
+        known = [self._lost[pod][1] + self.patience for pod in missing & self._lost.keys()]
+        if len(known) < len(missing):
+            known.append(self._over_at + SILENT_SECONDS)
+        return max(known, default=-inf)
 
     def _whole(self, pods: set[int]) -> tuple[int, ...]:
         """The replicas of which all pods are among these."""
@@ -285,13 +298,13 @@ class Generations:
             return
         self._launchers[pod] = report.launcher
         self._awaits.pop(pod, None)
-        self._seen[pod] = now
         if not self._runs(pod):
+            # It asks for the next generation once it can start ranks at once: others go on so long.
             self._joined[pod] = now
             self._lost.pop(pod, None)
-            self._gone.add(pod)
-            self.look(now)
+            self._gone.discard(pod)
             return
+        self._seen[pod] = now
         if known is not None or self._ran or self.saved.generation > 0:
             self._replaced.add(pod)
             unknown = f"pod {pod} was lost, and another one has taken its place", now
@@ -325,30 +338,29 @@ class Generations:
     def _decide(self, now: float) -> None:
         """What follows the generation, once that is known."""
         self._decided_at = now
-        cause_pod, cause = self._cause()
         if self.most == 0 or self._completed or self.saved.completed:
             # Nobody has to be waited for: pods whose ranks have finished cannot start them again.
             why = f"pod {min(self._completed)} has finished" if self._completed else ""
-            self._end("attempt", why, cause_pod)
+            self._end("attempt", why, self._cause()[0])
             return
-        missing: set[int] = set()
+        missing: frozenset[int] = frozenset()
         left_out: list[int] = []
         if self._cut is None:
             if len(self._gone) < self.pods:
                 return
         else:
-            missing = self._missing(now)
-            whole = self._whole(self._present(now))
-            left_out = [each for each in range(self._cut.replicas) if each not in whole]
+            missing = self._missing()
             if missing and now < self._given_up_at(missing):
                 return
+            whole = frozenset(self._whole(self._present(now)))
+            left_out = [each for each in range(self._cut.replicas) if each not in whole]
             if len(whole) < (self._cut.min_replicas or self._cut.replicas):
                 return
             if self._leave and not self._losses and not missing:
                 self._begin(self._change(left_out), left_out, {})
                 return
             self._blame(missing)
-            cause_pod, cause = self._cause()
+        cause_pod, cause = self._cause()
         before = self.saved
         ladder = Ladder(
             self.most,
@@ -419,7 +431,7 @@ class Generations:
             replicas=self._cut.replicas - len(left_out),
         )
 
-    def _blame(self, missing: set[int]) -> None:
+    def _blame(self, missing: frozenset[int]) -> None:
         """Take pods that do not come for the cause of the failure: others lost them."""
         for pod in missing:
             unknown = f"pod {pod} does not say that its ranks have ended", self._over_at

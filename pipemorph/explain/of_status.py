@@ -11,7 +11,7 @@ from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.explain.story import Story, brought, duration, plural, worth_line
 
-SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven")
+SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven", "ReplicasComplete")
 """Conditions that are False if something is wrong."""
 NAMED = 4
 """Most slow links of which it is told since when they are."""

@@ -54,6 +54,8 @@ class PollLimits:
     """When a launcher that may not wait asks again whether a generation is over."""
     soon_seconds: float = 1.0
     """The same, whether the next one begins. Longer with many pods: 100 ask in a second."""
+    idle_seconds: float = 5.0
+    """The same, of pods without ranks in one that is not over."""
     reports_per_pod: float = 8.0
     """Burst of a job's reports: two of each launcher in a generation, and retries."""
     refill_per_pod: float = 0.5
@@ -214,10 +216,15 @@ class GenerationDesk:
             left = end - time.monotonic()
             if left <= 0:
                 break
-            if len(session.waiters) >= limits.of_job or self._waiting >= limits.in_all:
+            # Pods that wait for a replica to be whole leave room for those with ranks, of which one
+            # at least has to hear that they are to leave.
+            idle = known.over and not session.served.over
+            most = limits.of_job // 2 if idle else limits.of_job
+            if len(session.waiters) >= most or self._waiting >= limits.in_all:
                 again = limits.later_seconds
                 if known.over:
-                    again = max(limits.soon_seconds, found.pods / 100)
+                    least = limits.idle_seconds if idle else limits.soon_seconds
+                    again = max(least, found.pods / 100)
                 break
             due = found.due(now := time.time())
             await self._wait(

@@ -29,7 +29,11 @@ MOST_STAGES = 16
 NAMED = 3
 """Most ports or links that are named in one line."""
 
-LABELS = {"StagesEven": "stages", "ReductionsHealthy": "gradients"}
+LABELS = {
+    "StagesEven": "stages",
+    "ReductionsHealthy": "gradients",
+    "ReplicasComplete": "replicas",
+}
 """Of conditions that have no part of their own."""
 
 LINKS = (

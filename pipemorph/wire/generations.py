@@ -65,8 +65,8 @@ class PodReport(WireModel):
 
     ``joined``: the launcher has begun, runs no ranks yet, and asks which generation to start;
     ``failed``: the ranks are about to end; ``gone``: none is left, or the generation is without
-    this pod's, and the launcher waits for the next one; ``completed``: all have finished, and the
-    launcher ends; ``resumed``: what the generation began with.
+    this pod's, and the launcher can start some at once in the next one; ``completed``: all have
+    finished, and the launcher ends; ``resumed``: what the generation began with.
     """
 
     attempt: Count

@@ -92,6 +92,10 @@ def test_a_pod_may_not_have_parts_of_several_replicas() -> None:
     ("changes", "why"),
     [
         ({"recovery": {"neighbour": True}}, "recovery.neighbour: is true, with parallelism.minRep"),
+        (
+            {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}},
+            "adaptation.relayout: is true, with parallelism.minReplicas",
+        ),
         ({"recovery": {"snapshotIterations": 0}}, "recovery.snapshotIterations: is 0"),
         (
             {"placement": {"rdma": {"resourceName": "a/b", "check": "require"}}},

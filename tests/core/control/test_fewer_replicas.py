@@ -67,6 +67,13 @@ def lose(job: Generations, pod: int, now: float, finished: int = 5) -> None:
     job.expect([lost_pod(pod, now)], now)
 
 
+def back(job: Generations, pod: int, now: float) -> None:
+    """Another pod has begun in the place of one whose replica does not run, and imported."""
+    job.take(word("joined", pod, launcher="new"), now - 0.5)
+    generation, left = job.state.generation, list(job.left_out)
+    job.take(word("gone", pod, generation, left_out=left, launcher="new"), now)
+
+
 def without(pod: int, now: float = 10.0) -> Generations:
     """A job that goes on without the replica of a pod."""
     job = started()
@@ -142,6 +149,8 @@ def test_ranks_leave_when_a_replica_is_whole_again_and_it_runs() -> None:
     job.take(word("gone", 2, 1, left_out=[1]), 25.0)
     assert not job.state.leave, "pod 3 is missing"
     job.take(word("joined", 3, launcher="new"), 26.0)
+    assert not job.state.leave, "it cannot start ranks at once"
+    job.take(word("gone", 3, 1, left_out=[1], launcher="new"), 27.0)
     assert job.state.leave and not job.state.over
     for pod in (0, 1, 4, 5):
         assert (job.state.generation, job.state.left_out) == (1, (1,))
@@ -155,7 +164,7 @@ def test_ranks_leave_when_a_replica_is_whole_again_and_it_runs() -> None:
 
 def test_a_failure_while_they_leave_counts_as_one() -> None:
     job = without(3)
-    job.take(word("joined", 3, launcher="new"), 26.0)
+    back(job, 3, 26.0)
     end(job, 0, 1, 4, now=30.0, loss=None)
     end(job, 5, now=30.0, loss=loss(30.0, lost_peer=False, reason="rank 5 raised"))
     assert (job.state.generation, job.state.left_out) == (2, ()), "pod 2 was heard 20 s ago"
@@ -164,7 +173,7 @@ def test_a_failure_while_they_leave_counts_as_one() -> None:
 
 def test_a_pod_without_ranks_that_is_not_heard_of_is_not_there() -> None:
     job = without(3)
-    job.take(word("joined", 3, launcher="new"), 11.0 + UNHEARD_SECONDS)
+    back(job, 3, 11.0 + UNHEARD_SECONDS)
     assert not job.state.leave, "pod 2 has not asked since its ranks ended"
     job.take(word("gone", 2, 1, left_out=[1]), 50.0)
     assert job.state.leave
@@ -180,9 +189,9 @@ def test_more_pods_may_be_lost() -> None:
     assert job.saved.last[-1].replicas == 1
     # One whose ranks do not run may be lost as well, and nobody minds.
     job.expect([lost_pod(2, 55.0)], 55.0)
-    job.take(word("joined", 3, launcher="new"), 56.0)
+    back(job, 3, 56.0)
     assert not job.state.leave and not job.state.over
-    job.take(word("joined", 2, launcher="newer"), 57.0)
+    back(job, 2, 57.0)
     assert job.state.leave, "replica 1 is whole, and replica 0 is not"
     end(job, 4, 5, now=60.0, finished=12, loss=None)
     assert (job.state.generation, job.state.left_out) == (3, (0,))
@@ -226,7 +235,7 @@ def test_an_ingest_that_is_replaced_knows_who_runs() -> None:
     saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
     again = Generations(6, 5, saved=saved, cut=CUT, patience=PATIENCE)
     assert again.state.left_out == (1,)
-    again.take(word("joined", 3, launcher="new"), 26.0)
+    back(again, 3, 26.0)
     assert not again.state.leave
     again.take(word("gone", 2, 1, left_out=[1]), 27.0)
     assert again.state.leave

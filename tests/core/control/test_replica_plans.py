@@ -12,6 +12,7 @@ import pytest
 from plant_support import BASE, Plant, spec
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.control import Health, JobController, initial_plan
@@ -374,6 +375,27 @@ def test_a_restarted_host_knows_the_plans_of_all_replicas() -> None:
     plant.delays_of[1][0] = plant.delays_of[2][4] = 0.0
     plant.run(16)
     assert plant.plan.own == ()
+
+
+def test_fewer_replicas_keep_a_plan_of_all_and_get_others_of_their_own_anew() -> None:
+    plant = Replicas(capped())
+    plant.run(6)
+    plant.delays_of[1][0] = 0.06
+    plant.run(10)
+    fewer = Running(plant.spec.parallelism, (0,)).spec(plant.spec)
+    assert plant.controller.resized(fewer).wanted == plant.plan, "one of all replicas"
+    plant.delays_of[2][4] = 0.06
+    plant.run(10)
+    assert len(plant.plan.own) == 2
+    left = Replicas(fewer, controller=plant.controller.resized(fewer))
+    assert left.controller.wanted == initial_plan(fewer), "replicas have other numbers"
+    assert left.controller.plan_version == plant.controller.plan_version
+    assert left.controller.records == plant.controller.records
+    left.now, left.iteration, left.sequence = plant.now, plant.iteration, plant.sequence
+    left.delays_of[0][0] = left.delays_of[1][4] = 0.06
+    left.run(12)
+    assert moved(left) == [(0,), (4,)]
+    assert left.plan.version > plant.plan.version
 
 
 def test_columns_that_share_collectives_run_one_plan() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.status import Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -283,3 +285,61 @@ def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> No
 
 def server_waits(desk: GenerationDesk | None) -> bool:
     return desk is not None and desk._waiting > 0
+
+
+class FewerJob(OneJob):
+    """Eight replicas of one pod, of which one may do without the others; pod 7 was lost."""
+
+    def __init__(self, idle: int = 1) -> None:
+        super().__init__()
+        cut = Parallelism(stages=1, replicas=8, min_replicas=1)
+        saved = Recoveries(generation=1, left_out=list(range(8 - idle, 8)), count=1)
+        self.job = Generations(8, most=3, saved=saved, cut=cut)
+
+
+async def waits(desk: GenerationDesk, pod: int, wait: str = LONG) -> Reply:
+    """A launcher without ranks asks for the next generation."""
+    left = list(desk._store.generations("default", "gpt").left_out)  # type: ignore[union-attr]
+    return await tell(desk, wait, pod=pod, generation=1, left_out=left)
+
+
+def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
+    async def work() -> None:
+        desk = GenerationDesk(FewerJob())
+        listening = asyncio.create_task(poll(desk, generation=1))
+        await settled()
+        assert not listening.done()
+        waiting = asyncio.create_task(waits(desk, 7))
+        found = state(await listening)
+        assert (found["leave"], found["over"], found["left_out"]) == (True, False, [7])
+        assert not waiting.done()
+        query = {"attempt": "0", "generation": "1"}
+        again = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
+        await settled()
+        assert not again.done(), "it knows"
+        for pod in range(7):
+            await tell(desk, pod=pod, generation=1, left_out=[7])
+        assert state(await again)["over"], "they have begun to leave"
+        found = state(await waiting)
+        assert (found["generation"], found["over"], found["left_out"]) == (2, False, [])
+
+    run(work())
+
+
+def test_pods_without_ranks_leave_room_for_those_that_have_some() -> None:
+    async def work() -> None:
+        limits = PollLimits(of_job=2, idle_seconds=7.0)
+        desk = GenerationDesk(FewerJob(idle=4), limits=limits)
+        first = asyncio.create_task(waits(desk, 4))
+        await settled()
+        assert state(await waits(desk, 5))["again"] == 7.0
+        query = {"attempt": "0", "generation": "1"}
+        listening = asyncio.create_task(
+            desk.poll("default", "gpt", **query, wait=LONG, leaving=True)
+        )
+        await settled()
+        assert not first.done() and not listening.done()
+        desk.close()
+        await asyncio.gather(first, listening)
+
+    run(work())

@@ -139,6 +139,7 @@ def test_a_replica_that_is_back_is_told_and_the_controller_has_it() -> None:
         for pod in (1, 3, 5):
             await tell(desk, pod, generation=1, without=[1])
         await tell(desk, 7, event="joined", launcher="new")
+        await tell(desk, 7, generation=1, without=[1], launcher="new")
         query = {"attempt": "0", "generation": "1", "wait": "0"}
         state = json.loads((await desk.poll(*KEY, **query)).body)
         assert (state["leave"], state["over"]) == (True, False)

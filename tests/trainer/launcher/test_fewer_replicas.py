@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
-from pods import Job
+from pods import DEADLINE, Job
 
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.examples import gpt
+from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.pod import Pod, PodSite
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-MICROBATCHES, MICROBATCH, SEED, ITERATIONS = 4, 2, 0, 120
+MICROBATCHES, MICROBATCH, SEED, ITERATIONS = 4, 2, 0, 70
 ARGS: dict[str, Any] = {
     "width": 32, "heads": 2, "sequence": 32, "microbatch_size": MICROBATCH, "clip": 1e9,
 }  # fmt: skip
@@ -27,7 +34,8 @@ draw, hurry = gpt.sample_batch, Path(__file__).with_name("hurry")
 
 def sample_batch(*args, **given):
     if not hurry.exists():
-        time.sleep(0.5)
+        # Slower and slower, so that there are iterations left however long a pod takes.
+        time.sleep(0.4 if given["iteration"] < 40 else 4.0)
     return draw(*args, **given)
 
 gpt.sample_batch = sample_batch
@@ -137,3 +145,69 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     assert sorted(job.iterations()) == list(range(ITERATIONS))
     assert ran(job).count(1) >= 4
     compare(job)
+
+
+def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: Any) -> None:
+    """The pod of rank 0 is lost, and with it the agent; replica 1 trains on to the end."""
+    job = started()
+    job.wait_for_iterations(3)
+    job.kill(0, told=True)
+    job.wait("replica 1 trains on", lambda: recovered(job, 1))
+    assert job.recoveries().left_out == [0]
+    (job.folder / "hurry").touch()
+    assert [job.pods[pod].wait(DEADLINE) for pod in (1, 2, 3)] == [0, 0, 0], job
+    assert job.recoveries().completed
+    assert max(job.iterations()) == ITERATIONS - 1
+    assert "runs without replicas 0; this pod waits" in job.log("pod-2")
+    job.pods[0] = job.start_pod(0)
+    assert job.pods[0].wait(DEADLINE) == 0, job
+
+
+def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
+    """Without the replica of rank 0, whose pod all others meet at otherwise."""
+    spec = {
+        "parallelism": {"stages": 2, "replicas": 3, "minReplicas": 1},
+        "schedule": {"microbatches": 4, "globalBatchSize": 24},
+        "trainer": {"module": "m", "iterations": 7},
+    }
+    whole = {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "gpt", "namespace": "team"},
+        "spec": spec,
+    }
+    job = PipeMorphJob.model_validate(whole)
+    (tmp_path / "job.json").write_text(job.model_dump_json(by_alias=True))
+    given = {
+        "PIPEMORPH_POD_INDEX": "4",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": "6",
+        "MASTER_ADDR": "gpt-0.svc",
+        "MASTER_PORT": "29500",
+        "PIPEMORPH_JOB_FILE": str(tmp_path / "job.json"),
+        "PIPEMORPH_POD_ADDRESS": "gpt-{}.svc",
+        "PIPEMORPH_KEPT_DIR": str(tmp_path),
+    }
+    pod = Pod.from_env(given)
+    assert not pod.runs_without((1,)) and pod.runs_without((0,))
+    small = pod.without((0,))
+    with Interrupts(SimpleQueue()) as interrupts:
+        site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, None, environ=given)
+    env = {**given, **site._smaller(tmp_path, (0,))}
+    context = TrainerContext.from_env(small.environment(0, env, pod))
+    # Rank 4 is stage 1 of replica 1 in the whole job.
+    assert (context.rank, context.kept_rank, context.world_size) == (2, 4, 4)
+    assert (context.coordinate().stage, context.coordinate().replica) == (1, 0)
+    assert context.master_addr == "gpt-1.svc"
+    assert context.job is not None
+    assert context.job.spec.schedule.global_batch_size == 16
+    assert context.job.metadata.namespace == "team"
+
+    # What it kept is of no use once others have gone on without it.
+    (tmp_path / "rank-4.generation-0").mkdir()
+    site.meeting = Meeting(Endpoint(urlsplit("http://127.0.0.1:1"), "", None, None), 4, 0, print)
+    site._forget_what_is_old()
+    assert (tmp_path / "rank-4.generation-0").exists()
+    site.meeting.missed = True
+    site._forget_what_is_old()
+    assert not (tmp_path / "rank-4.generation-0").exists() and not site.meeting.missed

@@ -7,7 +7,7 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,14 @@ class Answers(http.server.ThreadingHTTPServer):
 
     def __init__(self, status: int, state: dict[str, object]) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.state = state
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 server.asked.append((self.headers["Authorization"], text))
-                body = json.dumps(state).encode()
+                body = json.dumps(server.state).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -52,14 +53,19 @@ def notes() -> Iterator[list[str]]:
     yield []
 
 
-def meeting(tmp_path: Path, port: int, notes: list[str]) -> Meeting:
+def meeting(
+    tmp_path: Path,
+    port: int,
+    notes: list[str],
+    runs: Callable[[tuple[int, ...]], bool] = lambda _: True,
+) -> Meeting:
     (tmp_path / "token").write_text("secret\n")
     url = f"http://127.0.0.1:{port}"
     endpoint = Endpoint.from_env(
         {"PIPEMORPH_INGEST_URL": url, "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token")}, "a", "b"
     )
     assert endpoint.path == "/v1/jobs/a/b/generation"
-    return Meeting(endpoint, 1, 0, notes.append)
+    return Meeting(endpoint, 1, 0, notes.append, runs)
 
 
 def test_without_an_ingest_the_wait_has_an_end_and_says_so(
@@ -118,6 +124,39 @@ def test_a_generation_that_is_over_before_this_pod_heard_of_it_is_not_started(
     assert met == "the wait was interrupted"
     told = [json.loads(text).get("generation") for _, text in host.asked]
     assert told[:2] == [2, 3]
+
+
+def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    """Longer than pods wait for each other, and then its copies are of an old state."""
+    fewer = GenerationState(attempt=0, generation=3, left_out=(1,), again=0.05)
+    host = Answers(200, fewer.model_dump())
+    pod = meeting(tmp_path, host.server_address[1], notes, runs=lambda left: 1 not in left)
+    assert pod.join(NEVER, lambda: False) == fewer, "it has to import before it may run"
+
+    def turns() -> bool:
+        if len(host.asked) == 6:
+            host.state |= {"generation": 4, "left_out": []}
+        return False
+
+    met = pod.meet(2, None, 0.2, turns)
+    assert isinstance(met, GenerationState) and met.generation == 4, met
+    assert pod.missed
+    told = [json.loads(text) for _, text in host.asked]
+    assert [(each["generation"], each["left_out"]) for each in told[1:3]] == [(2, [1]), (3, [1])]
+    assert {each["event"] for each in told[1:]} == {"gone"}
+    assert notes == ["generation 3 runs without replicas 1; this pod waits until a pod is back"]
+
+
+def test_a_pod_that_did_not_hear_of_a_generation_was_left_out_of_it(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    for generation, missed in ((3, False), (4, True)):
+        host = Answers(200, GenerationState(attempt=0, generation=generation).model_dump())
+        pod = meeting(tmp_path, host.server_address[1], notes)
+        assert isinstance(pod.meet(2, None, NEVER, lambda: False), GenerationState)
+        assert pod.missed is missed
 
 
 def test_a_launcher_goes_to_the_owner_that_a_replica_names_and_stays_there(tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ class Meeting:
 
     def join(self, patience: float, stop: Callable[[], bool]) -> GenerationState | str:
         """Say that this launcher has begun, and wait for the generation that it is to start: the
-        first one at once, or one to come if this pod takes the place of another. Waits at most
+        first one at once, or one to come if this pod takes the place of another. Does not wait if
+        the newest one is without this pod: call :meth:`meet` when it can start ranks. Waits at most
         ``patience`` seconds for an ingest, or until ``stop()``. Returns as :meth:`meet`."""
         return self._interruptibly(lambda cancelled: self._join(patience, cancelled), stop)
 
@@ -282,10 +283,9 @@ class Meeting:
                 backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
                 continue
             self._left_out = state.left_out
-            if state.verdict or (not state.over and self._runs(state.left_out)):
+            if state.verdict or not (state.over and self._runs(state.left_out)):
                 return state
-            why = state.reason or "the ranks of other pods are asked to leave"
-            self._note(f"waiting for the generation after {state.generation}: {why}")
+            self._note(f"waiting for the generation after {state.generation}: {state.reason}")
             return self._wait(state.generation, None, 0, patience, cancelled)
         return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 

@@ -165,6 +165,7 @@ class PodSite:
     word: int | None = None
     """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    forks: Forks | None = None
     asked: bool = False
     """Whether the ranks have been asked to leave, so that a replica can join."""
     hangs: HangWatch = field(init=False)
@@ -182,6 +183,16 @@ class PodSite:
             # Ranks do not wait for an ingest that is away: most pods are the first in their place.
             note(f"{met}; the ranks begin as generation 0")
             return Life()
+        if not met.verdict and not self.pod.runs_without(met.left_out):
+            # Others train meanwhile, and stop only when this pod can begin.
+            if self.forks is not None:
+                self.forks.server(self.is_over)
+            late = self.meeting.meet(met.generation, None, JOIN_SECONDS, self.is_over)
+            if self.is_over():
+                return Ending(End.INTERRUPTED)
+            if isinstance(late, str):
+                return Ending(End.FAILED, late)
+            self.meeting.missed, met = False, late
         if met.verdict not in ("", "completed"):
             return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
         if met.verdict == "completed":
@@ -388,7 +399,7 @@ def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = F
             Interrupts(events) as interrupts,
             Forks(modules, program, os.environ, note) as forks,
         ):
-            site = PodSite(pod, program, grace, events, interrupts, meeting)
+            site = PodSite(pod, program, grace, events, interrupts, meeting, forks=forks)
             return Generations(site, reaper, forks, events).to_the_end()
     finally:
         reaper.close()

@@ -6,6 +6,8 @@ from pipemorph.api.status import Recoveries, RecoveryRecord
 from pipemorph_operator import names
 from pipemorph_operator.cluster.events import Event
 
+MOST_NAMED = 8
+
 
 class RecoveryEvents:
     """Remembers of which recoveries events were emitted. ``seen``: those in status at start, so
@@ -25,6 +27,9 @@ class RecoveryEvents:
             text = f"the ranks start again as generation {last.generation}: {last.cause}"
             if last.replaced:
                 text += f" (another pod in the place of {', '.join(map(str, last.replaced))})"
+            if now.left_out:
+                without = ", ".join(map(str, now.left_out[:MOST_NAMED]))
+                text += f"; {last.replicas} replicas train on, without {without}"
             events.append(Event("Warning", names.R_RANKS_RESTARTED, text))
         known = self._last is not None and _same(self._last, last) and self._last.seconds
         if last.seconds is not None and not known:
