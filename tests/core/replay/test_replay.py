@@ -265,21 +265,22 @@ def test_a_stage_that_falls_behind_sets_the_pace() -> None:
 
 def test_no_telemetry_beats_an_oracle_that_is_an_iteration_late() -> None:
     late = late_share(PROBLEM, FAULT)
-    share = replay(PROBLEM, FAULT, telemetry="exact").share("adaptive")
+    found = replay(PROBLEM, FAULT, telemetry="exact", dispatch=Dispatch.STATIC)
+    share = found.share("adaptive")
     assert share is not None
     assert share - 0.01 < late < 1
 
 
-def test_where_delays_keep_changing_online_dispatch_is_chosen() -> None:
+def test_where_delays_keep_changing_a_guided_plan_is_enough() -> None:
     """The delay of a link is another one every 50-400 ms. The plan of the first slow iteration was
-    made for a delay that stays."""
+    made for a delay that stays; run as messages come, it need not be replaced."""
     problem = load_problem(str(TRACES / "problem.yaml"))
     trace = load_trace(str(TRACES / "redrawn.jsonl"), len(problem.links))
     kept = replay(problem, trace, telemetry="python", dispatch=Dispatch.STATIC, iterations=30)
     free = replay(problem, trace, telemetry="python", iterations=30)
     assert free.seconds["adaptive"] <= 0.995 * kept.seconds["adaptive"]
     assert free.seconds["static"] == kept.seconds["static"]
-    assert ["and it varies" in change.reason for change in free.changes] == [False, True]
+    assert len(free.changes) == 1
 
 
 def test_a_rate_that_keeps_changing_is_planned_for_as_such() -> None:
