@@ -28,6 +28,7 @@ COMMANDS = {
     "run": "pipemorph.commands.run",
     "serve": "pipemorph.commands.serve",
     "simulate": "pipemorph.commands.simulate",
+    "timeline": "pipemorph.commands.cluster.timeline",
     "top": "pipemorph.commands.cluster.top",
     "watch": "pipemorph.commands.cluster.watch",
 }

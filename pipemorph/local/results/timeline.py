@@ -7,9 +7,9 @@ one time scale: undisturbed, disturbed, adapted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
@@ -34,12 +34,17 @@ def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None
     if not iterations:
         note("no timeline: the ranks finished no iteration with a trace of its ops")
     kept = choose(index, iterations, run.adaptations)
-    write_json(folder.timeline, chrome_trace(index.read(kept), run, len(iterations)))
+    mesh = run.job.spec.parallelism.mesh
+    about = About(
+        run.job.metadata.name, emulated=run.emulated,
+        columns=[mesh.column_name(i) for i in range(mesh.columns)], changes=run.adaptations,
+    )  # fmt: skip
+    write_json(folder.timeline, chrome_trace(index.read(kept), about, len(iterations)))
     if not iterations:
         return
     try:
         panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        picture = render_panels(_title(run), timelines(index, panels, run))
+        picture = render_panels(about.title, timelines(index, panels, run))
         write_whole(folder.picture, picture)
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
@@ -67,24 +72,61 @@ def choose(
     return sorted([i for i in wanted if i in here][:room])
 
 
+class Changed(Protocol):
+    """A change of plan. ``applied_at_iteration``: the first under it; None before that."""
+
+    @property
+    def plan_version(self) -> int: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def applied_at_iteration(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A :class:`Changed` of which no more is known."""
+
+    plan_version: int
+    reason: str
+    applied_at_iteration: int | None
+
+
+@dataclass(frozen=True)
+class About:
+    """A job, for its trace. ``columns``: their names."""
+
+    name: str
+    emulated: bool
+    columns: Sequence[str]
+    changes: Sequence[Changed]
+
+    @property
+    def title(self) -> str:
+        note = " (EMULATED: stages wait instead of computing)" if self.emulated else ""
+        return f"{self.name}{note}"
+
+
 def chrome_trace(
-    traces: dict[int, list[StageTrace]], run: RunRecord, recorded: int
+    traces: Mapping[int, Sequence[StageTrace]], about: About, recorded: int
 ) -> dict[str, Any]:
     """Trace Event Format: a process per replica, a thread per stage. Times in microseconds
     after the first op."""
     stages = [stage for iteration in traces.values() for stage in iteration]
     zero = min((op.start for stage in stages for op in stage.ops), default=0.0)
-    events = _names(stages, run)
+    events = _names(stages, about)
     events += [_op_event(op, stage, zero) for stage in stages for op in stage.ops]
-    for record in run.adaptations:
+    for record in about.changes:
         if (stages_then := traces.get(_first_iteration(record))) is not None:
             events.append(_mark(record, stages_then, zero))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
-            "title": _title(run),
-            "emulated": run.emulated,
+            "title": about.title,
+            "emulated": about.emulated,
             "first_op_at": zero,
             "iterations": sorted(traces),
             "iterations_recorded": recorded,
@@ -92,17 +134,12 @@ def chrome_trace(
     }
 
 
-def _title(run: RunRecord) -> str:
-    name = run.job.metadata.name
-    return f"{name} (EMULATED: stages wait instead of computing)" if run.emulated else name
-
-
-def _names(stages: Iterable[StageTrace], run: RunRecord) -> list[dict[str, Any]]:
+def _names(stages: Iterable[StageTrace], about: About) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     replicas = {stage.replica for stage in stages}
     for replica in sorted(replicas):
-        column = run.job.spec.parallelism.mesh.column_name(replica)
-        name = f"{run.job.metadata.name}{', ' if column else ''}{column}"
+        column = about.columns[replica]
+        name = f"{about.name}{', ' if column else ''}{column}"
         events.append(_metadata("process_name", replica, 0, {"name": name}))
     for replica, stage in sorted({(stage.replica, stage.stage) for stage in stages}):
         events.append(_metadata("thread_name", replica, stage, {"name": f"stage {stage}"}))
@@ -127,12 +164,12 @@ def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
     }
 
 
-def _first_iteration(record: AdaptationRecord) -> int:
+def _first_iteration(record: Changed) -> int:
     """First iteration under this plan; -1 if it never took effect."""
     return -1 if record.applied_at_iteration is None else record.applied_at_iteration
 
 
-def _mark(record: AdaptationRecord, stages: list[StageTrace], zero: float) -> dict[str, Any]:
+def _mark(record: Changed, stages: Sequence[StageTrace], zero: float) -> dict[str, Any]:
     first = min((op.start for stage in stages for op in stage.ops), default=zero)
     return {
         "ph": "i",

@@ -1,19 +1,22 @@
-"""``pipemorph watch`` over a kubectl that is played: what is said where there is no page."""
+"""``pipemorph watch`` and ``timeline`` over a played kubectl, and what is said without a page."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_jobs import Trace, watched
 
 from pipemorph.cli import main
-from pipemorph.commands.cluster import reach, watch
+from pipemorph.commands.cluster import reach, timeline, watch
 from pipemorph.commands.cluster.reach import Ingest, Place, Reached, find
 from pipemorph.errors import InputError
 from pipemorph.watch.access import HEADER, audience, path, through_api_server
+from pipemorph.watch.build import watch_view
 
 JOB = {"kind": "PipeMorphJob", "metadata": {"name": "gpt", "namespace": "team"}}
 WHERE = "https://pm-ingest.pipemorph-system.svc:8443"
@@ -228,3 +231,64 @@ def test_a_proxy_that_does_not_start_is_said(
     )
     assert main(["watch", "team/gpt"]) == 2
     assert "kubectl proxy: no such context" in capsys.readouterr().err
+
+
+def documents(*iterations: int) -> list[tuple[int, str]]:
+    """Of a job that is watched, one with each of these iterations."""
+    known, traces = watched(4, 12)
+    found = []
+    for number, i in enumerate(iterations, start=1):
+        each = [Trace(t.rank, t.stage, 0, i, 0, t.ops) for t in traces]
+        view = watch_view(known, each, column=0, number=number)
+        found.append((200, view.model_dump_json()))
+    return found
+
+
+def test_the_iterations_that_were_seen_are_a_trace(
+    kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
+    busy = 429, json.dumps({"error": "another document would cost too much now"})
+    first, *others = documents(3, 3, 5)
+    kubectl.answers(first, (200, "null"), busy, *others, (200, "null"))
+    out = tmp_path / "trace.json"
+    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "2"]) == 0
+    found = json.loads(out.read_text())
+    assert found["otherData"]["iterations"] == [3, 5]
+    ops = [each for each in found["traceEvents"] if each["ph"] == "X"]
+    known, traces = watched(4, 12)
+    assert len(ops) == 2 * sum(len(trace.ops) for trace in traces)
+    assert {each["tid"] for each in ops} == {0, 1, 2, 3}
+    names = {each["args"]["name"] for each in found["traceEvents"] if each["ph"] == "M" and
+             each["name"] == "process_name"}  # fmt: skip
+    assert names == {known.job.metadata.name}
+    for trace in traces:
+        mine = [e for e in ops if e["tid"] == trace.stage and e["args"]["iteration"] == 3]
+        assert [e["name"] for e in mine] == [f"{op.kind.value}{op.microbatch}" for op in trace.ops]
+        zero = min(op.start for each in traces for op in each.ops)
+        for event, op in zip(mine, trace.ops, strict=True):
+            assert event["ts"] == pytest.approx(1e6 * (op.start - zero), abs=2)
+            assert event["dur"] == pytest.approx(1e6 * (op.end - op.start), abs=2)
+    asked = kubectl.lines("requests")
+    assert "after=1" in asked[1]
+
+
+def test_why_there_is_no_trace_is_said(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.0)
+    known, _ = watched(4, 12)
+    why = "this trainer sends no ops of its iterations"
+    view = watch_view(replace(known, no_ops=why), [], column=0)
+    kubectl.answers((200, view.model_dump_json()))
+    command = ["timeline", "team/gpt", "--out", "x.json", "--seconds"]
+    for more, words in (
+        (["0.1"], f"no iteration was seen: {why}"),
+        (["0.1", "--column", "7"], "--column: is 7; the job has 1"),
+        (["0"], "--seconds: is 0"),
+    ):
+        assert main([*command, *more]) == 2
+        assert words in capsys.readouterr().err
+    kubectl.answers((200, "{}"))
+    assert main([*command, "0.1"]) == 2
+    assert "is of another release than this command" in capsys.readouterr().err

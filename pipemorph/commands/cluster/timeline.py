@@ -1,0 +1,135 @@
+"""``pipemorph timeline JOB --out FILE``: a trace of iterations of a job of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipemorph.commands.cluster import kubectl, watch
+from pipemorph.commands.cluster.reach import Ingest, find
+from pipemorph.commands.emit import emit
+from pipemorph.errors import InputError
+from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.document import LETTERS, Picture, WatchView
+
+SECONDS, MOST_SECONDS = 10.0, 600.0
+EVERY_SECONDS = 0.5
+"""Between two questions; a document has one iteration."""
+FIRST_SECONDS = 30.0
+"""How much longer to wait for the first iteration: ranks are asked for one with a report's answer,
+and tell of it when it is finished."""
+KINDS = {letter: kind for kind, letter in LETTERS.items()}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "timeline",
+        help="write a trace of a job of a cluster, for Perfetto",
+        description="Watch a job for some seconds, and write the ops of the iterations that were"
+        " seen, about one a second, as a trace for Perfetto or chrome://tracing. Access is as for"
+        " pipemorph watch. Exit status: 0, or 2 for invalid input, or if no iteration was seen.",
+    )
+    parser.add_argument("job", metavar="JOB", help="[NAMESPACE/]NAME of the job")
+    kubectl.add_arguments(parser)
+    watch.add_arguments(parser)
+    parser.add_argument("--out", metavar="FILE", required=True, help="where to write the trace")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"how long to watch, up to {MOST_SECONDS:g} (default: {SECONDS:g})",
+    )
+    parser.add_argument(
+        "--column", type=int, help="pipeline to trace (default: that with the slowest link)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 < args.seconds <= MOST_SECONDS:
+        raise InputError(
+            f"--seconds: is {args.seconds:g}; expected more than 0, up to {MOST_SECONDS:g}"
+        )
+    place = find(args.job, args.namespace, args.ingest, args.context)
+    ingest = Ingest(place, args.service_account, args.context)
+    newest, seen = asyncio.run(_look(ingest, args.seconds, args.column))
+    if args.column is not None and newest.column != args.column:
+        raise InputError(f"--column: is {args.column}; the job has {len(newest.columns)}")
+    if not seen:
+        raise InputError(f"{ingest.name}: no iteration was seen: {newest.no_alternative}")
+    emit(json.dumps(trace(newest, seen)).encode() + b"\n", args.out)
+    print(f"timeline: {args.out}: {len(seen)} iterations")
+    return 0
+
+
+async def _look(
+    ingest: Ingest, seconds: float, column: int | None
+) -> tuple[WatchView, dict[int, tuple[int, Picture]]]:
+    """The newest document, and the measured iterations with the columns that they are of."""
+    seen: dict[int, tuple[int, Picture]] = {}
+    newest: WatchView | None = None
+    query = {} if column is None else {"column": str(column)}
+    async with ingest:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end + (0.0 if seen else FIRST_SECONDS):
+            after = {} if newest is None else {"after": str(newest.number)}
+            found = await ingest.ask(query | after, page=False)
+            if found.status == 200 and found.body != b"null":
+                newest = _view(ingest.name, found.body)
+                if newest.measured is not None:
+                    seen[newest.measured.iteration] = newest.column, newest.measured
+                if not newest.live:
+                    break
+            elif found.status not in (200, 429):
+                raise InputError(watch.why(ingest.name, found))
+            await asyncio.sleep(EVERY_SECONDS)
+    if newest is None:
+        raise InputError(f"{ingest.name}: the ingest is too busy to tell of it; try again")
+    return newest, seen
+
+
+def _view(name: str, body: bytes) -> WatchView:
+    try:
+        return WatchView.model_validate_json(body)
+    except ValidationError:
+        raise InputError(
+            f"{name}: its ingest is of another release than this command; use one of that release"
+        ) from None
+
+
+def trace(newest: WatchView, seen: dict[int, tuple[int, Picture]]) -> dict[str, Any]:
+    """Trace Event Format, as ``timeline.json`` of a run."""
+    # Imported late: it takes a while.
+    from pipemorph.local.results.timeline import About, Applied, chrome_trace
+
+    changes = [Applied(each.plan_version, each.reason, each.iteration) for each in newest.changes]
+    about = About(newest.job, emulated=newest.emulated, columns=newest.columns, changes=changes)
+    stages = {
+        iteration: list(_stages(column, picture))
+        for iteration, (column, picture) in sorted(seen.items())
+    }
+    return chrome_trace(stages, about, len(stages))
+
+
+def _stages(column: int, picture: Picture) -> Iterator[Any]:
+    from pipemorph.local.results.traces import StageTrace
+
+    begin = picture.at or 0.0
+    for number, row in enumerate(picture.rows):
+        ops: dict[int, list[TimedOp]] = {}
+        at = 0
+        for i, letter in enumerate(row.kinds):
+            start = at + row.gaps[i]
+            at = start + row.durations[i]
+            stage = row.stages[i] if row.stages else number
+            op = TimedOp(KINDS[letter], row.microbatches[i], begin + start / 1e6, begin + at / 1e6)
+            ops.setdefault(stage, []).append(op)
+        for stage, own in sorted(ops.items()):
+            yield StageTrace(
+                number, stage, column, picture.iteration, picture.plan_version, tuple(own)
+            )
