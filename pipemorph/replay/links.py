@@ -136,7 +136,7 @@ class Links:
 
     def pace(self) -> Pace:
         """Of another trainer that begins."""
-        return Pace(self._problem)
+        return Pace(self._problem, self.rank_of)
 
     def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
         """The links that are not well."""
@@ -187,7 +187,7 @@ class Links:
         gone: dict[int, float] | None = None,
     ) -> Simulation:
         """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
-        when each stage may begin, counted from then; see :class:`Pace`.
+        when each rank may begin, counted from then; see :class:`Pace`.
 
         ``gone``: links whose direct route the trainer has given up, and so delegates, and since
         when, in seconds of training; those that it gives up in this iteration are added. Without
@@ -289,8 +289,9 @@ def _simulate(
 ) -> Simulation:
     if plan.turns:
         order = InterleavedSchedule.of_plan(plan)
-        ran = simulate_interleaved(order, problem, delay_at=delay_at, transfer_at=transfer_at)
-        return ran.simulation
+        return simulate_interleaved(
+            order, problem, delay_at=delay_at, transfer_at=transfer_at, before=before
+        ).simulation
     return simulate_changing(
         plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before,
         waits=plan.waits,
@@ -316,30 +317,34 @@ def with_reductions(problem: Problem, late: Mapping[int, float]) -> Problem:
 
 
 class Pace:
-    """Makes iterations follow each other: all stages begin the next one when the last stage has
-    ended, or, without a barrier, each when it has ended itself."""
+    """Makes iterations follow each other: all ranks begin the next one when the last rank has
+    ended, or, without a barrier, each when it has ended itself. ``rank_of``: of each stage."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, rank_of: Sequence[int]) -> None:
         self.barrier = problem.objective == "makespan"
+        ranks = range(max(rank_of) + 1)
+        self._stages_of = [[s for s, at in enumerate(rank_of) if at == rank] for rank in ranks]
         self.before: list[float] | None = None
-        """When each stage may begin the next iteration, counted from its begin on stage 0."""
+        """When each rank may begin the next iteration, counted from its begin on rank 0."""
 
     def follow(self, ran: Simulation) -> float:
         """Seconds from the begin of an iteration to that of the next, which is then the one that
         follows."""
         if self.barrier:
             return ran.makespan
-        took, self.before = following(ran.free, ran.after)
+        after = ran.after or (0.0,) * len(ran.stages)
+        free = [[max(ran.free[s][-1] for s in mine)] for mine in self._stages_of]
+        tails = [max(after[s] for s in mine) for mine in self._stages_of]
+        took, self.before = following(free, tails)
         return took
 
 
 def ranks_of(problem: Problem) -> tuple[int, ...]:
-    """The rank of each stage. Raises :class:`InputError` if ranks do not share the stages evenly,
-    or for an objective that ranks with several stages do not know."""
+    """The rank of each stage. Raises :class:`InputError` if ranks do not share the stages
+    evenly."""
     count, ranks = problem.stage_count, problem.ranks
     if ranks is None or ranks == count:
         return tuple(range(count))
-    problem.check_makespan("a replay of ranks with several stages")
     if count % ranks:
         raise InputError(f"ranks is {ranks}; expected a number that divides {count} stages")
     return place_stages(count, ranks, problem.placement)

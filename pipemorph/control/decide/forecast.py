@@ -42,6 +42,7 @@ from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
+    predict_interleaved_period,
     simulate_interleaved,
     validate_interleaved,
 )
@@ -317,8 +318,10 @@ class Forecast:
         """Of the replicas that run this plan, without those that run another."""
         problem = self.problem(plan.routes).under(plan)
         if plan.turns:
-            ran = simulate_interleaved(InterleavedSchedule.of_plan(plan), problem)
-            return ran.objective(problem)
+            order = InterleavedSchedule.of_plan(plan)
+            if not self._situation.barrier:
+                return predict_interleaved_period(order, problem)
+            return simulate_interleaved(order, problem).makespan
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
         if not self._situation.barrier:

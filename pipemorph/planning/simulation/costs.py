@@ -24,7 +24,8 @@ class Costs(NamedTuple):
     a fused backward. ``device_limits``: None for stages whose activations stay on the device; else
     an F after which they leave takes ``leaving`` more, and their backward ``returning``.
     ``after``: what follows the last op of a stage, and so is part of the makespan. ``before``: when
-    a stage may begin, 0 or later; only executions know it.
+    a rank may begin, 0 or later; only executions know it. As long as the others, also where there
+    are fewer ranks than stages.
     """
 
     microbatches: int

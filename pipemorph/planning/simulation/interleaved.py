@@ -17,7 +17,7 @@ from pipemorph.planning.ir import Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
 from pipemorph.planning.simulation.costs import Costs, DelayAt
-from pipemorph.planning.simulation.simulator import Simulation, TimedOp
+from pipemorph.planning.simulation.simulator import Simulation, TimedOp, settled_period
 from pipemorph.planning.validator import ScheduleError, check_cap, check_device, check_stage
 
 
@@ -232,12 +232,14 @@ def simulate_interleaved(
     *,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
+    before: Sequence[float] | None = None,
 ) -> InterleavedSimulation:
     """Execute a schedule in its order under the times, limits and delays of ``problem``.
 
     ``problem.stages`` and ``links`` follow the model; a link within a rank takes no time.
     ``delay_at`` and ``transfer_at``: as of
-    :func:`~pipemorph.planning.simulation.simulator.simulate_changing`.
+    :func:`~pipemorph.planning.simulation.simulator.simulate_changing`. ``before``: when each rank
+    may begin; None: at 0.
     Raises :class:`InputError` if the schedule is invalid or does not fit the problem.
     """
     placement = schedule.placement()
@@ -248,20 +250,41 @@ def simulate_interleaved(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
     validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
+    costs = placed_costs(problem, placement)
+    if before is not None:
+        costs = costs._replace(before=[*before, *[0.0] * (len(placement) - len(before))])
     ran = _run(
         schedule,
-        placed_costs(problem, placement),
+        costs,
         _between_ranks(delay_at, placement),
         _between_ranks(transfer_at, placement),
     )
     after = [0.0] * problem.stage_count
-    for ops in schedule.ranks:
-        # A rank reduces the gradients of all its stages, after the last op of all of them.
-        mine = {op.stage for op in ops}
-        after[ops[-1].stage] = max(problem.stages[s].reduction or 0.0 for s in mine)
+    for ops, tail in zip(schedule.ranks, _after(schedule, problem), strict=True):
+        after[ops[-1].stage] = tail
     if any(after):
         ran = replace(ran, after=tuple(after))
     return InterleavedSimulation(schedule, ran)
+
+
+def predict_interleaved_period(schedule: InterleavedSchedule, problem: Problem) -> float:
+    """As :func:`~pipemorph.planning.simulation.simulator.predict_period`, of the ranks. Without
+    checks, so the schedule must be valid."""
+    stages_of, codes = _encoded(schedule)
+    return settled_period(
+        lambda costs: in_order(costs, codes, stages_of),
+        placed_costs(problem, schedule.placement()),
+        _after(schedule, problem),
+    )
+
+
+def _after(schedule: InterleavedSchedule, problem: Problem) -> list[float]:
+    """What follows the last op of each rank: it reduces the gradients of all its stages after the
+    last op of all of them."""
+    return [
+        max(problem.stages[s].reduction or 0.0 for s in {op.stage for op in ops})
+        for ops in schedule.ranks
+    ]
 
 
 def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
@@ -290,6 +313,16 @@ def _between_ranks(times: DelayAt | None, placement: Sequence[int]) -> DelayAt |
     return lambda link, sent: 0.0 if placement[link] == placement[link + 1] else times(link, sent)
 
 
+def _encoded(schedule: InterleavedSchedule) -> tuple[list[list[int]], list[bytes]]:
+    """The stages of each rank, and its ops as the core takes them."""
+    stages_of = [sorted({op.stage for op in ops}) for ops in schedule.ranks]
+    codes = [
+        bytes([4 * mine.index(op.stage) + CODE[op.kind] for op in ops])
+        for ops, mine in zip(schedule.ranks, stages_of, strict=True)
+    ]
+    return stages_of, codes
+
+
 def _run(
     schedule: InterleavedSchedule,
     costs: Costs,
@@ -297,11 +330,7 @@ def _run(
     transfer_at: DelayAt | None = None,
 ) -> Simulation:
     """The execution, by stage. Raises :class:`ScheduleError` that names an op in a deadlock."""
-    stages_of = [sorted({op.stage for op in ops}) for ops in schedule.ranks]
-    codes = [
-        bytes([4 * mine.index(op.stage) + CODE[op.kind] for op in ops])
-        for ops, mine in zip(schedule.ranks, stages_of, strict=True)
-    ]
+    stages_of, codes = _encoded(schedule)
     ran = in_order(costs, codes, stages_of, delay_at, transfer_at)
     stages: list[list[TimedOp]] = [[] for _ in range(costs.stage_count)]
     free: list[list[float]] = [[] for _ in stages]

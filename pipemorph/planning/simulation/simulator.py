@@ -197,12 +197,12 @@ def predict(
 
 
 def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:
-    """When stage 0 may begin the next iteration, and when each stage may, counted from then, if
-    nothing makes stages wait for each other between iterations. ``free``: of the iteration before
+    """When rank 0 may begin the next iteration, and when each rank may, counted from then, if
+    nothing makes ranks wait for each other between iterations. ``free``: of the iteration before
     it, see :class:`~pipemorph.planning.simulation.core.Ran`. ``after``: what follows the last op of
-    each stage; empty if nothing does."""
+    each rank; empty if nothing does."""
     ends = [row[-1] + tail for row, tail in zip(free, after or [0.0] * len(free), strict=True)]
-    # No stage has anything to do before stage 0 begins.
+    # No rank has anything to do before rank 0 begins: it has stage 0.
     return ends[0], [max(0.0, end - ends[0]) for end in ends]
 
 
@@ -220,9 +220,16 @@ def predict_period(
     """
     costs = Costs.of(problem)
     run = _runner(schedule, problem, dispatch_mode, waits)
+    return settled_period(lambda each: run(each, None, None), costs, costs.after)
+
+
+def settled_period(run: Callable[[Costs], Ran], costs: Costs, after: Sequence[float] = ()) -> float:
+    """Time per iteration of ``run`` once iterations that follow each other take about the same.
+    ``after``: what follows the last op of each rank; empty if nothing does."""
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
-        took, before = following(run(costs, None, None).free, costs.after)
+        took, begins = following(run(costs).free, after)
+        before = begins + [0.0] * (costs.stage_count - len(begins))
         if before == costs.before:
             return took
         steps.append(took)

@@ -25,6 +25,7 @@ from pipemorph.planning.offload import device_peak, recompute_room
 from pipemorph.planning.search.variants import on_device
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
+    predict_interleaved_period,
     simulate_interleaved,
     validate_interleaved,
 )
@@ -221,6 +222,51 @@ def test_the_shortest_period_is_not_that_of_the_shortest_makespan() -> None:
     made = plan_interleaved(given.model_copy(update={"objective": "makespan"}))
     assert found.lower_bound <= found.simulation.period == 800 < made.simulation.period == 810
     assert found.simulation.period < made.simulation.makespan <= found.simulation.makespan
+
+
+@given(
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 8),
+    placement=st.sampled_from(["interleaved", "v"]),
+    source=st.randoms(use_true_random=False),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_iterations_that_follow_each_other(
+    ranks: int, microbatches: int, placement: Any, source: random.Random
+) -> None:
+    """Their time is that of one long order of many iterations."""
+
+    def stage(_: int) -> StageTimes:
+        forward, backward, weight, after = (source.randrange(25) / 2 for _ in range(4))
+        return StageTimes(
+            forward=forward, backward_input=backward, backward_weight=weight, reduction=after
+        )
+
+    count = 2 * ranks
+    given = Problem(
+        microbatches=microbatches, stages=tuple(map(stage, range(count))), ranks=ranks,
+        links=tuple(Link(delay=source.choice((0, 3, 60))) for _ in range(count - 1)),
+        placement=placement, policy="pipemorph",
+    )  # fmt: skip
+    found = plan_interleaved(given)
+    period = predict_interleaved_period(found.schedule, given)
+    assert found.simulation.period >= period or period == pytest.approx(found.simulation.period)
+    stages = tuple(each.model_copy(update={"reduction": None}) for each in given.stages)
+    without = given.model_copy(update={"stages": stages})
+    ended = []
+    for times in (20, 21):
+        ops = tuple(
+            tuple(
+                op._replace(microbatch=op.microbatch + i * microbatches)
+                for i in range(times)
+                for op in mine
+            )
+            for mine in found.schedule.ranks
+        )
+        more = without.model_copy(update={"microbatches": times * microbatches})
+        ran = simulate_interleaved(InterleavedSchedule(times * microbatches, ops), more)
+        ended.append(ran.by_rank()[0][-1][1].end)
+    assert predict_interleaved_period(found.schedule, without) == pytest.approx(ended[1] - ended[0])
 
 
 def test_a_rank_that_waits_for_itself() -> None:

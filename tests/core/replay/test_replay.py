@@ -312,9 +312,12 @@ def test_delegated_messages_take_time_of_the_ops_at_both_ends() -> None:
         assert costly.seconds[name] > free.seconds[name]
 
 
+@pytest.mark.parametrize("objective", ["makespan", "period"])
 @pytest.mark.parametrize(("placement", "rule"), [("interleaved", "1f1b"), ("v", "zero-bubble")])
-def test_ranks_with_several_stages(placement: str, rule: str) -> None:
-    problem = PROBLEM.model_copy(update={"ranks": 2, "placement": placement})
+def test_ranks_with_several_stages(placement: str, rule: str, objective: str) -> None:
+    problem = PROBLEM.model_copy(
+        update={"ranks": 2, "placement": placement, "objective": objective}
+    )
     fault = parse_trace(
         '{"at_iteration": 12, "links": {"0": {"delay_ms": 40}}}\n{"at_iteration": 52, "links": {}}',
         3,
@@ -327,8 +330,19 @@ def test_ranks_with_several_stages(placement: str, rule: str) -> None:
     # All work of two stages is on one rank.
     least = 72 * 12 * 2 * (TIMES.forward + TIMES.backward_input + TIMES.backward_weight) / 1e3
     assert found.seconds["oracle"] > least
+    if objective == "period":
+        barriers = problem.model_copy(update={"objective": "makespan"})
+        waits = replay(barriers, fault, telemetry="python").seconds
+        assert all(found.seconds[name] <= waits[name] * (1 + 1e-9) for name in waits)
+        assert found.seconds["adaptive"] < 0.97 * waits["adaptive"]
     for telemetry in get_args(Telemetry):
-        assert not replay(problem, WELL, telemetry=telemetry).changes
+        changes = replay(problem, WELL, telemetry=telemetry).changes
+        if objective == "makespan":
+            assert not changes
+        for change in changes:
+            # Once it is known that there is no barrier.
+            assert "another kind of barrier" in change.reason and len(changes) == 1
+            assert change.measured == pytest.approx(change.promised, abs=0.01)
 
 
 def test_a_link_within_a_rank_has_no_faults() -> None:
