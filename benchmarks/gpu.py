@@ -44,7 +44,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipemorph_trainer import Pipeline, TrainerContext
+    from pipemorph_trainer import Part, Pipeline, TrainerContext
     from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
     context = TrainerContext.from_env()
@@ -65,7 +65,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
     def module() -> torch.nn.Module:
         torch.manual_seed(context.rank)
-        stage = GPTStage(shape, context.rank, args.stages, args.layers)
+        stage = GPTStage(shape, Part(context.rank, args.stages), args.layers)
         return stage.to(device=device, dtype=torch.bfloat16)
 
     own = torch.cuda.device_count() >= args.stages

@@ -51,7 +51,7 @@ def rank_main(rounds: int, iterations: int) -> None:
     )
     from torch.utils.checkpoint import checkpoint
 
-    from pipemorph_trainer import Pipeline, TrainerContext
+    from pipemorph_trainer import Part, Pipeline, TrainerContext
     from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
     context = TrainerContext.from_env()
@@ -64,7 +64,7 @@ def rank_main(rounds: int, iterations: int) -> None:
 
     def module(recompute: str) -> torch.nn.Module:
         torch.manual_seed(context.rank)
-        made = GPTStage(arguments, context.rank, STAGES, LAYERS)
+        made = GPTStage(arguments, Part(context.rank, STAGES), LAYERS)
         if recompute:
             for block in made.blocks.values():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)

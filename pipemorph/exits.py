@@ -23,7 +23,10 @@ makes another pod, which joins the others. Launchers end with none of them for t
 
 EXIT_MOVES = 76
 """A rank's exit code after all have left at one iteration, each with a copy of its state, to go on
-at other places."""
+at other places or with other parts."""
+
+PARTS_STAY = "the parts of the model cannot change: "
+"""What :func:`stay_file` begins with if ranks do not leave for other parts, and never would."""
 
 
 def progress_file(rank: int) -> str:
@@ -47,7 +50,8 @@ def progress_of(written: bytes) -> tuple[int, int] | None:
 
 def leave_file(generation: int) -> str:
     """Name of the file, in the folder of the ranks' copies, by which a host asks the ranks of a
-    generation to leave for other places."""
+    generation to leave: for other places, or with how many layers each stage is to hold, as JSON,
+    for other parts."""
     return f"leave.generation-{generation}"
 
 

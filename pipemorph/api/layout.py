@@ -1,4 +1,5 @@
-"""Which place runs which coordinate of a job's mesh, and which wires lie between them.
+"""Which place runs which coordinate of a job's mesh, which wires lie between them, and which layers
+each stage holds.
 
 A *place* is where a rank runs: a slot of a pod, with its device. Places are numbered like the ranks
 of the job's first layout, so in that one rank *r* runs at place *r*. A *wire* is what is between
@@ -8,7 +9,7 @@ two pods; what is known of one stays known of it when other ranks use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,11 +23,13 @@ Wire = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """``places``: by rank, the place that runs it."""
+    """``places``: by rank, the place that runs it. ``layers``: by stage, how many layers it holds;
+    empty: they are spread evenly, as in the beginning."""
 
     mesh: MeshShape
     places: tuple[int, ...]
     ranks_per_pod: int = 1
+    layers: tuple[int, ...] = ()
 
     @staticmethod
     def first(mesh: MeshShape, ranks_per_pod: int = 1) -> Layout:
@@ -39,6 +42,7 @@ class Layout:
 
     @property
     def is_first(self) -> bool:
+        """Whether every rank runs at its first place."""
         return self.places == tuple(range(len(self.places)))
 
     @property
@@ -62,11 +66,47 @@ class Layout:
             )
         return replace(self, places=tuple(map(int, places)))
 
+    @staticmethod
+    def read_layers(text: str, stages: int) -> tuple[int, ...]:
+        """:attr:`layers` from JSON. Raises :class:`InputError` unless there is a number of layers,
+        at least 1, for each stage."""
+        try:
+            layers = json.loads(text)
+        except (ValueError, RecursionError):
+            layers = None
+        if (
+            not isinstance(layers, list)
+            or len(layers) != stages
+            or not all(isinstance(each, int) and each > 0 for each in layers)
+        ):
+            raise InputError(
+                f"layers are {text[:80]!r}; expected a JSON array of {stages} numbers of layers,"
+                " each at least 1"
+            )
+        return tuple(layers)
+
     def swapped(self, rank: int, other: int) -> Layout:
         """This layout with the places of two ranks exchanged."""
         places = list(self.places)
         places[rank], places[other] = places[other], places[rank]
         return replace(self, places=tuple(places))
+
+    def with_layers(self, layers: Sequence[int]) -> Layout:
+        """This layout with so many layers per stage."""
+        even = len(set(layers)) == 1
+        return replace(self, layers=() if even else tuple(layers))
+
+    def spread(self, total: int) -> tuple[int, ...]:
+        """By stage, how many of ``total`` layers it holds."""
+        return self.layers or (total // self.mesh.stages,) * self.mesh.stages
+
+    def handed_over(self, to: Layout, total: int) -> int:
+        """How many of ``total`` layers are of another stage in ``to``."""
+        here, there = (
+            [stage for stage, count in enumerate(each.spread(total)) for _ in range(count)]
+            for each in (self, to)
+        )
+        return sum(one != other for one, other in zip(here, there, strict=True))
 
     def moved(self, to: Layout) -> tuple[int, ...]:
         """The ranks that run elsewhere in ``to``."""

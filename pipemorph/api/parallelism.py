@@ -68,7 +68,8 @@ class Parallelism(SpecModel):
     layers: int | None = Field(
         default=None,
         ge=1,
-        description="Equal layers, split evenly over the stages; must be divisible by stages.",
+        description="Equal layers, split evenly over the stages; must be divisible by stages. With "
+        "adaptation.relayout they may move between stages later.",
     )
 
     @model_validator(mode="after")

@@ -174,8 +174,9 @@ class Adaptation(SpecModel):
     )
     relayout: bool = Field(
         default=False,
-        description="Whether ranks may change places when a wire of a gradient reduction is slow "
-        "and the iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
+        description="Whether ranks may change places when a wire of a gradient reduction is slow, "
+        "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
+        "iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
         "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank, which no "
         "tensor, context or FSDP ranks share: what a slow wire costs those is not known.",
     )
@@ -366,10 +367,10 @@ class Emulation(SpecModel):
 
 class Fault(SpecModel):
     """One entry of a fault trace, injected in the transport and recorded in the report. It is of a
-    link, of the gradient reduction of a stage, or of the wire between two pods.
+    link, of the gradient reduction of a stage, of the wire between two pods, or of a device.
 
-    A fault of a link or wire belongs to the places that the link's ranks have in the beginning, and
-    stays there when ranks change places.
+    A fault of a link, wire or device belongs to the places that its ranks have in the beginning,
+    and stays there when ranks change places.
 
     Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
     seconds since training began; exactly one kind of bound.
@@ -389,6 +390,12 @@ class Fault(SpecModel):
         description="Instead of a link: two pods, by number, and all that goes between them: links "
         "and edges of reduction rings. A reduction goes round its ring in chunks of 512 KiB, or of "
         "less for small buckets, as NCCL's do; each step takes as long as its slowest edge.",
+    )
+    device: int | None = Field(
+        default=None,
+        ge=0,
+        description="Instead of a link: the device of the rank that has this number in the "
+        "beginning, on which each op takes slowdown times as long.",
     )
     replica: int = Field(
         default=0,
@@ -415,18 +422,38 @@ class Fault(SpecModel):
         default=None,
         description="Cuts the engine's data or control connection, or the direct route, once.",
     )
+    slowdown: float | None = Field(
+        default=None,
+        gt=1,
+        le=1000,
+        description="How many times as long each op takes on the device: its rank waits after it. "
+        "Of emulated stages, and of stages on the CPU.",
+    )
 
     @model_validator(mode="after")
     def _one_effect_one_clock(self) -> Fault:
         effects = [
-            n for n in ("delay_ms", "bandwidth_mbps", "sever") if getattr(self, n) is not None
+            n
+            for n in ("delay_ms", "bandwidth_mbps", "sever", "slowdown")
+            if getattr(self, n) is not None
         ]
         if not effects:
-            raise FieldError("", "has no effect; give one of delayMs, bandwidthMbps, sever")
-        given = sum(each is not None for each in (self.link, self.reduction, self.between))
+            raise FieldError(
+                "", "has no effect; give one of delayMs, bandwidthMbps, sever, slowdown"
+            )
+        given = sum(
+            each is not None for each in (self.link, self.reduction, self.between, self.device)
+        )
         if given != 1:
             found = "several" if given else "none"
-            raise FieldError("", f"has {found} of link, reduction and between; give one of them")
+            raise FieldError(
+                "", f"has {found} of link, reduction, between and device; give one of them"
+            )
+        if (self.device is not None) != (effects == ["slowdown"]):
+            raise FieldError(
+                "slowdown" if self.device is None else "device",
+                "is given; a device has slowdown and nothing else, and only a device has it",
+            )
         if self.link is None and self.sever is not None:
             raise FieldError(
                 "sever",
@@ -671,7 +698,10 @@ class JobSpec(SpecModel):
             (not self.failure_policy.max_restarts, "failurePolicy.maxRestarts is 0"),
             (self.recovery.snapshot_iterations == 0, "recovery.snapshotIterations is 0"),
             (self.parallelism.stages_per_rank > 1, "a rank has several stages"),
-            (self.parallelism.mesh.data == 1, "no gradients are reduced"),
+            (
+                self.parallelism.mesh.data == 1 and self.parallelism.layers is None,
+                "no gradients are reduced, and parallelism.layers is not given",
+            ),
             (self.parallelism.mesh.lockstep > 1, "several ranks share a stage of a replica"),
         ):
             if lacks:
@@ -726,6 +756,7 @@ class JobSpec(SpecModel):
             for name, value, count, what in (
                 ("link", fault.link, cut.stages - 1, "links"),
                 ("reduction", fault.reduction, cut.stages, "stages"),
+                ("device", fault.device, cut.world_size, "ranks"),
                 ("replica", fault.replica, cut.mesh.columns, columns),
             ):
                 if value is not None and value >= count:

@@ -32,8 +32,8 @@ class Assessment:
         self.truth = TruthCheck()
         self._route_costs = RouteCosts()
 
-    def change_places(self) -> None:
-        """The ranks run at other places from now on: op times are those of other devices."""
+    def change_layout(self) -> None:
+        """The ranks run at other places from now on, or hold other layers: op times are others."""
         self._route_costs = RouteCosts()
 
     # --- the situation ----------------------------------------------------------------------

@@ -242,11 +242,12 @@ class JobController:
         made._events = self._events
         return made
 
-    def change_places(self, slow: Sequence[SlowDirection]) -> None:
-        """The ranks run at other places from now on. The plan in force goes on; links and
-        reductions have to be measured again. ``slow``: of the links, as far as known."""
-        self._observed.change_places(slow)
-        self._assessment.change_places()
+    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float] = ()) -> None:
+        """The ranks run at other places from now on, or hold other layers. The plan in force goes
+        on; links and reductions have to be measured again. ``slow``: of the links, as far as known.
+        ``factors``: by stage, how many times the work of before it has; empty: the same."""
+        self._observed.change_layout(slow, factors)
+        self._assessment.change_layout()
         self._decider.pending = None
 
     def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:

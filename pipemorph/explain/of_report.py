@@ -220,8 +220,12 @@ def _recoveries(report: _Report) -> Iterator[str]:
         )
     moved = [each for each in report.relayouts if each.get("measured") is not None]
     for each in moved:
+        layers, before = each.get("layers"), each.get("layers_before")
+        what = "ranks changed places"
+        if layers and before and layers != before:
+            what = f"layers moved ({_few(before)} became {_few(layers)} per stage)"
         yield (
-            f"ranks changed places at iteration {each.get('iteration')}: an iteration takes"
+            f"{what} at iteration {each.get('iteration')}: an iteration takes"
             f" {float(each['measured']):.0%} less"
         )
 

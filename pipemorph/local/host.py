@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipemorph.api.layout import Layout
 from pipemorph.api.spec import Checkpoint, PipeMorphJob
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.local.generations import Generations, Life
@@ -47,7 +48,7 @@ from pipemorph.watch.door import listen
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 PLACES_SECONDS = 1.0
-"""Time from one look at the network, for other places of the ranks, to the next."""
+"""Time from one look at the network, for another layout of the ranks, to the next."""
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
 RECOVERY_DETAILS = (
@@ -126,6 +127,7 @@ def run_job(
         ending = Generations(site, reaper, forks, events).to_the_end()
         conclude(run, ending, journal, service, progress.note)
         run.relayouts = host.moves.records(run.iterations)
+        run.layers = host.moves.layout.layers
         host.over = True
         if page is not None:
             page.finish()
@@ -164,9 +166,9 @@ class _Host:
     life: Life = field(default_factory=Life)
     """Of the ranks that run."""
     left_at: float = 0.0
-    """When ranks last left for other places: wall clock, seconds."""
+    """When ranks last left for another layout: wall clock, seconds."""
     considered: float = 0.0
-    """When other places were last considered, monotonic."""
+    """When another layout was last considered, monotonic."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
     over: bool = False
@@ -217,13 +219,16 @@ class _Host:
             reason = f"{self.interrupts.received.name}, while the ranks changed places"
             ending = replace(ending, end=End.INTERRUPTED, reason=reason, retry=False)
         if ending.end is End.MOVED:
-            following = Life(life.attempt, life.generation + 1)
-            self.progress.note(f"generation {following.generation} begins at other places")
-            self.moves.left(following.generation)
+            following, before = Life(life.attempt, life.generation + 1), self.moves.layout
+            move = self.moves.left(following.generation)
+            self.progress.note(f"generation {following.generation} begins {move.where}")
             self.left_at = ending.at
             self.journal.forget_view()
-            self.service.change_places(self.moves.late_links())
+            self._change_layout(before)
             return following
+        if self.moves.settling:
+            # What ends the ranks of a new layout may be that layout: they go back.
+            ending = replace(ending, retry=ending.retry or ending.end is End.FAILED)
         rung, why = self.ladder.after(ending, self.hangs.finished)
         if self.interrupts.received is not None and rung is not Rung.NONE:
             ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
@@ -261,11 +266,17 @@ class _Host:
         if self.kept is not None:
             # The ranks may have met since the last look.
             self.moves.look(self.kept, self.life.generation)
+        before = self.moves.layout
         if self.moves.failed(attempt=rung is Rung.ATTEMPT):
-            self.service.change_places(self.moves.late_links())
+            self._change_layout(before)
         if rung is Rung.ATTEMPT:
             self.service.begin_attempt(attempt)
             self.run.begin_attempt(time.time())
+
+    def _change_layout(self, before: Layout) -> None:
+        """Tell of another layout than ``before``."""
+        self.service.change_layout(self.moves.late_links(), self.moves.factors(before))
+        self.progress.layers = self.moves.layout.layers
 
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
@@ -285,11 +296,11 @@ class _Host:
             recovery.resumed = resumed
             self.progress.note(recovery.line())
             tell_recovery(self.spans, recovery)
-        self._consider_places()
+        self._consider_layouts()
         self.show()
 
-    def _consider_places(self) -> None:
-        """Ask the ranks to change places, if that pays."""
+    def _consider_layouts(self) -> None:
+        """Ask the ranks to leave for another layout, if that pays."""
         now = time.monotonic()
         if self.kept is None or not self.moves.decides or now < self.considered + PLACES_SECONDS:
             return

@@ -1,9 +1,10 @@
-"""Changes the places of a run's ranks: decides, asks them to leave, and goes back if that fails.
+"""Changes the layout of a run: decides, asks the ranks to leave, and goes back if that fails. Ranks
+change their places, or layers move between stages.
 
 A change is a change of generation. All ranks leave at one iteration, each with a sealed copy of its
-state; those that follow begin with these copies at their new places. Until all of them have met
-with the state that was left, the layout before counts, and a failure goes back to it: the copies
-are still there.
+state; those that follow begin with these copies at their new places, or with other parts. Until all
+of them have met with the state that was left, the layout before counts, and a failure goes back to
+it: the copies are still there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,19 @@ from typing import Any, get_args
 
 from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.relayout import Late, Network, Proposal, Wires, named, propose
+from pipemorph.control.decide.layers import CHANGED as LAYER_CHANGED
+from pipemorph.control.decide.layers import Beside, Split, propose_layers
+from pipemorph.control.decide.relayout import (
+    SAME,
+    Late,
+    Network,
+    Proposal,
+    Wires,
+    named,
+    propose,
+)
 from pipemorph.control.observed.links import Health
+from pipemorph.exits import PARTS_STAY
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.planning import Route
 from pipemorph.wire import IterationSample, SlowDirection
@@ -35,10 +47,14 @@ one that failed, for so many times those that it was expected to take."""
 CHANGED = 0.25
 """A decision is made again when the lateness of a wire has changed by more than this part of it."""
 
+CONFIRM_SECONDS, CONFIRM_ITERATIONS = 2.0, 4
+"""For which another split of the layers must seem better in every look: op times are medians of
+some iterations, and those of all stages do not arrive at once."""
+
 
 @dataclass
 class Move:
-    """One change of places. ``outcome``: ``asked``, ``left``, ``moved``, ``stayed`` or ``went
+    """One change of the layout. ``outcome``: ``asked``, ``left``, ``moved``, ``stayed`` or ``went
     back``. ``seconds``: from when the ranks left to the end of the next iteration."""
 
     reason: str
@@ -48,11 +64,23 @@ class Move:
     why: str = ""
     generation: int | None = None
     iteration: int | None = None
-    """The first one at the new places."""
+    """The first one in the new layout."""
     seconds: float | None = None
 
-    def record(self, iterations: Sequence[IterationSample], end: int | None) -> dict[str, Any]:
-        """For ``report.json``. ``end``: the iteration of the next change."""
+    @property
+    def of_layers(self) -> bool:
+        """Whether layers move between stages; else ranks change places."""
+        return self.before.layers != self.proposal.layout.layers
+
+    @property
+    def where(self) -> str:
+        return "with other layers" if self.of_layers else "at other places"
+
+    def record(
+        self, iterations: Sequence[IterationSample], end: int | None, layers: int | None
+    ) -> dict[str, Any]:
+        """For ``report.json``. ``end``: the iteration of the next change; ``layers``: of the
+        model."""
         at, asked = self.iteration, self.proposal
         was: list[float] = []
         now: list[float] = []
@@ -68,6 +96,8 @@ class Move:
             "iteration": at,
             "places": list(asked.layout.places),
             "moved": list(self.before.moved(asked.layout)),
+            "layers": None if layers is None else list(asked.layout.spread(layers)),
+            "layers_before": None if layers is None else list(self.before.spread(layers)),
             "predicted_seconds_before": asked.before,
             "predicted_seconds_after": asked.after,
             "promised": 1 - asked.after / asked.before,
@@ -88,6 +118,16 @@ class Moves:
         self._wires = Wires(spec.adaptation)
         self._judged: tuple[tuple[int, ...], dict[Wire, float]] | None = None
         """What the last decision was made for: the places, and the late wires."""
+        self._beside = Beside(spec)
+        self._uneven: tuple[float, int] | None = None
+        """Since when another split of the layers seems better: monotonic, and the iterations that
+        were left then."""
+        self._judged_layers: tuple[tuple[int, ...], tuple[float, ...]] | None = None
+        """What the last decision on layers was made for: the split, and what a layer took."""
+        self._refused: set[tuple[int, ...]] = set()
+        """Splits with which ranks have failed."""
+        self._parts_stay = not spec.parallelism.layers
+        """Whether the ranks cannot have other parts."""
         self._usual = 0.0
         """Seconds that messages of links take that are well."""
         self._asked: Move | None = None
@@ -109,11 +149,16 @@ class Moves:
         return self._asked is not None and self._asked.outcome == "asked"
 
     def consider(self, network: Network, cost: float) -> Move | None:
-        """A change that pays, if what is known of the wires has changed since the last decision.
-        ``cost``: seconds that a change takes."""
+        """A change that pays, if what is known has changed since the last decision. ``cost``:
+        seconds that a change takes."""
         self._wires.see(self.layout, network)
+        self._beside.see(self.layout, network.stages)
         well = [link.wire_time for link in network.links if link.health is Health.HEALTHY]
         self._usual = median(well) if well else self._usual
+        places = self._other_places(network, cost) if self.layout.rings else None
+        return places or self._other_layers(network, cost)
+
+    def _other_places(self, network: Network, cost: float) -> Move | None:
         late = self._wires.late
         if self._wires.waits(self.layout, network) or not self._has_news(late):
             return None
@@ -127,13 +172,54 @@ class Moves:
             f"{reason}; {len(self.layout.moved(found.layout))} ranks at other places would make an"
             f" iteration {found.after:.3f} s instead of {found.before:.3f} s"
         )
-        if not found.pays:
-            self._note(
-                f"ranks stay at their places: {told}; that would save {found.saved:.1f} s and cost"
-                f" {cost:.1f} s"
-            )
+        return self._if_it_pays(Move(told, found, self.layout), "ranks stay at their places")
+
+    def _other_layers(self, network: Network, cost: float) -> Move | None:
+        if self._parts_stay:
             return None
-        return Move(told, found, self.layout)
+        now = time.monotonic()
+        split = Split(self._spec, self.layout, network.stages, self._beside)
+        if split.gain <= max(self._spec.adaptation.min_gain, SAME):
+            self._uneven = None
+            return None
+        since, left = self._uneven = self._uneven or (now, network.left)
+        if now - since < CONFIRM_SECONDS or left - network.left < CONFIRM_ITERATIONS:
+            return None
+        if not self._layers_have_news(split):
+            return None
+        self._judged_layers = self.layout.layers, split.each
+        slowest = split.times.index(max(split.times))
+        times = f"{1e3 * split.times[slowest]:.1f} ms of a microbatch"
+        others = 1e3 * median(t for i, t in enumerate(split.times) if i != slowest)
+        reason = f"stage {slowest} computes for {times}, the others for {others:.1f} ms"
+        late = self._wires.late
+        found = propose_layers(split, network, late, cost, without=self._refused)
+        if found is None:
+            self._note(f"layers stay where they are: {reason}; no other split would be faster")
+            return None
+        counts = ", ".join(map(str, found.layout.spread(split.total)))
+        told = (
+            f"{reason}; with {counts} layers an iteration would take {found.after:.3f} s instead of"
+            f" {found.before:.3f} s"
+        )
+        return self._if_it_pays(Move(told, found, self.layout), "layers stay where they are")
+
+    def _if_it_pays(self, move: Move, stay: str) -> Move | None:
+        found = move.proposal
+        if found.pays:
+            return move
+        self._note(
+            f"{stay}: {move.reason}; that would save {found.saved:.1f} s and cost"
+            f" {found.cost:.1f} s"
+        )
+        return None
+
+    def _layers_have_news(self, split: Split) -> bool:
+        """Whether what layers take has changed since the last decision on them."""
+        if self._judged_layers is None or self._judged_layers[0] != self.layout.layers:
+            return True
+        pairs = zip(split.each, self._judged_layers[1], strict=True)
+        return any(abs(now - was) > LAYER_CHANGED * was for now, was in pairs)
 
     def _has_news(self, late: Late) -> bool:
         """Whether what decisions are made for has changed since the last one."""
@@ -147,9 +233,14 @@ class Moves:
     def ask(self, move: Move, kept: KeptFolder, generation: int) -> None:
         """Have the ranks of a generation leave."""
         self.made.append(move)
-        self._note(f"the ranks change places: {move.reason}")
+        what = "layers move" if move.of_layers else "the ranks change places"
+        self._note(f"{what}: {move.reason}")
+        layers = self._spec.parallelism.layers
         try:
-            kept.ask_to_leave(generation)
+            if move.of_layers and layers is not None:
+                kept.ask_to_leave(generation, move.proposal.layout.spread(layers))
+            else:
+                kept.ask_to_leave(generation)
         except OSError as error:
             self._stay(move, f"they cannot be told: {kept.root}: {error.strerror}")
         else:
@@ -173,7 +264,10 @@ class Moves:
     def _stay(self, move: Move, why: str) -> None:
         move.outcome, move.why, self._asked = "stayed", why, None
         self._rest(move)
-        self._note(f"the ranks stay at their places: {why}")
+        # That is so as long as their script is the same.
+        self._parts_stay = self._parts_stay or why.startswith(PARTS_STAY)
+        stay = "layers stay where they are" if move.of_layers else "the ranks stay at their places"
+        self._note(f"{stay}: {why}")
 
     def _rest(self, move: Move) -> None:
         """A change has failed: the next one would, for the same reason."""
@@ -196,26 +290,43 @@ class Moves:
             for direction in get_args(Direction)
         ]
 
-    def left(self, generation: int) -> str:
-        """The ranks have left; those of ``generation`` are to run elsewhere. Returns why."""
+    def left(self, generation: int) -> Move:
+        """The ranks have left; those of ``generation`` have the new layout. Returns the
+        change."""
         move = self._asked
         assert move is not None, "nobody asked the ranks to leave"
-        move.outcome, move.generation = "left", generation
+        move.outcome, move.generation, self._uneven = "left", generation, None
         self.layout = move.proposal.layout
-        return move.reason
+        return move
+
+    @property
+    def settling(self) -> bool:
+        """Whether the ranks that run have not met yet in a new layout."""
+        return self._asked is not None and self._asked.outcome == "left"
+
+    def factors(self, before: Layout) -> tuple[float, ...]:
+        """By stage, how many times the work of ``before`` it has now; empty: the same."""
+        layers = self._spec.parallelism.layers
+        if layers is None or before.layers == self.layout.layers:
+            return ()
+        return self._beside.factors(before.spread(layers), self.layout.spread(layers))
 
     def failed(self, *, attempt: bool) -> bool:
         """The ranks failed. With an ``attempt`` all begins anew. Returns whether those that follow
-        run at other places."""
+        have another layout."""
         move, self._asked = self._asked, None
+        self._uneven = None
         if (failed := move or self._arriving) is not None:
             self._rest(failed)
         if move is not None:
             move.outcome = "went back" if move.outcome == "left" else "stayed"
             move.why = "ranks failed before all had met" if move.generation else "ranks failed"
+            if move.generation and move.of_layers:
+                self._refused.add(move.proposal.layout.layers)
         before = self.layout
         if attempt:
             self._settled, self._judged, self._arriving = self._first, None, None
+            self._judged_layers = None
         self.layout = self._settled
         return self.layout != before
 
@@ -226,7 +337,7 @@ class Moves:
         if move is not None:
             move.iteration, move.seconds = iteration, round(seconds, 3)
             self._stays_until = time.monotonic() + REST * seconds
-            self._note(f"at other places from iteration {iteration} on, after {seconds:.2f} s")
+            self._note(f"{move.where} from iteration {iteration} on, after {seconds:.2f} s")
 
     def records(self, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
         """For ``report.json``, after the last iteration."""
@@ -234,6 +345,6 @@ class Moves:
             self._asked.outcome, self._asked.why = "stayed", "the run ended before"
         ends = [move.iteration for move in self.made[1:]]
         return [
-            move.record(iterations, end)
+            move.record(iterations, end, self._spec.parallelism.layers)
             for move, end in zip(self.made, [*ends, None], strict=False)
         ]

@@ -135,12 +135,15 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
     return ", ".join(parts)
 
 
-def stragglers_phrase(stragglers: StragglersView, layers: int | None = None) -> str:
+def stragglers_phrase(
+    stragglers: StragglersView, layers: int | None = None, held: Sequence[int] = ()
+) -> str:
     """The slowest straggler, the number of others, and how many of the model's ``layers`` that
-    stage should have; empty if there is none."""
+    stage should have; empty if there is none. ``held``: how many each stage has; empty: evenly
+    many."""
     if not stragglers.slowest:
         return ""
-    worst, split = stragglers.slowest[0], stragglers.better_split(layers)
+    worst, split = stragglers.slowest[0], stragglers.better_split(layers, held)
     more = f" and {stragglers.count - 1} more" if stragglers.count > 1 else ""
     better = f" (-{split.gain:.0%} with {split.layers[worst.stage]} layers)" if split else ""
     return f"slow stage {worst.stage} x{worst.ratio:.1f}{better}{more}"
@@ -171,6 +174,8 @@ class Progress:
         self._closed = False
         self._live = stream.isatty()
         self._job = job
+        self.layers: tuple[int, ...] = ()
+        """How many each stage holds; empty: evenly many."""
         self._journal = journal
         self._clock = clock
         self._held: IterationSample | None = None
@@ -232,7 +237,7 @@ class Progress:
             troubles=(
                 reductions_phrase(view.reductions),
                 rails_phrase(view.rails, view.transports),
-                stragglers_phrase(view.stragglers, self._job.spec.parallelism.layers),
+                stragglers_phrase(view.stragglers, self._job.spec.parallelism.layers, self.layers),
             ),
             seconds=median(each.seconds for each in self._newest),
         )

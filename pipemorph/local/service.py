@@ -108,11 +108,11 @@ class ControlService:
 
         return self._call(read())
 
-    def change_places(self, slow: Sequence[SlowDirection]) -> None:
-        """See :meth:`JobController.change_places`."""
+    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float]) -> None:
+        """See :meth:`JobController.change_layout`."""
 
         async def change() -> None:
-            self._controller.change_places(slow)
+            self._controller.change_layout(slow, factors)
 
         self._call(change())
 

@@ -7,6 +7,7 @@ bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -14,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.planning.analysis.partition import spread_layers
 from pipemorph.wire.base import Count, Seconds, WireModel
 from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
@@ -354,23 +356,19 @@ class StragglersView:
     """Seconds of F, B and W of one microbatch of each stage, of its median column; empty if not
     known."""
 
-    def better_split(self, layers: int | None) -> Split | None:
-        """How ``layers`` equal layers, now evenly split, would be spread best over stages of
-        these speeds. All columns of a stage hold the same layers, and an iteration waits for the
-        slowest: its speed counts. None if nothing is slow, the slowest stage cannot be faster, or
-        the layers are not known."""
+    def better_split(self, layers: int | None, held: Sequence[int] = ()) -> Split | None:
+        """How ``layers`` equal layers would be spread best over stages of these speeds. ``held``:
+        how many each stage has now; empty: evenly many. All columns of a stage hold the same
+        layers, and an iteration waits for the slowest: its speed counts. None if nothing is slow,
+        the slowest stage cannot be faster, or the layers are not known."""
         if layers is None or not self.paces or not self.slowest:
             return None
         paces = [*self.paces]
         for slow in self.slowest:
             paces[slow.stage] = max(paces[slow.stage], slow.seconds)
-        each = layers // len(paces)
-        per_layer = [pace / each for pace in paces]
-        counts = [1] * len(per_layer)
-        for _ in range(layers - len(counts)):
-            # The stage that is the fastest with one more. This is the optimum for the slowest.
-            least = min(range(len(counts)), key=lambda i: (counts[i] + 1) * per_layer[i])
-            counts[least] += 1
+        held = held or (layers // len(paces),) * len(paces)
+        per_layer = [pace / count for pace, count in zip(paces, held, strict=True)]
+        counts = spread_layers(layers, per_layer, [0.0] * len(paces))
         slowest = max(n * took for n, took in zip(counts, per_layer, strict=True))
         gain = 1 - slowest / max(paces)
-        return Split(tuple(counts), gain) if gain > 0.01 else None
+        return Split(counts, gain) if gain > 0.01 else None

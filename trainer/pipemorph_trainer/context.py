@@ -25,6 +25,7 @@ PIPEMORPH_KEPT_RANK    number by which the rank's copies are found, where ranks 
                        have others than those of the whole job; default: RANK
 PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
                        number. See :mod:`pipemorph.api.layout`
+PIPEMORPH_LAYERS       by stage, how many layers it holds, as JSON; default: evenly many
 PIPEMORPH_GRACE_SECONDS
                        seconds after a SIGTERM in which the rank may save; default 25
 ====================== ==========================================================
@@ -86,6 +87,8 @@ class TrainerContext:
     generation: int = 0
     places: str | None = None
     """By rank, the place that runs it, as JSON; None: that of its number."""
+    layers: str | None = None
+    """By stage, how many layers it holds, as JSON; None: evenly many."""
     grace_seconds: float = GRACE_SECONDS
     """Time after a SIGTERM in which the rank may save."""
 
@@ -157,6 +160,7 @@ class TrainerContext:
             progress_dir=Path(progress_dir) if progress_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
             places=environ.get("PIPEMORPH_PLACES"),
+            layers=environ.get("PIPEMORPH_LAYERS"),
             grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
         )
         if context.trace_bytes < LEAST_TRACE_BYTES:
@@ -217,6 +221,11 @@ class TrainerContext:
         if self.job is not None:
             first = Layout.first(mesh, self.job.spec.parallelism.ranks_per_pod)
         return first if self.places is None else first.read(self.places)
+
+    def split(self, stages: int) -> tuple[int, ...]:
+        """By stage, how many layers it holds; empty: evenly many. Raises :class:`InputError` if the
+        launcher did not tell one number for each."""
+        return () if self.layers is None else Layout.read_layers(self.layers, stages)
 
     def coordinate(
         self,

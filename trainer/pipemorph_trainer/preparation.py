@@ -62,12 +62,14 @@ MakeState = Callable[[torch.optim.Optimizer], State]
 
 
 class Built(NamedTuple):
-    """``failure``: the error of a function, of which all ranks have to hear."""
+    """``failure``: the error of a function, of which all ranks have to hear. ``parts``: of which
+    stages were built; None: they were given."""
 
     stages: list[Any]
     optimizer: torch.optim.Optimizer | None
     state: State
     failure: Exception | None
+    parts: list[Part] | None = None
 
 
 def build(
@@ -81,11 +83,14 @@ def build(
 ) -> Built:
     """The stages of this rank, in order, their optimizer and what is saved beside them, built where
     functions were given."""
+    parts: list[Part] | None = None
     try:
         stages = _several(given_stages)
         if stages is None:
             place = Settings.choose(context, given, mesh).mesh.coordinate(context.rank)
-            stages = [given_stages(Part(s, place.stages)) for s in place.held]  # type: ignore[operator]
+            split = context.split(place.stages)
+            parts = [Part(number, place.stages, split) for number in place.held]
+            stages = [given_stages(part) for part in parts]  # type: ignore[operator]
         if callable(optimizer) and isinstance(stages[0], nn.Module):
             optimizer = optimizer(stages[0] if len(stages) == 1 else nn.ModuleList(stages))
         made = None if callable(optimizer) else optimizer
@@ -95,7 +100,7 @@ def build(
             state = state(made)
     except Exception as error:  # noqa: BLE001  all ranks are told of any error
         return Built([], None, {}, error)
-    return Built(stages, made, state or {}, None)
+    return Built(stages, made, state or {}, None, parts)
 
 
 def _several(given: StageOrBuilder) -> list[Any] | None:

@@ -238,13 +238,20 @@ RULES: dict[str, list[Rule]] = {
     ],
     "spec.faults[]": [
         Rule(
-            rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)",
-            message="a fault needs an effect: delayMs, bandwidthMbps or sever",
+            rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)"
+            " || has(self.slowdown)",
+            message="a fault needs an effect: delayMs, bandwidthMbps, sever or slowdown",
         ),
         Rule(
-            rule="has(self.link) != has(self.reduction)"
+            rule="has(self.device) ? !has(self.link) && !has(self.reduction)"
+            " : has(self.link) != has(self.reduction)"
             " && !(has(self.reduction) && has(self.sever))",
-            message="a fault is of a link or of a reduction, which cannot be severed",
+            message="a fault is of a link, of a reduction, which cannot be severed, or of a device",
+        ),
+        Rule(
+            rule="has(self.device) == has(self.slowdown) && !(has(self.device)"
+            " && (has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)))",
+            message="a device has slowdown and no other effect, and only a device has it",
         ),
         Rule(
             rule="!((has(self.fromIteration) || has(self.toIteration))"

@@ -10,7 +10,7 @@ predicted iteration becomes shorter.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, permutations, takewhile
@@ -147,7 +147,7 @@ def propose(
 ) -> Proposal | None:
     """The best layout that was found within ``seconds``; None if none is better than the present
     one. ``cost``: seconds of a change."""
-    score = _Score(spec, network, late, layout)
+    score = Score(spec, network, late, layout)
     starts, end = _starts(layout), monotonic() + seconds
     found = layout
     for at, start in enumerate(starts):
@@ -178,7 +178,7 @@ def _starts(layout: Layout) -> list[Layout]:
     return found
 
 
-def _search(layout: Layout, score: _Score, end: float) -> Layout:
+def _search(layout: Layout, score: Score, end: float) -> Layout:
     """Exchange the places of two ranks, of which one is at a late wire, as long as that helps.
     ``end``: of the search, monotonic."""
     best = layout
@@ -199,21 +199,30 @@ def _swapped(layout: Layout, ranks: Collection[int]) -> Iterator[Layout]:
                 yield layout.swapped(rank, other)
 
 
-class _Score:
-    """Predicts iterations, from a network that was measured in ``layout``."""
+class Score:
+    """Predicts iterations, from a network that was measured in ``layout``. ``stages_of``: the op
+    times of stages that hold so many layers."""
 
-    def __init__(self, spec: JobSpec, network: Network, late: Late, layout: Layout) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        network: Network,
+        late: Late,
+        layout: Layout,
+        stages_of: Callable[[tuple[int, ...]], tuple[StageTimes, ...]] | None = None,
+    ) -> None:
         self._spec, self._network, self._late, self._layout = spec, network, late, layout
+        self._stages_of = stages_of or (lambda _: network.stages)
         self._groups = {_ring(layout, group): group for group in network.reductions}
-        self._known: dict[tuple[tuple[float, ...], tuple[float, ...]], float] = {}
-        self._scores: dict[tuple[int, ...], tuple[float, float, int]] = {}
+        self._known: dict[tuple[tuple[float, ...], ...], float] = {}
+        self._scores: dict[Layout, tuple[float, float, int]] = {}
 
     def of(self, layout: Layout) -> tuple[float, float, int]:
-        """Seconds of an iteration; of delay that is in use; and ranks that move. The less, the
-        better."""
-        if layout.places not in self._scores:
-            self._scores[layout.places] = self._score(layout)
-        return self._scores[layout.places]
+        """Seconds of an iteration; of delay that is in use; and ranks that move, or layers. The
+        less, the better."""
+        if layout not in self._scores:
+            self._scores[layout] = self._score(layout)
+        return self._scores[layout]
 
     def _score(self, layout: Layout) -> tuple[float, float, int]:
         mesh, slowest, used = layout.mesh, 0.0, 0.0
@@ -233,9 +242,12 @@ class _Score:
                 exposed.get(mesh.rank(stage, column), times.reduction or 0.0)
                 for stage, times in enumerate(self._network.stages)
             )
-            slowest = max(slowest, self._iteration(delays, reductions))
+            slowest = max(slowest, self._iteration(delays, reductions, layout.layers))
+        moved = len(self._layout.moved(layout))
+        if total := self._spec.parallelism.layers:
+            moved += self._layout.handed_over(layout, total)
         # No prediction is more exact.
-        return round(slowest, 5), used, len(self._layout.moved(layout))
+        return round(slowest, 5), used, moved
 
     def _of_wire(self, wire: Wire) -> float:
         return self._late.get(wire, 0.0)
@@ -277,13 +289,15 @@ class _Score:
         steps = 2 * (len(ring) - 1) if each is None else each * group.bytes
         return max(0.0, seconds + steps * late - hidden)
 
-    def _iteration(self, delays: tuple[float, ...], reductions: tuple[float, ...]) -> float:
-        """Seconds of an iteration with a plan for these delays."""
-        key = (delays, reductions)
+    def _iteration(
+        self, delays: tuple[float, ...], reductions: tuple[float, ...], layers: tuple[int, ...]
+    ) -> float:
+        """Seconds of an iteration with a plan for these delays and layers per stage."""
+        key = (delays, reductions, layers)
         if key not in self._known:
             stages = [
                 times.model_copy(update={"reduction": reduction})
-                for times, reduction in zip(self._network.stages, reductions, strict=True)
+                for times, reduction in zip(self._stages_of(layers), reductions, strict=True)
             ]
             delegates = self._spec.adaptation.allow_delegation
             routes = [Route.DELEGATED if delay and delegates else Route.DIRECT for delay in delays]

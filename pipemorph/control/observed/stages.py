@@ -77,6 +77,14 @@ class Footprint:
         """For a snapshot."""
         return self.activation_bytes, self.offload_copy, self.input_bytes
 
+    def scale(self, factor: float) -> None:
+        """The stage has so many times its activations. What is kept to compute them again is the
+        input of the stage, and stays."""
+        if self.activation_bytes is not None:
+            self.activation_bytes = max(1, round(self.activation_bytes * factor))
+        if self.offload_copy is not None:
+            self.offload_copy *= factor
+
     def add(self, state: StageState) -> bool:
         """Process a measurement; return whether it changed anything."""
         changed = False
@@ -129,6 +137,24 @@ class StageTable:
         self._times = None
         if self.footprints[state.stage].add(state):
             self._rooms = self._measure_rooms()
+
+    def scale(self, factors: Sequence[float]) -> None:
+        """Each stage has so many times its work from now on, as far as is known before it is
+        measured."""
+        for stage, factor in enumerate(factors):
+            self.footprints[stage].scale(factor)
+            state = self._states[stage]
+            if state is not None:
+                fused = state.fused_backward
+                self._states[stage] = state.model_copy(
+                    update={
+                        "forward": state.forward * factor,
+                        "backward_input": state.backward_input * factor,
+                        "backward_weight": state.backward_weight * factor,
+                        "fused_backward": None if fused is None else fused * factor,
+                    }
+                )
+        self._rooms, self._times = self._measure_rooms(), None
 
     def reduce(self, exposed: Mapping[int, float]) -> None:
         """Note what follows the last op of each stage, seconds."""

@@ -30,7 +30,7 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 class AttemptEnvironment:
     """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
     leave their state for the next one; None: nobody would read it. ``progress_dir``: where they
-    count iterations. ``layout``: where ranks are."""
+    count iterations. ``layout``: where ranks are, and what they hold."""
 
     attempt: int
     generation: int
@@ -51,9 +51,12 @@ def rank_environment(
     """The complete environment of a rank, with the variables that the trainer's context reads."""
     world_size = str(job.spec.parallelism.world_size)
     kept = {} if where.kept_dir is None else {"PIPEMORPH_KEPT_DIR": str(where.kept_dir)}
+    split = where.layout.layers
+    layers = {"PIPEMORPH_LAYERS": json.dumps(split)} if split else {}
     return (
         common_environment(job, host)
         | kept
+        | layers
         | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(where.master_port),

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +55,16 @@ class KeptFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def ask_to_leave(self, generation: int) -> None:
-        """Ask the ranks of a generation to leave for other places. Raises OSError."""
+    def ask_to_leave(self, generation: int, layers: Sequence[int] = ()) -> None:
+        """Ask the ranks of a generation to leave for other places, or for parts with so many
+        ``layers`` per stage. Raises OSError."""
         # Of an earlier question.
         (self.root / stay_file(generation)).unlink(missing_ok=True)
-        (self.root / leave_file(generation)).touch(mode=0o600)
+        path = self.root / leave_file(generation)
+        # Ranks that see it read it.
+        unfinished = path.with_suffix(f"{path.suffix}.unfinished")
+        unfinished.write_text(json.dumps(list(layers)) if layers else "")
+        unfinished.rename(path)
 
     def stop_asking(self, generation: int) -> None:
         """Take that back. Ranks that stay remove the file, too, but may have failed before."""

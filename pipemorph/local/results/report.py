@@ -117,7 +117,9 @@ class RunRecord:
     recoveries: list[Recovery] = field(default_factory=list)
     useful: Useful = field(default_factory=Useful)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of the ranks' places, for the report."""
+    """Changes of the ranks' places and layers, for the report."""
+    layers: tuple[int, ...] = ()
+    """How many each stage held at the end; empty: evenly many."""
     outlook: Outlook | None = None
     """What the plan in effect at the end can be predicted from; None if it cannot."""
 
@@ -178,7 +180,8 @@ class RunRecord:
     def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""
         emulation = self.job.spec.emulation
-        better = self.last.stragglers.better_split(self.job.spec.parallelism.layers)
+        layers = self.job.spec.parallelism.layers
+        better = self.last.stragglers.better_split(layers, self.layers)
         return {
             "job": self.job.metadata.name,
             "namespace": self.job.metadata.namespace,

@@ -47,6 +47,22 @@ def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, .
     return tuple(reversed(counts))
 
 
+def spread_layers(layers: int, each: Sequence[float], beside: Sequence[float]) -> tuple[int, ...]:
+    """How many of ``layers`` equal layers each stage gets, at least one: the optimum for the
+    slowest stage. ``each[i]``: time of a layer on stage *i*; ``beside[i]``: of its other work.
+
+    Raises ValueError if there are fewer layers than stages.
+    """
+    if layers < len(each):
+        raise ValueError(f"there are {layers} layers for {len(each)} stages; each needs one")
+    counts = [1] * len(each)
+    for _ in range(layers - len(counts)):
+        # The stage that is the fastest with one more.
+        least = min(range(len(counts)), key=lambda i: beside[i] + (counts[i] + 1) * each[i])
+        counts[least] += 1
+    return tuple(counts)
+
+
 def _least_slowest(before: Sequence[float], fixed: Sequence[float]) -> float:
     """The least possible time of the slowest stage."""
     layers, stages = len(before) - 1, len(fixed)

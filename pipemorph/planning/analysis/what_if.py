@@ -25,17 +25,18 @@ def work(stage: StageTimes, policy: Policy) -> float:
     return stage.forward + stage.backward_input + stage.backward_weight
 
 
-def shrunk(stage: StageTimes, factor: int) -> StageTimes:
-    """The stage with microbatches of ``1/factor`` the size and ``1/factor`` the time."""
+def shrunk(stage: StageTimes, factor: float) -> StageTimes:
+    """The stage with ``1/factor`` of its work, in time and in bytes: smaller microbatches, or fewer
+    layers."""
     size, copy, fused = stage.activation_bytes, stage.offload_copy, stage.fused_backward
     update: dict[str, float | int | None] = {
         kind: getattr(stage, kind) / factor for kind in KINDS
     } | {
         "fused_backward": None if fused is None else fused / factor,
         "offload_copy": None if copy is None else copy / factor,
-        "activation_bytes": None if size is None else max(1, size // factor),
+        "activation_bytes": None if size is None else max(1, int(size / factor)),
     }
-    return stage.model_copy(update=update | _limits(stage, float(factor)))
+    return stage.model_copy(update=update | _limits(stage, factor))
 
 
 def evened(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:

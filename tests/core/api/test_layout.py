@@ -34,3 +34,21 @@ def test_ranks_change_places() -> None:
 def test_places_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="each number below 8 once"):
         Layout.first(MESH).read(text)
+
+
+def test_layers_are_spread_over_the_stages() -> None:
+    layout = Layout.first(MeshShape(stages=4))
+    assert layout.spread(16) == (4, 4, 4, 4)
+    other = layout.with_layers((5, 3, 4, 4))
+    assert other.spread(16) == other.layers == (5, 3, 4, 4)
+    # Layer 4, of stage 1, is the only one that moves; here every stage gives one to the next.
+    assert (layout.handed_over(other, 16), layout.moved(other)) == (1, ())
+    assert layout.handed_over(layout.with_layers((3, 4, 4, 5)), 16) == 3
+    assert other.with_layers((4, 4, 4, 4)) == layout
+    assert Layout.read_layers("[5, 3, 4, 4]", 4) == other.layers
+
+
+@pytest.mark.parametrize("text", ["", "8", "[1, 2]", "[1, 2, 3, 0]", '["1", 2, 3, 4]', "[" * 9999])
+def test_layers_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="a JSON array of 4 numbers of layers"):
+        Layout.read_layers(text, 4)

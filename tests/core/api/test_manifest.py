@@ -121,6 +121,16 @@ def test_what_ranks_with_several_stages_have() -> None:
     assert "spec.schedule.warmup: is [4, 3, 2, 1]; the plan sets that of ranks with" in said
 
 
+def test_without_replicas_only_layers_can_move() -> None:
+    document = changed("spec/adaptation/relayout", True)
+    document["spec"]["failurePolicy"] = {"maxRestarts": 1}
+    document["spec"]["parallelism"] = {"stages": 4, "layers": 8}
+    document["spec"].pop("faults")
+    parse_job(json.dumps(document))
+    del document["spec"]["parallelism"]["layers"]
+    assert "no gradients are reduced, and parallelism.layers is not given" in refusal(document)
+
+
 ENV = "spec/template/spec/containers/1/env/0/name"
 
 
@@ -233,10 +243,17 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         ("spec/emulation/stageTimes", [], "spec.emulation.stageTimes: is []; expected a non-empty"),
         ("spec/faults/0/link", 3, "spec.faults[0].link: is 3; the job has 3 links, numbered from"),
         ("spec/faults/0/replica", 2, "spec.faults[0].replica: is 2; the job has 2 replicas,"),
-        ("spec/faults/0/reduction", 1, "spec.faults[0]: has several of link, reduction and bet"),
-        ("spec/faults/0/link", ..., "spec.faults[0]: has none of link, reduction and bet"),
+        ("spec/faults/0/reduction", 1, "spec.faults[0]: has several of link, reduction, betw"),
+        ("spec/faults/0/link", ..., "spec.faults[0]: has none of link, reduction, betw"),
         ("spec/faults/0", WIRE | {"between": [1, 9]}, "spec.faults[0].between: is [1, 9]; the job"),
         ("spec/faults/0", WIRE | {"between": [1, 1]}, "spec.faults[0].between: is pod 1 twice; e"),
+        (
+            "spec/faults/0",
+            {"device": 99, "slowdown": 1.5},
+            "spec.faults[0].device: is 99; the job has",
+        ),
+        ("spec/faults/0", {"device": 0, "delayMs": 3}, "spec.faults[0].device: is given; a device"),
+        ("spec/faults/0", {"link": 0, "slowdown": 2}, "spec.faults[0].slowdown: is given; a"),
         ("spec/faults/0", WIRE | {"sever": "data"}, "spec.faults[0].sever: is data, which cuts a"),
         ("spec/adaptation/relayout", True, "spec.adaptation.relayout: is true, but failurePolicy."),
         ("spec/faults/0/toIteration", 10, "spec.faults[0].toIteration: is 10, which is not after"),

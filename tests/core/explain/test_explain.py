@@ -399,3 +399,10 @@ def test_time_that_was_lost_is_not_called_saved() -> None:
     assert worth_line(-30.0, 3.0, 8, 1).startswith("the plan changes cost 30.0 s (± 3.0 s), 0.1")
     assert worth_line(0.0, 0.0, 8, 2) == "no time was saved or lost by the plan changes"
     assert worth_line(0.0, 0.0, 8, 0) == ""
+
+
+def test_layers_that_moved_are_told() -> None:
+    change = {"iteration": 5, "measured": 0.2, "layers": [5, 3, 4, 4], "layers_before": [4] * 4}
+    (line,) = [each for each in told(report(relayouts=[change])) if "layers moved" in each]
+    assert "layers moved (4-4-4-4 became 5-3-4-4 per stage) at iteration 5" in line
+    assert "takes 20% less" in line

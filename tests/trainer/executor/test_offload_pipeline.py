@@ -15,7 +15,7 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan
 from pipemorph.planning.offload import copying
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
 pytestmark = pytest.mark.multiprocess
@@ -63,7 +63,7 @@ def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
     """Two iterations of the example's model: losses and all gradients."""
     arguments = Arguments(width=32, heads=2, sequence=16, microbatch_size=2)
     torch.manual_seed(7 + context.rank)
-    module = GPTStage(arguments, context.rank, context.world_size, context.world_size)
+    module = GPTStage(arguments, Part(context.rank, context.world_size), context.world_size)
     found: list[Any] = []
     with Pipeline(
         module, context=context, loss_fn=loss_fn, plan=plan, route="direct", host_memory=limit

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
 pytestmark = pytest.mark.multiprocess
@@ -56,7 +56,7 @@ def gpt(context: TrainerContext, plan: Plan, autocast: bool) -> list[Any]:
     """Two iterations of the example's model with dropout: losses and all gradients."""
     arguments = Arguments(width=32, heads=2, sequence=16, microbatch_size=2)
     torch.manual_seed(7 + context.rank)
-    module = GPTStage(arguments, context.rank, context.world_size, context.world_size)
+    module = GPTStage(arguments, Part(context.rank, context.world_size), context.world_size)
     first = module.forward
 
     def forward(*args: Any) -> Any:

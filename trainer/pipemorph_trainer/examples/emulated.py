@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 
 
 def train(context: TrainerContext) -> None:
@@ -22,8 +22,14 @@ def train(context: TrainerContext) -> None:
         raise InputError(
             f"spec.trainer.args is {context.args}; this example knows clip: true|false"
         )
-    stages = [EmulatedStage.of(spec, stage=stage) for stage in context.coordinate().held]
-    with Pipeline(stages, context=context) as pipe:
+
+    def build_stage(part: Part) -> EmulatedStage:
+        layers = spec.parallelism.layers
+        # One that has other layers than in the beginning takes as much longer or shorter.
+        share = 1.0 if layers is None else len(part.layers(layers)) * part.stages / layers
+        return EmulatedStage.of(spec, stage=part.stage, share=share)
+
+    with Pipeline(build_stage, context=context) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
             if clip:

@@ -101,19 +101,15 @@ class GPTStage(nn.Module):
     (batch, sequence, 256) out; between stages (batch, sequence, width).
     """
 
-    def __init__(self, arguments: Arguments, stage: int, stages: int, layers: int) -> None:
+    def __init__(self, arguments: Arguments, part: Part, layers: int) -> None:
         super().__init__()
-        self.first, self.last = stage == 0, stage == stages - 1
-        per_stage = layers // stages
+        self.first, self.last = part.is_first, part.is_last
         if self.first:
             self.tokens = nn.Embedding(VOCABULARY, arguments.width)
             self.positions = nn.Embedding(arguments.sequence, arguments.width)
         # Named by global layer numbers, so that checkpoints fit other numbers of stages.
         self.blocks = nn.ModuleDict(
-            {
-                str(layer): Block(arguments.width, arguments.heads)
-                for layer in range(stage * per_stage, (stage + 1) * per_stage)
-            }
+            {str(layer): Block(arguments.width, arguments.heads) for layer in part.layers(layers)}
         )
         if self.last:
             self.norm = nn.LayerNorm(arguments.width)
@@ -205,7 +201,7 @@ def train(context: TrainerContext) -> None:
     def build_stage(part: Part) -> GPTStage:
         # One seed per stage, so that a stage's weights do not depend on other stages.
         torch.manual_seed(spec.trainer.seed * 1000 + part.stage)
-        module = GPTStage(arguments, part.stage, part.stages, layers).to(device)
+        module = GPTStage(arguments, part, layers).to(device)
         distribute(module, mesh)
         return module
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import TrainerContext, make_mesh
+from pipemorph_trainer import Part, TrainerContext, make_mesh
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.examples.gpt import (
     Arguments,
@@ -35,7 +35,7 @@ def train(context: TrainerContext) -> None:
     stage, stages = context.coordinate().stage, spec.parallelism.stages
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
     device = own_device(context.local_rank)
-    module = GPTStage(arguments, stage, stages, spec.parallelism.layers or stages).to(device)
+    module = GPTStage(arguments, Part(stage, stages), spec.parallelism.layers or stages).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
     corpus = load_corpus()
     mesh = make_mesh(context, device)

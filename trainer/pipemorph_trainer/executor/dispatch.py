@@ -107,12 +107,14 @@ class Executor:
         refuses: bool = False,
         all_raise: Callable[[], bool] = lambda: True,
         last_op: LastOp | None = None,
+        slowed: Callable[[float, int], None] | None = None,
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
         iteration, if ``all_raise`` finds that no other rank waits inside the op. ``gate``: for the
         last stage if there are several replicas. ``stands``: asked before the first backward
         whether the forwards ran on the right parameters; if not, the iteration ends as a refused
-        one. ``last_op``: is told of the last op."""
+        one. ``last_op``: is told of the last op. ``slowed``: called at the end of each op with the
+        time of its start and the iteration; it makes the op longer."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -122,7 +124,7 @@ class Executor:
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
         self._gate, self._stands, self._refuses = gate, stands, refuses
-        self._all_raise, self._last_op = all_raise, last_op
+        self._all_raise, self._last_op, self._slowed = all_raise, last_op, slowed
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
@@ -447,6 +449,8 @@ class Executor:
         return time()
 
     def _end_op(self, kind: OpKind, microbatch: int, start: float) -> None:
+        if self._slowed is not None:
+            self._slowed(start, self._iteration)
         end = time()
         if self._device_times is not None:
             self._device_times.end()

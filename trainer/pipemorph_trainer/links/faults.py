@@ -6,8 +6,8 @@ and a time in the message's note. Nothing sleeps, and the transports are not inv
 directions of the link are delayed.
 
 Only this module knows of faults: a link end has its :class:`LinkFaults`, and channels get its
-:meth:`LinkFaults.hold`. The gradient reduction of a stage has its :class:`ReductionFaults`, which
-hold the main thread, as a collective would.
+:meth:`LinkFaults.hold`. The gradient reduction of a stage has its :class:`ReductionFaults`, and a
+device its :class:`DeviceFaults`, which hold the main thread, as a collective or an op would.
 """
 
 from __future__ import annotations
@@ -90,6 +90,12 @@ class FaultTrace:
                     across += self._between(ring[at], ring[(at + 1) % len(ring)])
                 edges.append(_shaping(across))
         return ReductionFaults(mine, edges) if mine or any(edges) else None
+
+    def of_device(self, rank: int) -> DeviceFaults | None:
+        """The faults of the device that a rank has now; None if it has none."""
+        place = rank if self.layout is None else self.layout.places[rank]
+        mine = [fault for fault in self.faults if fault.device == place]
+        return DeviceFaults(mine) if mine else None
 
     def make_queue(self, link: int, replica: int) -> SharedQueue | None:
         """The shared queue of both directions of a link; None if it needs none."""
@@ -279,6 +285,46 @@ class ReductionFaults:
             {
                 **fault.model_dump(exclude_none=True),
                 "buckets_held": count.messages,
+                "hold_seconds": count.hold_seconds,
+                "first_iteration": count.first_iteration,
+                "last_iteration": count.last_iteration,
+            }
+            for fault, count in zip(self._faults, self._counts, strict=True)
+        ]
+
+
+class DeviceFaults:
+    """The faults of the device of this rank: its ops take longer."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+        self._counts = [_Count() for _ in faults]
+        self._began: float | None = None
+
+    def hold(self, start: float, iteration: int) -> None:
+        """Wait at the end of an op that began at ``start``, wall clock, until it has taken as long
+        as it would on the slow device."""
+        now = time.time()
+        began = self._began = self._began or now
+        active = [_is_active(fault, iteration, began, now) for fault in self._faults]
+        factor = 1.0
+        for fault, count, slow in zip(self._faults, self._counts, active, strict=True):
+            if slow:
+                factor *= fault.slowdown or 1.0
+                count.messages += 1
+                count.hold_seconds += ((fault.slowdown or 1.0) - 1) * (now - start)
+                count.last_iteration = iteration
+                if count.first_iteration is None:
+                    count.first_iteration = iteration
+        if factor > 1.0:
+            time.sleep((factor - 1.0) * max(0.0, now - start))
+
+    def record(self) -> list[dict[str, Any]]:
+        """One entry per fault: the fault and its effects on this rank."""
+        return [
+            {
+                **fault.model_dump(exclude_none=True),
+                "ops_held": count.messages,
                 "hold_seconds": count.hold_seconds,
                 "first_iteration": count.first_iteration,
                 "last_iteration": count.last_iteration,

@@ -45,6 +45,7 @@ from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.extra import Extra
+from pipemorph_trainer.state.names import clash, own_names
 from pipemorph_trainer.state.tied import Holder
 from pipemorph_trainer.topology.world import World
 
@@ -96,31 +97,18 @@ class Checkpoints:
 
     def _share_names(self) -> bool:
         """Whether two stages of the pipeline have a tensor of the same name."""
-        own = {
-            stage: [
-                name
-                for name in sorted(module.state_dict())
-                if self._aliases.get(Holder(name, stage), (name, stage)) == (name, stage)
-            ]
-            for stage, module in self._modules.items()
-        }
+        own = own_names(self._modules, self._aliases)
         stages, names = self._world.group(("pp",)), [own]
         if stages is not None:
             names = [{}] * dist.get_world_size(stages)
             dist.all_gather_object(names, own, group=stages)
-        seen: dict[str, int] = {}
-        for stage, mine in sorted(pair for each in names for pair in each.items()):
-            for name in mine:
-                if name in seen:
-                    if self._world.coordinate.rank == 0:
-                        log.warning(
-                            "checkpoints: stages %d and %d both have %r; names get the stage as "
-                            "a prefix, so these checkpoints resume with %d stages only",
-                            seen[name], stage, name, self._world.coordinate.stages,
-                        )  # fmt: skip
-                    return True
-                seen[name] = stage
-        return False
+        found = clash(names)
+        if found is not None and self._world.coordinate.rank == 0:
+            log.warning(
+                "checkpoints: %s; names get the stage as a prefix, so these checkpoints resume with"
+                " %d stages only", found, self._world.coordinate.stages,
+            )  # fmt: skip
+        return found is not None
 
     def save(self, iteration: int) -> Path:
         """Write a checkpoint to be resumed at ``iteration``; returns its folder.

@@ -79,6 +79,7 @@ class Iterations:
         deadline: longest wait for one message, seconds. For the first iteration and the first
             evaluation of a module it is multiplied by the number of stages: its first messages
             follow the first F and B of every stage, in which a module is compiled, tuned or loaded.
+        slowed: makes ops longer, see :class:`Executor`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Iterations:
         op_clock: OpClock,
         wait: CollectiveWait,
         deadline: float,
+        slowed: Callable[[float, int], None] | None = None,
     ) -> None:
         self._world, self._coordinate = world, world.coordinate
         self._ends, self._stages, self._plans = links.ends, stages, plans
@@ -154,6 +156,7 @@ class Iterations:
                 refuses=own.emulated or own.module is not None,
                 all_raise=self._all_raise,
                 last_op=self._last_op,
+                slowed=slowed,
             )
             up, down = neighbours.upstream, neighbours.downstream
             agreements[stage] = Agreement(

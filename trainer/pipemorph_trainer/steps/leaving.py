@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, leave_file, stay_file
+from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, PARTS_STAY, leave_file, stay_file
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.steps.parts import Parts
@@ -26,7 +27,8 @@ class Leaving:
     """Knows whether all ranks are to end, and prepares for it. Main thread only.
 
     A rank is asked by SIGTERM to save and to end, or by a file of its host to leave: for another
-    place, or since a replica joins. All ranks hear of it with the loss of an iteration.
+    layout, which is another place or another part, or since a replica joins. All ranks hear of it
+    with the loss of an iteration.
 
     ``describe``: what this rank is waiting for; ``last``: called before a signal ends the process.
     """
@@ -44,14 +46,14 @@ class Leaving:
         saves = parts.checkpoints is not None
         self._last_word = LastWord(describe, last, context.grace_seconds if saves else 0.0)
         kept, generation = context.kept_dir, context.generation
-        leave = None if kept is None else kept / leave_file(generation)
+        leave = self._leave = None if kept is None else kept / leave_file(generation)
         parts.iterations.ask(
             lambda: self._last_word.asked, lambda: leave is not None and leave.exists()
         )
         self.ending = False
         """Whether all ranks save before the next iteration and end."""
         self.moving = False
-        """Whether all ranks leave for other places before the next iteration."""
+        """Whether all ranks leave for another layout before the next iteration."""
 
     def install(self) -> None:
         """Handle signals from now on."""
@@ -85,28 +87,48 @@ class Leaving:
         )
 
     def sealed_to_move(self, iteration: int) -> Departure | None:
-        """If all ranks are to leave for other places, see that each has a copy of its state. None
-        if they are not; also if one of them has no copy: then all go on, and rank 0 says so."""
-        context = self._context
+        """If all ranks are to leave for another layout, see that each has a copy of its state. None
+        if they are not; also if one of them has no copy, or if they are to have other parts and
+        cannot: then all go on, and rank 0 says so."""
         if not self.moving or self._complete(iteration):
             return None
-        keeper, folder = self._parts.keeper, context.kept_dir
-        job = context.job
+        world = self._parts.world
+        layers = world.share(self._asked_layers() if self._parts.coordinate.rank == 0 else 0)
+        if layers and (why := self._parts.why_fixed(layers)):
+            self._stay(f"{PARTS_STAY}{why}")
+            return None
+        keeper = self._parts.keeper
+        job = self._context.job
         # A replica that joins has nothing of its own.
         exact = job is None or job.spec.parallelism.min_replicas is None
         why = "it keeps no state" if keeper is None else keeper.seal(iteration, exact=exact)
-        lacks = [f"rank {r}: {w}" for r, w in enumerate(self._parts.world.tell_all(why)) if w]
-        if not lacks:
-            whom = "for other places" if exact else "so that a replica can join"
-            return Departure(f"left at iteration {iteration}, {whom}", EXIT_MOVES)
+        lacks = [f"rank {r}: {w}" for r, w in enumerate(world.tell_all(why)) if w]
+        if lacks:
+            self._stay(lacks[0])
+            return None
+        where = "with other layers" if layers else "for other places"
+        if not exact:
+            where = "so that a replica can join"
+        return Departure(f"left at iteration {iteration}, {where}", EXIT_MOVES)
+
+    def _asked_layers(self) -> int:
+        """How many layers the host has spread anew; 0 if ranks are to leave for other places."""
+        assert self._leave is not None, "nobody can ask a rank to leave that keeps nothing"
+        try:
+            return sum(json.loads(self._leave.read_text() or "[]"))
+        except FileNotFoundError:
+            # The host has taken it back: a rank has failed, and all will end.
+            return 0
+
+    def _stay(self, why: str) -> None:
+        """Say why the ranks do not leave, after all."""
+        context, folder = self._context, self._context.kept_dir
         if folder is not None:
             if self._parts.coordinate.rank == 0:
-                what = "change places" if exact else "leave, so no replica joins"
-                log.warning("ranks do not %s: %s", what, lacks[0])
-                (folder / stay_file(context.generation)).write_text(lacks[0])
+                log.warning("ranks go on as they are: %s", why)
+                (folder / stay_file(context.generation)).write_text(why)
             # Pods have one each.
             (folder / leave_file(context.generation)).unlink(missing_ok=True)
-        return None
 
     def _complete(self, iteration: int) -> bool:
         """Whether all iterations of the manifest are done."""

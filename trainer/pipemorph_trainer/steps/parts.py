@@ -47,6 +47,7 @@ from pipemorph_trainer.state.kept.keeper import Keeper
 from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
+from pipemorph_trainer.state.names import clash, own_names
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
@@ -59,6 +60,7 @@ from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
 from pipemorph_trainer.topology.failures import Failures
+from pipemorph_trainer.topology.part import why_fixed
 from pipemorph_trainer.trackers.listeners import Listeners, OnIteration, chosen
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class Parts:
         scaler: GradScaler | None,
         on_iteration: OnIteration | Sequence[OnIteration] | None,
     ) -> None:
-        own, self.optimizer, self.state, failure = build(
+        own, self.optimizer, self.state, failure, self._built = build(
             stages, optimizer, state, context=context, given=given, mesh=mesh
         )
         listeners: Sequence[OnIteration] = ()
@@ -130,6 +132,7 @@ class Parts:
             self.settings.direct_duplex == "half",
             context.layout(self.coordinate.mesh),
         )
+        self._device_faults = faults.of_device(self.coordinate.rank)
         self._reduction_faults = faults.of_group(self.coordinate)
         modules = modules_of(own, self.coordinate)
         if modules and several:
@@ -225,7 +228,9 @@ class Parts:
             reporter=self.reporter, traces=self.traces, listeners=self.listeners,
             failures=self.failures, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
+            slowed=None if self._device_faults is None else self._device_faults.hold,
         )  # fmt: skip
+        self._split = context.split(self.coordinate.mesh.stages)
         self._generation, self._kept_rank = context.generation, context.kept_rank
         self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
@@ -288,7 +293,7 @@ class Parts:
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
             generation=self._generation, every=every, late=late, number=self._kept_rank,
-            changes=self._resizes,
+            changes=self._resizes, split=self._split,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper
@@ -337,6 +342,22 @@ class Parts:
             self.keeper.began_with(iteration)
         return Resumed(iteration, "checkpoint" if iteration else "beginning", why)
 
+    def why_fixed(self, layers: int) -> str:
+        """Why the parts of the model, which has so many layers, cannot change; empty if they can.
+        Collective over all ranks; the answer is the same on all."""
+        modules = {s: own.module for s, own in self.stages.items() if own.module is not None}
+        why = why_fixed(self._built, layers)
+        if not why and self.keeper is not None:
+            why = self.keeper.why_fixed()
+        aliases = self.tied.aliases if self.tied is not None else {}
+        told = self.world.tell_all((why, own_names(modules, aliases)))
+        for rank, (each, _) in enumerate(told):
+            if each:
+                return f"rank {rank}: {each}"
+        mesh = self.coordinate.mesh
+        found = clash(told[mesh.rank(stage, 0)][1] for stage in range(mesh.stages))
+        return "" if found is None else f"{found}; name parameters over the whole model"
+
     def meet_neighbours(self) -> None:
         """Begin to send copies of the state to another pod, if that is wanted."""
         if self.keeper is not None and self.settings.neighbour:
@@ -347,6 +368,8 @@ class Parts:
         faults = [entry for end in self.links.ends for entry in end.faults.record()]
         if self._reduction_faults is not None:
             faults += self._reduction_faults.record()
+        if self._device_faults is not None:
+            faults += self._device_faults.record()
         for stage, trace in self.traces.items():
             trace.close(faults if stage == self.coordinate.stage else (), iterations)
 

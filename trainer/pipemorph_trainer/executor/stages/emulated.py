@@ -104,27 +104,32 @@ class EmulatedStage:
     input_bytes: int | None = None
 
     @staticmethod
-    def of(spec: JobSpec, *, stage: int) -> EmulatedStage:
-        """Stage ``stage`` of a job with ``spec.emulation``."""
+    def of(spec: JobSpec, *, stage: int, share: float = 1.0) -> EmulatedStage:
+        """Stage ``stage`` of a job with ``spec.emulation``. ``share``: how many times the layers
+        that the job states it for."""
         assert spec.emulation is not None
-        times = spec.emulation.stage_times
+        times, emulation = spec.emulation.stage_times, spec.emulation
         if len(times) not in (1, spec.parallelism.stages):
             raise InputError(
                 f"spec.emulation.stageTimes has {len(times)} entries; expected 1 for all stages "
                 f"or {spec.parallelism.stages}"
             )
         mine = times[stage] if len(times) > 1 else times[0]
+
+        def sized(nbytes: int | None) -> int | None:
+            return None if nbytes is None else max(1, round(nbytes * share))
+
         return EmulatedStage(
-            mine.forward / 1e3,
-            mine.backward_input / 1e3,
-            mine.backward_weight / 1e3,
-            spec.emulation.message_bytes,
-            spec.emulation.stands_for_bytes,
-            mine.offload_copy / 1e3,
-            spec.emulation.activation_bytes,
-            None if mine.fused_backward is None else mine.fused_backward / 1e3,
-            spec.emulation.gradient_bytes,
-            spec.emulation.input_bytes,
+            mine.forward * share / 1e3,
+            mine.backward_input * share / 1e3,
+            mine.backward_weight * share / 1e3,
+            emulation.message_bytes,
+            emulation.stands_for_bytes,
+            mine.offload_copy * share / 1e3,
+            sized(emulation.activation_bytes),
+            None if mine.fused_backward is None else mine.fused_backward * share / 1e3,
+            sized(emulation.gradient_bytes),
+            emulation.input_bytes,
         )
 
     @property

@@ -9,6 +9,9 @@ are in files of the host's in memory, and outlive a process that is killed at an
 
 A rank whose memory is gone too, with its machine or pod, takes the copy of another that holds the
 same part of the model: of another replica. Or it gets its own from another pod (:mod:`.neighbour`).
+
+If layers have moved between stages since the ranks left, each composes its state from its own copy
+and those of other stages (:mod:`.composed`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +39,7 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.gradients import levelled_over
 from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
+from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy, Form, form_of, room
 from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
@@ -63,7 +67,7 @@ _numbers = itertools.count(1)
 class _Told(NamedTuple):
     """What a rank tells of its copies. ``held``: of other ranks; ``size``: bytes of the largest;
     ``room``: that it has; ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have
-    left one for this generation, which runs at other places."""
+    left one for this generation, which has another layout."""
 
     offers: tuple[Offer, ...]
     held: Held
@@ -83,8 +87,8 @@ class _Writing:
 
 class Keeper:
     """The copies of this rank's state, in ``folder``, before every ``every`` iterations; 0: only
-    when ranks leave for other places. Main thread only. ``late``: writes those of a device; None:
-    all is in host memory.
+    when ranks leave for another layout. Main thread only. ``late``: writes those of a device; None:
+    all is in host memory. ``split``: by stage, how many layers it holds; empty: evenly many.
 
     They are in a subfolder ``rank-<NUMBER>.generation-<G>``, which every generation takes over.
     ``number``: of the rank in the whole job; None: its rank. ``changes``: the next generation may
@@ -104,10 +108,12 @@ class Keeper:
         late: LateCopies | None = None,
         number: int | None = None,
         changes: bool = False,
+        split: tuple[int, ...] = (),
     ) -> None:
         mesh = world.coordinate.mesh
         self._owner = world.coordinate.rank if number is None else number
         self._mesh = (replace(mesh, replicas=1) if changes else mesh).described()
+        self._split = split
         self._number, self._generation = next(_numbers), generation
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0 if every else -1
@@ -147,6 +153,13 @@ class Keeper:
             str(self._world.coordinate), ring, self._slots, self._held, group=group,
             deadline=deadline,
         )  # fmt: skip
+
+    def why_fixed(self) -> str:
+        """Why the state of this rank's part is of no use to ranks with other parts; empty if it
+        is."""
+        if self._values.loose:
+            return "the optimizer has parameters that are not of the stage"
+        return ""
 
     @property
     def neighbour(self) -> Neighbour | None:
@@ -207,7 +220,7 @@ class Keeper:
     def mark(self, iteration: int, *, moving: bool = False) -> bool:
         """Say that an iteration is over, and the batch of the next one, ``iteration``, has not been
         drawn yet. Returns whether the state is kept before that, with what batches are drawn from
-        as it is now. ``moving``: it is, as ranks leave for other places."""
+        as it is now. ``moving``: it is, as ranks leave for another layout."""
         self._inside = False
         self._due_next = (moving or self._due(iteration)) and not self._why
         if self._due_next:
@@ -228,7 +241,7 @@ class Keeper:
         moving: bool = False,
     ) -> None:
         """Copy the state before an iteration, if it is one that is kept, or if ranks leave for
-        other places (``moving``). ``unreported``: iterations that have not been reported.
+        another layout (``moving``). ``unreported``: iterations that have not been reported.
         ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
         if self._why:
             return
@@ -309,10 +322,15 @@ class Keeper:
 
     def _finish(self, slot: Slot, offer: Offer) -> None:
         """A slot holds a whole copy."""
-        self._slots.finish(slot, offer, {"mesh": self._mesh, "pipeline": self._number})
+        self._slots.finish(slot, offer, self._part)
         # Whoever has no state before iteration 0 begins there.
         if self._neighbour is not None and offer.step != "pending" and offer.iteration:
             self._neighbour.offer(offer.iteration)
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        """What copies are of, for their marks."""
+        return {"mesh": self._mesh, "pipeline": self._number, "split": list(self._split)}
 
     def _stop(self, error: Exception) -> None:
         self._why = str(error.strerror if isinstance(error, OSError) else error)
@@ -322,8 +340,8 @@ class Keeper:
         self._tell()
 
     def seal(self, iteration: int, *, exact: bool = True) -> str:
-        """Finish the copy before an iteration: ``exact``: with its hash, for a generation in which
-        all have their own. Returns why there is none; empty if there is."""
+        """Finish the copy before an iteration, for the next layout. ``exact``: with its hash, for a
+        generation in which all have their own. Returns why there is none; empty if there is."""
         if self._late is not None and not self._why:
             try:
                 self._late.finish(WRITE_SECONDS)
@@ -401,7 +419,7 @@ class Keeper:
         moved = any(each.moved for each in told)
         if moved and (isinstance(found, str) or not found.exact):
             why = found if isinstance(found, str) else self._inexact(found)
-            raise PipelineError(f"ranks do not have their copies at their new places: {why}")
+            raise PipelineError(f"ranks do not have their copies in their new layout: {why}")
         if isinstance(found, str):
             self._remove()
             return found
@@ -418,9 +436,9 @@ class Keeper:
                 self._take(other)
                 self._wait.waiting.end()
         copy = self._of(found.iteration, rank)
-        misfit = self._values.misfit(copy.form, copy.object)
-        if copy.mark.get("hash") not in (None, digest(copy)):
-            misfit = "its bytes are not those that the rank had when it left"
+        relaid = copy.mark["split"] != list(self._split)
+        state = self._fitting(copy, found.iteration, relaid=relaid)
+        misfit = state if isinstance(state, str) else ""
         for each, why in enumerate(self._world.tell_all(misfit)):
             if why:
                 text = f"the kept state of rank {each} does not fit its stage: {why}"
@@ -428,12 +446,15 @@ class Keeper:
                     raise PipelineError(text)
                 self._remove()
                 return text
-        unreported = self._values.apply(copy, own=found.own(rank))
+        assert not isinstance(state, str), "all ranks hear of a misfit"
+        unreported = self._values.apply(state, own=found.own(rank))
         slot = self._slots.of(found.iteration)
         assert slot is not None
         # Others are older, or of an iteration that runs again.
         self._slots.keep_only(slot)
         self._held.keep_only(found.iteration)
+        if relaid:
+            self._keep_new_part(slot, found.iteration, unreported)
         if not found.own(rank):
             # It has the random state of the other rank.
             self._values.mark()
@@ -447,18 +468,73 @@ class Keeper:
             unreported,
         )
 
+    def _fitting(self, copy: Copy, iteration: int, *, relaid: bool) -> Copy | Composed | str:
+        """The state in a copy of this rank, composed anew if its part is another now (``relaid``);
+        or why it does not fit."""
+        if copy.mark.get("hash") not in (None, digest(copy)):
+            return "its bytes are not those that the rank had when it left"
+        state = self._composed(copy, iteration) if relaid else copy
+        if isinstance(state, str):
+            return state
+        return self._values.misfit(state.form, state.object) or state
+
+    def _composed(self, own: Copy, iteration: int) -> Composed | str:
+        """The state of this rank's new part; or why there is none."""
+        place, generation = self._world.coordinate, self._generation
+
+        def others() -> Iterator[Source]:
+            """Those of the same column, the nearest stages first."""
+            for stage in sorted(range(place.stages), key=lambda each: abs(each - place.stage)):
+                rank = place.at_stage(stage)
+                if stage == place.stage:
+                    continue
+                slots = Slots(self._folder / f"rank-{rank}.generation-{generation}")
+                slots.find(lambda mark: mark.get("split") == own.mark["split"])
+                slot = slots.of(iteration)
+                if slot is not None and slot.copy is not None:
+                    yield Source(slot.copy, stage)
+
+        wanted = self._values.wanted()
+        return compose(Source(own, wanted.stage), others(), wanted)
+
+    def _keep_new_part(
+        self, old: Slot, iteration: int, unreported: Sequence[IterationSample]
+    ) -> None:
+        """Copy the state of this rank's new part, before anybody says that all have met with it.
+        The copy of the part before stays until the next iteration, which nobody begins earlier: if
+        a rank fails now, all go on with that. Collective over all ranks.
+
+        Raises :class:`PipelineError` on all ranks if one of them cannot.
+        """
+        self._values.mark()
+        why = ""
+        try:
+            form, values, content = self._values.take(unreported)
+            slot = self._slots.begin(form, len(content))
+        except OSError as error:
+            why = str(error.strerror)
+        else:
+            self._write(slot, values, content, Offer(iteration))
+            self._slots.keep_only(old, slot)
+        for rank, each in enumerate(self._world.tell_all(why)):
+            if each:
+                raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")
+
     def _told(self, saved: int) -> _Told:
         if self._why:
             return _Told((), {}, 0, 0, saved, self._why)
+        before, part = self._generation - 1, self._part
 
         def fits(mark: Mapping[str, Any]) -> bool:
-            return (mark["mesh"], mark["pipeline"]) == (self._mesh, self._number)
+            # Ranks that have just left may have had another split.
+            names = [n for n in part if n != "split" or mark.get("left") != before]
+            return all(mark.get(name) == part[name] for name in names)
 
         offers = tuple(self._slots.find(fits))
         held, size = self._held.offers(fits)
         left = room(self._slots.folder / "a")
         marks = [self._of(offer.iteration, self._world.coordinate.rank).mark for offer in offers]
-        moved = any(mark.get("left") == self._generation - 1 for mark in marks)
+        moved = any(mark.get("left") == before for mark in marks)
         return _Told(offers, held, max(size, self._slots.size), left, saved, "", moved)
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:

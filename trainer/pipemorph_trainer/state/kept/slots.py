@@ -127,9 +127,9 @@ class Slots:
             for slot in self._slots:
                 slot.pins = int(slot is but)
 
-    def keep_only(self, kept: Slot) -> None:
-        """Remove all copies but one."""
-        self.remove(lambda slot: slot is not kept)
+    def keep_only(self, *kept: Slot) -> None:
+        """Remove all copies but these, also those that were not taken over."""
+        self.remove(lambda slot: slot not in kept)
 
     def remove(self, which: Callable[[Slot], bool] = lambda _: True) -> None:
         with self._lock:

@@ -1,11 +1,13 @@
 """What a rank's state is made of: tensors by name, and the rest as one object.
 
 A value has the same name on every rank that holds the same part of the model, so that the state of
-one can be given to another.
+one can be given to another. How that of a rank with another part is composed of several: see
+:mod:`.composed`.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.split.snapshot import random_state, set_random_state
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.state.kept.composed import Composed, Wanted
 from pipemorph_trainer.state.kept.copies import Copy, Entry, Form
 from pipemorph_trainer.state.optimistic import assign_hyperparameters, hyperparameters
 from pipemorph_trainer.state.weights import comparable
@@ -27,6 +30,14 @@ if TYPE_CHECKING:
 
 _STEPPED = ("parameter.", "loose.", "optimizer.")
 """What the names of values begin with that an optimizer's step changes."""
+
+
+LOOSE = "#"
+"""What the names of an optimizer's parameters begin with that are of no stage."""
+
+
+def _of_stage(key: str) -> bool:
+    return key.startswith(("parameter.", "buffer."))
 
 
 def changes_within_iterations(name: str) -> bool:
@@ -57,6 +68,8 @@ class Values:
         self._entries: dict[str, Entry] = {}
         self._random: dict[str, Any] = {}
         self._rest: dict[str, Any] = {}
+        self._names: dict[int, str] | None = None
+        """Of the parameters of all modules, by their ids."""
 
     @property
     def shared(self) -> bool:
@@ -108,6 +121,7 @@ class Values:
             "gradients": gradients,
             "unreported": unreported,
             "optimizer": type(self.optimizer).__name__,
+            "names": self._names_of_groups(),
             **self._stepped(),
         }
         return tuple(form), values, pickle.dumps(self._rest)
@@ -164,6 +178,42 @@ class Values:
         if self.optimizer is None:
             return []
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _names_of_groups(self) -> list[list[str]]:
+        """The names, in their modules, of the parameters of each group of the optimizer; those that
+        are of no module are called by their number."""
+        if self.optimizer is None:
+            return []
+        if self._names is None:
+            self._names = {
+                id(parameter): name
+                for module in self._modules.values()
+                for name, parameter in module.named_parameters()
+            }
+        count = itertools.count()
+        return [
+            [
+                self._names.get(id(each), f"{LOOSE}{n}")
+                for each in group["params"]
+                for n in (next(count),)
+            ]
+            for group in self.optimizer.param_groups
+        ]
+
+    def wanted(self) -> Wanted:
+        """What the part of this rank, of one stage, is made of."""
+        (stage,) = self._modules or self._emulated
+        tensors = [
+            ".".join((kind, name))
+            for kind, _, name in (key.split(".", 2) for key, _ in self._held() if _of_stage(key))
+        ]
+        modules = [name for _, name in self._extra_states()]
+        return Wanted(stage, tensors, modules, self._names_of_groups())
+
+    @property
+    def loose(self) -> bool:
+        """Whether the optimizer has parameters that are of no stage."""
+        return any(n.startswith(LOOSE) for group in self._names_of_groups() for n in group)
 
     def _of_optimizer(self) -> Iterator[tuple[int, Tensor, str, Any]]:
         """The optimizer's state: number of the parameter, the parameter, key and value."""
@@ -230,7 +280,7 @@ class Values:
         return ""
 
     @torch.no_grad()
-    def apply(self, copy: Copy, *, own: bool) -> Sequence[IterationSample]:
+    def apply(self, copy: Copy | Composed, *, own: bool) -> Sequence[IterationSample]:
         """Give the state of a copy, that fits, to the rank. ``own``: it is this rank's; another's
         random state is not taken. Returns iterations that may not have been reported."""
         rest = pickle.loads(copy.object)
@@ -255,7 +305,7 @@ class Values:
         unreported: Sequence[IterationSample] = rest["unreported"]
         return unreported
 
-    def _apply_optimizer(self, copy: Copy, rest: Mapping[str, Any]) -> None:
+    def _apply_optimizer(self, copy: Copy | Composed, rest: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
         if optimizer is None:
             return

@@ -1,0 +1,157 @@
+"""Finds another split of the layers over the stages, by the times that stages were measured to
+take. Pure, but for the time that a search may take.
+
+A stage takes as long as its layers and what it does beside them, such as an embedding or the loss.
+All layers count as equal. With the split that a job begins with, the stage that takes least is
+taken to have nothing beside its layers, and what others take more than that is theirs beside them.
+From then on a measured time tells what a layer takes on the stage's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import takewhile
+from time import monotonic
+
+from pipemorph.api.layout import Layout
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.relayout import (
+    MOST_SWAPS,
+    SEARCH_SECONDS,
+    Late,
+    Network,
+    Proposal,
+    Score,
+)
+from pipemorph.planning import StageTimes
+from pipemorph.planning.analysis.partition import spread_layers
+from pipemorph.planning.analysis.what_if import shrunk, work
+
+CHANGED = 0.1
+"""A decision is made again when the time of a layer has changed by more than this part of it on a
+stage."""
+
+
+class Beside:
+    """What each stage does beside its layers, in times of a layer. Learned while a job has the
+    split that it begins with."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._least: list[float] = []
+
+    def see(self, layout: Layout, stages: Sequence[StageTimes]) -> None:
+        """Take measured times of a microbatch."""
+        if layout.layers:
+            return
+        times = [work(each, self._spec.schedule.policy_kind) for each in stages]
+        if all(times):
+            self._least = list(map(min, times, self._least)) if self._least else times
+
+    def __getitem__(self, stage: int) -> float:
+        total = self._spec.parallelism.layers
+        if not self._least or total is None:
+            return 0.0
+        each = total / len(self._least)
+        return each * (self._least[stage] / min(self._least) - 1)
+
+    def factors(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, ...]:
+        """By stage, how many times the work of before it has with other numbers of layers."""
+        return tuple(
+            (self[stage] + now) / (self[stage] + was)
+            for stage, (was, now) in enumerate(zip(before, after, strict=True))
+        )
+
+
+class Split:
+    """The stages as they were measured in ``layout``, which may be split otherwise."""
+
+    def __init__(
+        self, spec: JobSpec, layout: Layout, stages: Sequence[StageTimes], beside: Beside
+    ) -> None:
+        assert spec.parallelism.layers is not None, "nobody knows how many layers there are"
+        self.total = spec.parallelism.layers
+        self.spec, self.layout = spec, layout
+        self._stages, self._beside = tuple(stages), beside
+        self.held = layout.spread(self.total)
+        self.times = tuple(work(each, spec.schedule.policy_kind) for each in stages)
+        """Seconds of a microbatch, by stage."""
+
+    @cached_property
+    def each(self) -> tuple[float, ...]:
+        """Seconds that a layer takes on the device of each stage."""
+        return tuple(
+            took / (self._beside[stage] + count)
+            for stage, (took, count) in enumerate(zip(self.times, self.held, strict=True))
+        )
+
+    @cached_property
+    def best(self) -> tuple[int, ...]:
+        """Layers per stage with which the slowest stage is the fastest."""
+        beside = [self._beside[stage] * took for stage, took in enumerate(self.each)]
+        return spread_layers(self.total, self.each, beside)
+
+    @property
+    def gain(self) -> float:
+        """Share of its time by which the slowest stage is then faster."""
+        then = max(self._took(stage, count) for stage, count in enumerate(self.best))
+        return 1 - then / max(self.times)
+
+    def _took(self, stage: int, layers: int) -> float:
+        return self.each[stage] * (self._beside[stage] + layers)
+
+    def slowest(self, layers: Sequence[int]) -> int:
+        """The stage that takes longest with so many layers per stage."""
+        return max(range(len(layers)), key=lambda stage: self._took(stage, layers[stage]))
+
+    def stages(self, layers: tuple[int, ...]) -> tuple[StageTimes, ...]:
+        """The op times with so many layers per stage; empty: evenly many."""
+        after = replace(self.layout, layers=layers).spread(self.total)
+        factors = self._beside.factors(self.held, after)
+        return tuple(
+            stage if factor == 1 else shrunk(stage, 1 / factor)
+            for stage, factor in zip(self._stages, factors, strict=True)
+        )
+
+
+def propose_layers(
+    split: Split,
+    network: Network,
+    late: Late,
+    cost: float,
+    *,
+    without: Collection[tuple[int, ...]] = (),
+    seconds: float = SEARCH_SECONDS,
+) -> Proposal | None:
+    """The best split that was found within ``seconds``; None if none is better than the present
+    one. ``cost``: seconds of a change. ``without``: splits that cannot be."""
+    spec, layout, end = split.spec, split.layout, monotonic() + seconds
+    score = Score(spec, network, late, layout, split.stages)
+    start = layout.with_layers(split.best)
+    best = layout if start.layers in without else min(layout, start, key=score.of)
+    for _ in range(MOST_SWAPS):
+        others = (each for each in _neighbours(best, split) if each.layers not in without)
+        found = min(takewhile(lambda _: monotonic() < end, others), key=score.of, default=best)
+        if score.of(found) >= score.of(best):
+            break
+        best = found
+    if best == layout:
+        return None
+    before, after = score.of(layout)[0], score.of(best)[0]
+    return Proposal(best, before, after, cost, network.left, spec.adaptation.min_gain)
+
+
+def _neighbours(layout: Layout, split: Split) -> Iterator[Layout]:
+    """All layouts in which the slowest stage has one layer less, and those in which one that has
+    more than in the beginning has."""
+    held = layout.spread(split.total)
+    gives = {split.slowest(held), *(at for at, n in enumerate(held) if n > split.held[at])}
+    for stage in gives:
+        for other in range(len(held)):
+            if other != stage and held[stage] > 1:
+                counts = list(held)
+                counts[stage] -= 1
+                counts[other] += 1
+                yield layout.with_layers(counts)

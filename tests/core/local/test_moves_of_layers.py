@@ -1,0 +1,177 @@
+"""When ranks are asked to leave for other parts, and which split of the layers counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipemorph.api.layout import Layout
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.ladder import Ladder
+from pipemorph.control.decide.relayout import Network
+from pipemorph.control.observed.stages import StageTable
+from pipemorph.exits import PARTS_STAY
+from pipemorph.local import moves as module
+from pipemorph.local.generations import Life
+from pipemorph.local.host import _Host
+from pipemorph.local.moves import CONFIRM_ITERATIONS, CONFIRM_SECONDS, Move, Moves
+from pipemorph.local.processes.kept import KeptFolder
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.planning import StageTimes
+from pipemorph.wire import StageState
+
+SPEC = JobSpec.model_validate(
+    {
+        "parallelism": {"stages": 4, "layers": 16},
+        "schedule": {"microbatches": 12},
+        "trainer": {"module": "m", "iterations": 9},
+        "failurePolicy": {"maxRestarts": 1},
+        "adaptation": {"relayout": True},
+    }
+)
+FIRST = Layout.of(SPEC.parallelism)
+COST = 2.0
+
+
+def network(*factors: float, left: int) -> Network:
+    times = (
+        StageTimes(forward=f / 100, backward_input=f / 100, backward_weight=f / 100)
+        for f in factors
+    )
+    return Network(tuple(times), (), (), True, left)
+
+
+class Run:
+    """The host of a run, by the second and iteration."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.kept = KeptFolder(folder)
+        self.moves = Moves(SPEC, self.told.append)
+        self.now, self.left = 1000.0, 500
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+    def looks(self, *factors: float, times: int = 1) -> Move | None:
+        """Look so many times, a second and two iterations apart, until a change pays."""
+        for _ in range(times):
+            self.now, self.left = self.now + 1.0, self.left - 2
+            found = self.moves.consider(network(*factors, left=self.left), COST)
+            if found is not None:
+                return found
+        return None
+
+    def moves_layers(self) -> Move:
+        self.looks(1, 1, 1, 1)
+        move = self.looks(1, 1.5, 1, 1, times=5)
+        assert move is not None
+        self.moves.ask(move, self.kept, 0)
+        return move
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
+
+
+def test_a_slow_stage_has_to_stay_slow(run: Run) -> None:
+    assert run.looks(1, 1, 1, 1, times=5) is None
+    for _ in range(3):
+        # Slow for a moment.
+        assert run.looks(1, 1.5, 1, 1, times=round(CONFIRM_SECONDS)) is None
+        assert run.looks(1, 1, 1, 1) is None
+    assert run.told == []
+    move = run.looks(1, 1.5, 1, 1, times=max(round(CONFIRM_SECONDS), CONFIRM_ITERATIONS // 2) + 1)
+    assert move is not None and move.of_layers
+    assert move.proposal.layout.layers == (5, 3, 4, 4)
+    assert move.reason.startswith(
+        "stage 1 computes for 45.0 ms of a microbatch, the others for 30.0 ms; with 5, 3, 4, 4"
+        " layers an iteration would take"
+    )
+
+
+def test_what_does_not_pay_is_said_once(run: Run) -> None:
+    run.left = 20
+    run.looks(1, 1, 1, 1)
+    assert run.looks(1, 1.5, 1, 1, times=8) is None
+    (told,) = run.told
+    assert told.startswith("layers stay where they are: stage 1 computes for 45.0 ms")
+    assert "and cost 2.0 s" in told
+
+
+def test_the_new_split_counts_when_all_have_met(run: Run, tmp_path: Path) -> None:
+    move = run.moves_layers()
+    assert json.loads((tmp_path / "leave.generation-0").read_text()) == [5, 3, 4, 4]
+    assert not run.moves.settling
+    assert run.moves.left(1) is move
+    assert run.moves.settling and run.moves.layout.layers == (5, 3, 4, 4)
+    assert run.moves.factors(FIRST) == (1.25, 0.75, 1.0, 1.0)
+    word = json.dumps({"iteration": 4, "rung": "kept", "why": ""})
+    (tmp_path / "resumed.generation-1").write_text(word)
+    run.moves.look(run.kept, 1)
+    assert (move.outcome, run.moves.settling) == ("moved", False)
+    assert not run.moves.failed(attempt=False)
+    assert run.moves.layout.layers == (5, 3, 4, 4)
+    assert run.moves.failed(attempt=True)
+    assert run.moves.layout == FIRST
+
+
+def test_a_split_with_which_ranks_failed_is_not_tried_again(run: Run) -> None:
+    move = run.moves_layers()
+    run.moves.left(1)
+    assert run.moves.failed(attempt=False)
+    assert (run.moves.layout, move.outcome) == (FIRST, "went back")
+    run.now += 1000.0
+    # What layers take has changed, so that it is decided again.
+    again = run.looks(1, 1.7, 1, 1, times=5)
+    assert again is None or again.proposal.layout.layers != move.proposal.layout.layers
+
+
+def test_parts_that_cannot_change_are_asked_once(run: Run, tmp_path: Path) -> None:
+    move = run.moves_layers()
+    (tmp_path / "stay.generation-0").write_text(f"{PARTS_STAY}no builder")
+    run.moves.look(run.kept, 0)
+    assert (move.outcome, run.moves.leaving) == ("stayed", False)
+    assert (
+        run.told[-1]
+        == "layers stay where they are: the parts of the model cannot change: no builder"
+    )
+    run.now += 1000.0
+    assert run.looks(1, 3, 1, 1, times=8) is None
+
+
+def test_invalid_input_in_a_new_split_goes_back(run: Run) -> None:
+    """Ranks end with 2 for what a restart does not change; the split before is no restart."""
+    run.moves_layers()
+    run.moves.left(1)
+    went_on: list[Any] = []
+
+    class Site:
+        interrupts = type("", (), {"received": None})
+        ladder = Ladder(1)
+        hangs = type("", (), {"finished": 5})
+        moves = run.moves
+        _go_on = staticmethod(lambda *args: went_on.append(args))
+
+    invalid = Ending(End.FAILED, "rank 0 exited with code 2", status=2, retry=False)
+    site: Any = Site()
+    assert _Host.agree(site, Life(0, 1), invalid) == Life(0, 2)
+    assert went_on
+
+
+def test_stages_are_expected_to_take_what_their_layers_take() -> None:
+    table = StageTable(SPEC)
+    for stage in range(4):
+        table.take(
+            StageState(
+                stage=stage, forward=0.01, backward_input=0.01, backward_weight=0.01,
+                fused_backward=None, activation_bytes=1000, offload_copy=None, peak_memory=0,
+            )
+        )  # fmt: skip
+    table.scale((1.25, 0.75, 1.0, 1.0))
+    times = table.times()
+    assert times is not None
+    assert [each.forward for each in times] == [0.0125, 0.0075, 0.01, 0.01]
+    assert [each.activation_bytes for each in times] == [1250, 750, 1000, 1000]

@@ -1,0 +1,343 @@
+"""Layers move between stages under ``pipemorph run``: the old parts or the new ones, never a
+mixture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run import manifest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+LAYERS, TOTAL, ITERATIONS = [4, 2], 6, 80
+
+SCRIPT = """
+import json, os, shutil, signal
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph.exits import leave_file
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import composed, keeper
+from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept.keeper import Keeper
+from pipemorph_trainer.state.kept.slots import Slots
+
+context = TrainerContext.from_env()
+how, generation, here = context.args["how"], context.generation, Path(__file__).parent
+place = context.coordinate()
+
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+victim = context.rank == 1
+if victim and generation == 0 and how == "copying":
+    Keeper.seal = killed
+if victim and generation == 1 and how == "composing":
+    keeper.compose = killed
+if victim and generation == 1 and how == "keeping the new part":
+    Keeper._keep_new_part = killed
+if victim and generation == 1 and how == "kept the new part":
+    def half(self, old, *rest, _keep=Keeper._keep_new_part):
+        # Killed with both copies, before all have met.
+        self._world.tell_all = killed
+        _keep(self, old, *rest)
+    Keeper._keep_new_part = half
+if victim and generation == 1 and how == "no memory":
+    def begin(self, *_, _begin=Slots.begin):
+        Slots.begin = _begin
+        raise OSError(28, "No space left on device")
+    Slots.begin = begin
+if victim and generation == 1 and how == "changed":
+    for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
+        Copy.open(path).raw()[0] += 1
+if victim and generation == 1 and how == "gone":
+    shutil.rmtree(context.kept_dir / "rank-1.generation-0")
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+class Stage(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        if part.is_first:
+            torch.manual_seed(100)
+            self.embed = nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleDict()
+        numbers = part.layers(TOTAL) if how != "deaf" else range(3 * part.stage, 3 * part.stage + 3)
+        for number in numbers:
+            # The state of the beginning depends on no split.
+            torch.manual_seed(number)
+            self.layers[("x" if how == "clashing" else "") + str(number % (
+                3 if how == "clashing" else 99))] = Layer()
+        if part.is_last:
+            self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        if hasattr(self, "embed"):
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+TOTAL = 6
+
+def build(part):
+    if generation == 1 and how == "refusing to build":
+        raise context_error()
+    stage = Stage(part)
+    held = sorted(stage.layers)
+    (here / f"held-{generation}-{context.rank}").write_text(json.dumps(held))
+    return stage
+
+def context_error():
+    from pipemorph.errors import InputError
+    return InputError("this builder takes no other split")
+
+def optimizer(module):
+    weights = [p for p in module.parameters() if p.ndim > 1]
+    rest = [p for p in module.parameters() if p.ndim < 2]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+whole = how == "module"
+from pipemorph_trainer import Part
+stage = Stage(Part(place.stage, 2)) if whole else build
+made = optimizer(stage) if whole else optimizer
+tied = [("embed.weight", 0), ("head.weight", 1)]
+state = lambda made: {"schedule": torch.optim.lr_scheduler.ExponentialLR(made, 0.99)}
+loss_fn = nn.functional.mse_loss
+with Pipeline(
+    stage, context=context, optimizer=made, loss_fn=loss_fn, tied=tied, state=state
+) as pipe:
+    first = pipe.start_iteration
+    schedule = pipe._parts.state["schedule"]
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        asked = victim and generation == 0 and (context.kept_dir / leave_file(0)).exists()
+        if asked and how == "leaving":
+            killed()
+        if victim and generation == 1 and how == "at once" and pipe.iteration == first:
+            killed()
+        if victim and generation == 1 and how == "after" and pipe.iteration == first + 2:
+            killed()
+        draw = torch.Generator().manual_seed(100 * pipe.iteration + place.replica)
+        batch = torch.randn(16, 8, generator=draw)
+        pipe.step(batch, target=batch.flip(1))
+        pipe.optimizer.step()
+        schedule.step()
+        pipe.optimizer.zero_grad()
+        pipe.clip_grad_norm_(1e9)
+"""
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from pipemorph.control.decide.relayout import Proposal
+from pipemorph.local import host, moves
+from pipemorph.local.processes import supervise
+
+def consider(self, network, cost):
+    splits = json.loads(sys.argv[3])
+    if len(self.made) == len(splits):
+        return None
+    layout = self.layout.with_layers(splits[len(self.made)])
+    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
+
+if len(sys.argv) > 3:
+    moves.Moves.consider = consider
+moves.REST = host.PLACES_SECONDS = 0.0
+supervise.REFRESH_SECONDS = 0.005
+sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+def run(
+    folder: Path, how: str, *, moves: Sequence[Sequence[int]] = (LAYERS,), **spec: Any
+) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "driver.py").write_text(DRIVER)
+    job = manifest(
+        **{
+            "parallelism": {"stages": 2, "replicas": 2, "layers": TOTAL},
+            "schedule": {"microbatches": 4},
+            "trainer": {
+                "command": ["python", str(folder / "train.py")],
+                "iterations": ITERATIONS,
+                "args": {"how": how},
+            },
+            "failurePolicy": {"maxRestarts": 2},
+            "adaptation": {"relayout": True},
+            "emulation": None,
+        }
+        | spec
+    )
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
+    command += [str(folder / "out"), *([json.dumps(moves)] if moves else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
+    return report | {"said": done.stdout}
+
+
+def losses(report: dict[str, Any]) -> list[float]:
+    return [each["loss"] for each in report["iterations"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(run(tmp_path_factory.mktemp("runs") / "undisturbed", "", moves=()))
+
+
+OLD, NEW = [3, 3], LAYERS
+
+
+@pytest.mark.parametrize(
+    ("how", "generations", "outcome"),
+    [
+        ("", [OLD, NEW], "moved"),
+        ("leaving", [OLD, OLD], "stayed"),
+        ("copying", [OLD, OLD], "stayed"),
+        ("refusing to build", [OLD, None, OLD], "went back"),
+        ("composing", [OLD, NEW, OLD], "went back"),
+        ("keeping the new part", [OLD, NEW, OLD], "went back"),
+        ("kept the new part", [OLD, NEW, OLD], "went back"),
+        ("no memory", [OLD, NEW, OLD], "went back"),
+        ("at once", [OLD, NEW, NEW], "moved"),
+        ("after", [OLD, NEW, NEW], "moved"),
+    ],
+)
+def test_the_old_parts_or_the_new_ones(
+    tmp_path: Path,
+    undisturbed: list[float],
+    how: str,
+    generations: list[list[int] | None],
+    outcome: str,
+) -> None:
+    """With tied weights, two groups of parameters, Adam's state, statistics of layers and a
+    schedule of the learning rate."""
+    report = run(tmp_path / "run", how)
+    for generation, split in enumerate(generations):
+        found = list((tmp_path / "run").glob(f"held-{generation}-*"))
+        assert bool(found) is (split is not None)
+        for path in found:
+            assert split is not None
+            stage = int(path.name[-1]) // 2
+            begin = sum(split[:stage])
+            want = list(map(str, range(begin, begin + split[stage])))
+            assert json.loads(path.read_text()) == want
+    assert not (tmp_path / "run" / f"held-{len(generations)}-0").exists()
+    (move,) = report["relayouts"]
+    assert move["outcome"] == outcome, report["said"]
+    assert (move["layers_before"], move["layers"], move["moved"]) == (OLD, NEW, [])
+    if not how:
+        assert move["seconds"] > 0
+    assert losses(report) == undisturbed
+    assert report["completed"]
+
+
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_copies_that_are_not_those_that_were_left(
+    tmp_path: Path, undisturbed: list[float], how: str
+) -> None:
+    report = run(tmp_path, how)
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "went back"
+    if how == "gone":
+        assert "ranks do not have their copies in their new layout" in report["said"]
+    else:
+        assert "its bytes are not those that the rank had" in report["said"]
+    state = report["recoveries"][-1]["state"]
+    if how == "changed":
+        assert state == "beginning"
+        assert losses(report) == undisturbed
+    else:
+        # A replica has seen other data, of which its layers keep statistics.
+        assert state == "replica"
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("module", "Pipeline was given a stage, and no function that builds it"),
+        ("deaf", "the function that builds a stage does not ask part.layers()"),
+        ("clashing", "stages 0 and 1 both have 'layers.x0.linear.bias'"),
+    ],
+)
+def test_parts_that_cannot_change_say_so_once(
+    tmp_path: Path, undisturbed: list[float], how: str, why: str
+) -> None:
+    report = run(tmp_path, how)
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "stayed"
+    assert "the parts of the model cannot change: " in move["why"] and why in move["why"]
+    assert report["said"].count(why) == 1
+    assert not (tmp_path / "held-1-0").exists()
+    if how != "clashing":
+        assert losses(report) == undisturbed
+
+
+def test_a_checkpoint_of_the_new_parts_resumes_on_any_split(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    """A run that begins from it begins with the even split."""
+    saved = {"directory": str(tmp_path / "saved"), "every": ITERATIONS - 8}
+    report = run(tmp_path / "first", "", checkpoint=saved)
+    assert report["relayouts"][0]["outcome"] == "moved"
+    folder = tmp_path / "saved" / f"iteration-{ITERATIONS - 8:08d}"
+    assert (folder / ".metadata").exists()
+    again = run(tmp_path / "again", "", moves=(), checkpoint=saved)
+    assert next(each["index"] for each in again["iterations"]) == ITERATIONS - 8
+    assert losses(again) == undisturbed[-8:]
+
+
+def test_layers_move_there_and_back(tmp_path: Path, undisturbed: list[float]) -> None:
+    report = run(tmp_path, "", moves=[LAYERS, OLD])
+    moves = report["relayouts"]
+    assert [move["outcome"] for move in moves] == ["moved"] * 2, report["said"]
+    assert [move["layers"] for move in moves] == [LAYERS, OLD]
+    assert losses(report) == undisturbed
+
+
+def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
+    """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
+    is: ``benchmarks/relayout.py`` measures it."""
+    job = manifest(
+        parallelism={"stages": 4, "layers": 16},
+        schedule={"microbatches": 6},
+        emulation={
+            "stageTimes": [dict.fromkeys(("forward", "backwardInput", "backwardWeight"), 16.0)],
+            "messageBytes": 1024,
+        },
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 80},
+        failurePolicy={"maxRestarts": 1},
+        adaptation={"relayout": True},
+        faults=[{"device": 1, "slowdown": 2.0, "fromIteration": 12}],
+    )  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json")]
+    command += ["--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "moved", done.stdout
+    assert move["reason"].startswith("stage 1 computes for ")
+    assert move["iteration"] > 12
+    assert (move["layers_before"][1], sum(move["layers"])) == (4, 16)
+    assert move["layers"][1] in {2, 3}
+    assert move["promised"] > 0.15
+    slowed = [each for each in report["faults"] if each["device"] == 1]
+    assert slowed and slowed[0]["ops_held"] > 0

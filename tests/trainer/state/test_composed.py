@@ -1,0 +1,142 @@
+"""The state of a rank with another part is composed of copies of several ranks, by names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.errors import InputError
+from pipemorph_trainer import Part
+from pipemorph_trainer.state.extra import Extra
+from pipemorph_trainer.state.kept.composed import Composed, Source, compose
+from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept.values import Values
+from pipemorph_trainer.state.names import clash
+from pipemorph_trainer.topology.part import why_fixed
+
+TOTAL = 6
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+def of_rank(*numbers: int, seed: int, groups: Groups) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    module = nn.ModuleDict(
+        {str(n): nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for n in numbers}
+    )
+    return module, torch.optim.AdamW(groups(module), lr=1e-2)
+
+
+def in_two(module: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in parameters if p.ndim < 2], "lr": 0.5},
+    ]
+
+
+def by_layer(module: nn.Module) -> list[dict[str, Any]]:
+    """A learning rate for each layer."""
+    return [
+        {"params": list(layer.parameters()), "lr": 1 / (1 + int(name))}
+        for name, layer in module.named_children()
+    ]
+
+
+def values(stage: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> Values:
+    place = MeshShape(stages=2).coordinate(stage)
+    return Values({stage: module}, {}, optimizer, Extra({}, place, torch.device("cpu")))
+
+
+def kept(folder: Path, stage: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> Source:
+    """A copy after a step."""
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    held = values(stage, module, optimizer)
+    held.mark()
+    form, tensors, content = held.take()
+    copy = Copy.create(folder / f"copy-{stage}", form, len(content))
+    copy.write(tensors)
+    copy.write_object(content)
+    copy.finish({})
+    return Source(Copy.open(copy.path) or copy, stage)
+
+
+def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, value in module.state_dict().items():
+        yield name, value
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        yield f"{name}.grad", parameter.grad
+        for key, value in optimizer.state[parameter].items():
+            yield f"{name}.{key}", value
+
+
+@pytest.mark.parametrize("groups", [in_two, by_layer])
+def test_every_value_is_that_of_whoever_had_it(tmp_path: Path, groups: Groups) -> None:
+    before = [of_rank(0, 1, 2, seed=1, groups=groups), of_rank(3, 4, 5, seed=2, groups=groups)]
+    sources = [kept(tmp_path, stage, *each) for stage, each in enumerate(before)]
+    expected = {n: v for each in before for n, v in states(*each)}
+    for stage, numbers in enumerate([(0, 1, 2, 3), (4, 5)]):
+        module, optimizer = of_rank(*numbers, seed=9, groups=groups)
+        new = values(stage, module, optimizer)
+        asked: list[int] = []
+
+        def others(stage: int = stage, asked: list[int] = asked) -> Iterator[Source]:
+            asked.append(1 - stage)
+            yield sources[1 - stage]
+
+        found = compose(sources[stage], others(), new.wanted())
+        assert isinstance(found, Composed)
+        assert not new.misfit(found.form, found.object)
+        new.apply(found, own=True)
+        for name, value in states(module, optimizer):
+            assert torch.equal(value, expected[name]), name
+        for mine, theirs in zip(optimizer.param_groups, groups(module), strict=True):
+            assert all(mine[key] == value for key, value in theirs.items() if key != "params")
+        # Only what a rank lacks is read from another's copy.
+        assert asked == ([1] if stage == 0 else [])
+
+
+def test_what_nobody_kept_is_named(tmp_path: Path) -> None:
+    sources = [kept(tmp_path, 0, *of_rank(0, 1, seed=1, groups=in_two))]
+    new = values(0, *of_rank(0, 1, 2, seed=9, groups=in_two))
+    found = compose(sources[0], [], new.wanted())
+    assert found == "no rank has kept the buffer 2.1.num_batches_tracked"
+
+
+def test_a_group_has_the_hyperparameters_of_its_parameters(tmp_path: Path) -> None:
+    one, other = of_rank(0, 1, seed=1, groups=in_two), of_rank(2, 3, seed=2, groups=in_two)
+    other[1].param_groups[1]["lr"] = 0.25
+    sources = [kept(tmp_path, 0, *one), kept(tmp_path, 1, *other)]
+    new = values(0, *of_rank(0, 1, 2, seed=9, groups=in_two))
+    found = compose(sources[0], sources[1:], new.wanted())
+    assert isinstance(found, str)
+    assert found.startswith("the optimizer's group 1 has parameters of groups that differed, as 0.")
+
+
+def test_two_stages_that_share_a_name_are_found() -> None:
+    assert clash([{0: ["a", "b"]}, {1: ["c"]}]) is None
+    assert str(clash([{0: ["a", "b"]}, {1: ["b"]}])) == "stages 0 and 1 both have 'b'"
+
+
+def test_a_part_has_the_layers_that_the_host_gives_it() -> None:
+    parts = [Part(stage, 3, (1, 3, 2)) for stage in range(3)]
+    assert [list(part.layers(6)) for part in parts] == [[0], [1, 2, 3], [4, 5]]
+    with pytest.raises(InputError, match="splits 7 layers; the host has spread 6"):
+        parts[0].layers(7)
+
+
+def test_parts_that_cannot_change_say_why() -> None:
+    part = Part(0, 2)
+    assert "no function that builds it" in why_fixed(None, 6)
+    assert "does not ask part.layers()" in why_fixed([part], 6)
+    part.layers(6)
+    assert why_fixed([part], 6) == ""
+    assert "splits 6 layers, and spec.parallelism.layers is 8" in why_fixed([part], 8)
