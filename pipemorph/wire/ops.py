@@ -11,11 +11,11 @@ compressed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS
+from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS, OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire.base import Answer, Count, ObjectName, Seconds, WallClock, WireModel
 
@@ -26,6 +26,22 @@ MOST_ROWS = 1024
 """Stages of one column."""
 
 Microseconds = Annotated[int, Field(ge=-(10**12), le=10**12)]
+
+
+class Timed(Protocol):
+    """An op of a rank; times are wall-clock seconds."""
+
+    @property
+    def kind(self) -> OpKind: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
 
 
 class OpsWanted(Answer):
@@ -84,7 +100,7 @@ class StageTimes(WireModel):
         iteration: int,
         plan_version: int,
         origin: float,
-        ops: Sequence[TimedOp],
+        ops: Sequence[Timed],
     ) -> StageTimes | None:
         """``place``: rank, stage and column. None if there are too many ops, or none."""
         if not 0 < len(ops) <= MOST_OPS:
