@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.spec import Checkpoint, Fault
-from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.errors import BatchError, PipelineError
-from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.preparation import MakeOptimizer, MakeState, StageOrBuilder, State
@@ -36,6 +33,8 @@ from pipemorph_trainer.settings import (
 )
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
+from pipemorph_trainer.steps.calls import Calls
+from pipemorph_trainer.steps.ending import Ending
 from pipemorph_trainer.steps.leaving import Departure, Leaving
 from pipemorph_trainer.steps.parts import Parts
 from pipemorph_trainer.steps.saving import Saving
@@ -163,7 +162,6 @@ class Pipeline:
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
-        self._process = os.getpid()
         given = {
             "stages": stages, "stages_per_rank": stages_per_rank, "placement": placement,
             "microbatches": microbatches,
@@ -182,17 +180,13 @@ class Pipeline:
             on_iteration=on_iteration,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
-        self._last_activity = monotonic()
-        self._closed = False
-        self._met = self._went_on = False
-        """Whether all stages have waited for each other since the last step, and whether the
-        optimizer stepped without that."""
-        self._failure: str | None = None
+        self._ending = Ending(self._parts, self._release)
         self._switch_interval = sys.getswitchinterval()
         resumed = self._parts.resume()
         self.start_iteration = resumed.iteration
         self._parts.iterations.reports.adopt(resumed.unreported)
-        self.iteration = self._over = self.start_iteration
+        self.iteration = self.start_iteration
+        self._calls = Calls(self._parts, self.iteration)
         self._saving = Saving(self._parts, resumed)
         self._leaving = Leaving(
             self._parts, self._saving, context,
@@ -253,7 +247,7 @@ class Pipeline:
         :class:`InputError` if gradients are switched off (``torch.no_grad``) or all iterations of
         the manifest are done.
         """
-        self._check_open("step")
+        self._ending.check_open("step")
         check_grad_mode(self.coordinate)
         if self.context.job is not None and self.iteration >= self.context.iterations:
             raise InputError(
@@ -262,13 +256,15 @@ class Pipeline:
                 "raise that"
             )
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
-        with self._failing():
+        with self._ending.failing():
             self._keep()
-            self._end_iteration(monotonic())
+            self._calls.end_iteration(self.iteration, monotonic())
             self._saving.save_if_due(self.iteration)
             self._leave(self._leaving.saved_to_end(self.iteration))
             self._leave(self._leaving.sealed_to_move(self.iteration))
-            loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
+            loss, inputs = self._calls.run(
+                self._parts.iterations.run, self.iteration, given, return_outputs=return_outputs
+            )
             self.iteration += 1
             self._progress.finished(self.iteration)
             self._saving.synchronized = self._parts.iterations.synchronizes
@@ -306,14 +302,14 @@ class Pipeline:
         Arguments, results and errors are those of :meth:`step`; the batch may have another size.
         With ``return_outputs`` the target may be missing; then the loss is NaN.
         """
-        self._check_open("evaluate")
+        self._ending.check_open("evaluate")
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
-        with self._failing():
-            self._end_iteration(monotonic())
+        with self._ending.failing():
+            self._calls.end_iteration(self.iteration, monotonic())
             self._settle()
-            loss, inputs = self._run(
-                self._parts.iterations.evaluate, given, return_outputs,
-                needs_target=not return_outputs,
+            loss, inputs = self._calls.run(
+                self._parts.iterations.evaluate, self.iteration, given,
+                return_outputs=return_outputs, needs_target=not return_outputs,
             )  # fmt: skip
             self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
@@ -325,7 +321,7 @@ class Pipeline:
         Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated stages
         have no gradients but take part in the collective.
         """
-        self._check_open("clip_grad_norm_")
+        self._ending.check_open("clip_grad_norm_")
         parts = self._parts
         parameters = [
             pair
@@ -333,7 +329,7 @@ class Pipeline:
             if own.module is not None
             for pair in own.module.named_parameters()
         ]
-        with self._failing():
+        with self._ending.failing():
             parts.steps.settle()
             parts.waiting.begin(
                 f"the gradient norm of iteration {self.iteration - 1} of all stages"
@@ -345,8 +341,8 @@ class Pipeline:
             norm, _ = gradients.wait(parts.wait_for)
             gradients.clip(clip_factor(norm, max_norm))
             parts.waiting.end()
-        self._met = True
-        self._last_activity = monotonic()
+        self._calls.met = True
+        self._calls.last_activity = monotonic()
         return norm
 
     def clip_and_step(self, optimizer: torch.optim.Optimizer | None, max_norm: float) -> None:
@@ -368,25 +364,25 @@ class Pipeline:
 
         Raises :class:`InputError` after a step in :meth:`no_sync`.
         """
-        self._check_open("clip_and_step")
+        self._ending.check_open("clip_and_step")
         if not self._saving.synchronized:
             raise InputError(
                 f"{self.coordinate}: clip_and_step() was called after a step in no_sync(), when "
                 "gradients differ between replicas; call it after a step outside"
             )
-        with self._failing():
+        with self._ending.failing():
             waited = self._parts.steps.clip_and_step(optimizer, max_norm, self.iteration - 1)
-        self._met = self._met or waited
-        self._went_on = not waited
-        self._last_activity = monotonic()
+        self._calls.met = self._calls.met or waited
+        self._calls.went_on = not waited
+        self._calls.last_activity = monotonic()
 
     def settle(self) -> Tensor | None:
         """Wait until parameters and optimizer are as they stay after :meth:`clip_and_step`. Call it
         on every rank. Returns the norm before clipping, 0-dim float32, the same on all ranks; None
         if there was no such step."""
-        self._check_open("settle")
+        self._ending.check_open("settle")
         self._settle()
-        self._last_activity = monotonic()
+        self._calls.last_activity = monotonic()
         return self._parts.steps.norm
 
     @contextmanager
@@ -408,7 +404,7 @@ class Pipeline:
         Raises :class:`InputError` if no checkpoint folder was given, or in an accumulation whose
         last step was in :meth:`no_sync`, and :class:`PipelineError` if it cannot be written.
         """
-        self._check_open("save")
+        self._ending.check_open("save")
         if self._parts.checkpoints is None:
             raise InputError(
                 f"{self.coordinate}: save() needs a folder: give Pipeline checkpoint=, or the "
@@ -419,13 +415,13 @@ class Pipeline:
                 f"{self.coordinate}: save() was called after a step in no_sync(), when gradients "
                 "differ between replicas; call it after a step outside"
             )
-        with self._failing():
-            self._end_iteration(monotonic())
+        with self._ending.failing():
+            self._calls.end_iteration(self.iteration, monotonic())
             return self._saving.save(self._parts.checkpoints, self.iteration)
 
     def current_wait(self) -> str:
         """What this rank is waiting for, or why it failed, as text. Callable from any thread."""
-        return self._failure or self._parts.waiting.describe()
+        return self._ending.failure or self._parts.waiting.describe()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -508,17 +504,16 @@ class Pipeline:
         After that, raises :class:`InputError` if the manifest has more iterations than were run:
         the job is not complete.
         """
-        if self._closed or self._forked():
+        if self._ending.closed or self._ending.forked:
             return
-        with self._failing():
+        with self._ending.failing():
             self._keep()
-            self._end_iteration(self._last_activity)
+            self._calls.end_iteration(self.iteration, self._calls.last_activity)
             self._settle()
             self._saving.save_if_due(self.iteration)
             self._leave(self._leaving.saved_to_end(self.iteration))
             self._saving.finish_writing()
             self._parts.iterations.reports.finish()
-        self._closed = True
         wanted = self.context.iterations
         early = ""
         if self.iteration < wanted:
@@ -527,9 +522,7 @@ class Pipeline:
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
                 "lower that"
             )
-        self._parts.reporter.state = "failed" if early else "finished"
-        self._parts.reporter.publish(message=early or None)
-        self._release(goodbye=True)
+        self._ending.close("failed" if early else "finished", early or None)
         if early:
             raise InputError(early)
 
@@ -543,79 +536,16 @@ class Pipeline:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._fail(error)
+            self._ending.fail(error)
         else:
             self.close()
 
     # --- iterations, and the work between them --------------------------------------------------
 
-    def _run(
-        self,
-        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float | None],
-        given: Given,
-        return_outputs: bool,
-        *,
-        needs_target: bool = True,
-    ) -> tuple[Tensor, Inputs]:
-        """Run an iteration or an evaluation. Returns the loss and the inputs of the last stage
-        here, with the outputs."""
-        while True:
-            final, loss = self._run_once(run, given, return_outputs, needs_target)
-            if loss is not None:
-                break
-            # Its forwards ran on parameters that have changed again.
-            self._met = True
-        if self._parts.agent is not None:
-            self._parts.agent.tend()
-        self._last_activity = monotonic()
-        return torch.tensor(loss, dtype=torch.float32), final
-
-    def _run_once(
-        self,
-        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float | None],
-        given: Given,
-        return_outputs: bool,
-        needs_target: bool,
-    ) -> tuple[Inputs, float | None]:
-        inputs = {stage: Inputs() for stage in self.coordinate.held}
-        shapes: dict[int, Any] = dict.fromkeys(inputs)
-        refusal = None
-        try:
-            for stage, own in self._parts.stages.items():
-                inputs[stage], shapes[stage] = own.inputs(given, needs_target=needs_target)
-        except Exception as error:  # noqa: BLE001  all ranks are told of any error
-            refusal = error
-        final = inputs[self.coordinate.held[-1]]
-        if refusal is not None and given.weight is not None and self.coordinate.last:
-            # The other replicas wait for the weight of this one.
-            final.divisor = 0.0
-        if return_outputs and self.coordinate.last:
-            final.outputs = []
-        if self._parts.scaler is not None and self.coordinate.last:
-            final.scale = self._parts.scaler.get_scale()
-        return final, run(self.iteration, inputs, shapes, refusal)
-
     def _settle(self) -> None:
         """Wait until the optimizer's last step stays as it is. Collective if one has not waited."""
-        with self._failing():
+        with self._ending.failing():
             self._parts.steps.settle()
-
-    def _end_iteration(self, at: float) -> None:
-        """End the last iteration at the time ``at``, once even if a step is refused."""
-        if self.iteration > self._over:
-            self._over = self.iteration
-            self._parts.iterations.reports.rounds.end(self.iteration - 1, at, self._barrier())
-            self._met = self._went_on = False
-
-    def _barrier(self) -> bool | None:
-        """Whether all stages have waited for each other since the last iteration; None if the
-        stage's own trainer does what is between two iterations."""
-        parts = self._parts
-        scaled = parts.scaler is not None and not self._went_on
-        if self._met or parts.tied is not None or scaled:
-            return True
-        stages = parts.stages.values()
-        return False if all(own.emulated or own.module is not None for own in stages) else None
 
     def _mark(self) -> None:
         leaving = self._leaving
@@ -636,71 +566,18 @@ class Pipeline:
 
     # --- taking down --------------------------------------------------------------------------
 
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise PipelineError(f"{self.coordinate}: {call}() after close()")
-
     def _leave(self, departure: Departure | None) -> None:
         """End this rank, as all do. Raises :class:`SystemExit`, so that the script's ``finally``
         and ``with`` run."""
-        if departure is None:
-            return
-        parts = self._parts
-        self._saving.finish_writing()
-        parts.iterations.reports.finish()
-        self._closed = True
-        if self.coordinate.rank == 0:
-            print(departure.text, file=sys.stderr, flush=True)
-        parts.reporter.publish(message=departure.text)
-        self._release(goodbye=True)
-        raise SystemExit(departure.code)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Context of everything that waits for other ranks: an error ends the pipeline, unless it
-        only refuses a batch."""
-        try:
-            yield
-        except BatchError:
-            raise
-        except Exception as error:
-            told = self._parts.failures.behind(error)
-            self._fail(told or error)
-            if told is None:
-                raise
-            raise told from error
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Release everything after an error, without waiting: peers see the control socket
-        close."""
-        if self._closed or self._forked():
-            return
-        self._closed = True
-        self._parts.reporter.state = "failed"
-        text = str(error) if isinstance(error, PipeMorphError) else repr(error)
-        if not text.startswith(str(self.coordinate)):
-            text = f"{self.coordinate}: {text}"
-        # Shown if SIGTERM arrives before the interpreter has printed the error.
-        self._failure = text
-        # First, so that who sees a connection end finds the reason.
-        self._parts.failures.tell(error)
-        try:
-            self._parts.reporter.publish(message=text)
-        finally:
-            self._release(goodbye=False)
-
-    def _forked(self) -> bool:
-        """Whether this is a forked child of the process that made the pipeline. It must not close
-        the parent's connections when it leaves the ``with`` block."""
-        return os.getpid() != self._process
+        if departure is not None:
+            self._saving.finish_writing()
+            self._parts.iterations.reports.finish()
+            self._ending.leave(departure)
 
     def _leave_traces(self) -> None:
         self._parts.leave_traces(self.iteration)
 
-    def _release(self, *, goodbye: bool) -> None:
+    def _release(self, goodbye: bool) -> None:
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
         self._progress.close()
         self._leaving.remove()

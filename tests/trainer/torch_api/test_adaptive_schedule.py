@@ -148,7 +148,7 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
         )
         if adapts:
             seen.plans.append(schedule.pipeline.plan.version)
-            assert schedule.pipeline._barrier() is None, "what follows a step is the script's"
+            assert schedule.pipeline._calls.barrier() is None, "what follows a step is the script's"
         optimizer.step()
         if step == 2:
             state = torch.get_rng_state()
