@@ -124,9 +124,6 @@ class GenerationDesk:
                 return Reply.error(403, str(error), field="attempt")
             except ReportMismatch as error:
                 return Reply.error(422, str(error), field=error.field)
-            if session.gone:
-                # Another host has written of the job meanwhile, and knows nothing of this.
-                return Reply.error(404, "the job is another host's, or read anew: tell it again")
         self._on_change(namespace, name)
         over = GenerationState(attempt=report.attempt, generation=report.generation, over=True)
         return await self._when_past((namespace, name), found, over, seconds)
@@ -143,6 +140,8 @@ class GenerationDesk:
             _log(namespace, name, found.state)
         if found.saved != saved:
             await self._persist(namespace, name)
+        if session.gone:
+            return  # Another host has written of the job meanwhile, and knows nothing of this.
         session.served = found.state
         if session.served != before:
             session.release()
@@ -230,10 +229,12 @@ class GenerationDesk:
             await self._wait(
                 session, left if due is None else min(left, max(0.0, due - now) + MARGIN)
             )
-            if session.gone:
-                return Reply.error(404, "the job has ended here")
             if due is not None and time.time() >= due:
                 await self._look(job, found, session)
+            if session.gone:
+                break
+        if session.gone:
+            return Reply.error(404, "the job has ended here, or is another host's: tell it again")
         state = session.served.model_copy(update={"again": again})
         return Reply(200, state.model_dump_json().encode())
 

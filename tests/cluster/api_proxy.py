@@ -55,8 +55,13 @@ class ApiProxy:
     def hold(self, which: Callable[[str, str], bool], moment: Moment = "late") -> None:
         """Answer no request from now on for which ``which(method, path)`` is true: those that read
         are asked now and answered later, and of the others becomes what ``moment`` says."""
-        self._holds, self._held, self._moment = which, 0, moment
-        self._loop.call_soon_threadsafe(self._released.clear)
+
+        async def begin() -> None:
+            self._holds, self._held, self._moment = which, 0, moment
+            self._released.clear()
+
+        # Not between two requests that are passed on meanwhile.
+        asyncio.run_coroutine_threadsafe(begin(), self._loop).result(30.0)
 
     def cut(self) -> None:
         """Break all connections, and every new one, until the proxy is opened."""

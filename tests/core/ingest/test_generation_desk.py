@@ -12,6 +12,7 @@ import pytest
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Recoveries
+from pipemorph.control import generations as generations_module
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -322,6 +323,31 @@ def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
         assert state(await again)["over"], "they have begun to leave"
         found = state(await waiting)
         assert (found["generation"], found["over"], found["left_out"]) == (2, False, [])
+
+    run(work())
+
+
+def test_what_time_has_decided_is_told_by_who_still_has_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod that stays silent is given up; another host has written of the job meanwhile."""
+
+    async def work() -> None:
+        monkeypatch.setattr(generations_module, "SILENT_SECONDS", 0.1)
+        host = FewerJob()
+        desk, before = GenerationDesk(host), host.job
+
+        async def overtaken() -> None:
+            desk.dropped(before)
+            raise RuntimeError("another ingest has written a plan or a recovery of this job")
+
+        await tell(desk, pod=0, generation=1, left_out=[7], event="failed", loss=LOSS)
+        for pod in range(1, 6):
+            await tell(desk, pod=pod, generation=1, left_out=[7])
+        host.writing = overtaken
+        waiting = await tell(desk, LONG, pod=0, generation=1, left_out=[7], loss=LOSS)
+        assert before.saved.generation == 2, "without pod 6"
+        assert waiting.status == 404, "so that it is told once more"
 
     run(work())
 
