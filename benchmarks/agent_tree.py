@@ -220,7 +220,7 @@ class Pods:
             for i in range(RANKS)
         ]
         base = {
-            "protocol": 3, "job": JOB, "namespace": NAMESPACE, "attempt": 0, "sent_at": 1.0,
+            "protocol": 4, "job": JOB, "namespace": NAMESPACE, "attempt": 0, "sent_at": 1.0,
             "state": "training", "iteration": 1, "observed_plan_version": 0,
             "applied_plan_version": 0, "part": number,
         }  # fmt: skip

@@ -56,7 +56,7 @@ from pipemorph.wire.states import (
     TransportsView,
 )
 
-PROTOCOL: Literal[3] = 3
+PROTOCOL: Literal[4] = 4
 MAX_REPORT_BYTES = 64 * 1024
 MAX_PLAN_BYTES = 8 << 20
 """Of a request with a plan. The largest, of 1,048,576 stages × microbatches, take 3 MB."""
@@ -80,7 +80,7 @@ class LinkHealthReport(WireModel):
     """The states of a job's links and stages that have changed since the last report, and its
     progress; sent by rank 0's agent. Each state replaces the one of the same link or stage."""
 
-    protocol: Literal[3]
+    protocol: Literal[4]
     job: ObjectName
     namespace: ObjectName
     attempt: Count
@@ -254,7 +254,7 @@ class DirectiveEnvelope(Answer):
     """Response to a report or poll: the newest directive above the agent's version, if any. The
     other fields answer reports only."""
 
-    protocol: Literal[3] = 3
+    protocol: Literal[4] = 4
     directive: Directive | None = None
     memory: Revision = ""
     """Names what the host remembers of this attempt's reports. If it is another than before, the

@@ -140,7 +140,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
-            "protocol": 3,
+            "protocol": 4,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,

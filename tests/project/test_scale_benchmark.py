@@ -57,7 +57,7 @@ class Service:
         if request.startswith(b"GET"):
             await self._directive.wait()
             self._directive.clear()
-            return 200, b'{"protocol":3,"directive":{"plan_version":1}}'
+            return 200, b'{"protocol":4,"directive":{"plan_version":1}}'
         if self._refuses and len(self.kinds) * PERIOD > GONE_AT + 0.2:
             self.memory = "two"
             self._refuses -= 1
@@ -75,7 +75,7 @@ class Service:
         self.told.append(report)
         return (
             200,
-            f'{{"protocol":3,"memory":"{self.memory}","seldom":{self.seldom},"x":0}}'.encode(),
+            f'{{"protocol":4,"memory":"{self.memory}","seldom":{self.seldom},"x":0}}'.encode(),
         )
 
 

@@ -49,7 +49,7 @@ def controller() -> JobController:
 
 def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     return {
-        "protocol": 3,
+        "protocol": 4,
         "job": "gpt",
         "namespace": "default",
         "attempt": 0,

@@ -30,7 +30,7 @@ def report(*indices: int, seconds: float = 0.5) -> LinkHealthReport:
     samples = [{"index": index, **common} for index in indices]
     return LinkHealthReport.model_validate(
         {
-            "protocol": 3,
+            "protocol": 4,
             "job": "gpt",
             "namespace": "default",
             "attempt": 0,

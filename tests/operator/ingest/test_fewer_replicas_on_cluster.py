@@ -41,7 +41,7 @@ def report(store: ClusterStore, sequence: int, *indices: int, **more: Any) -> No
     controller = store.lookup(*KEY)
     assert controller is not None
     values = {
-        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": 0,
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0,
         "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
         "observed_plan_version": 0, "applied_plan_version": 0,
         "iterations": [{"index": index, **common} for index in indices],

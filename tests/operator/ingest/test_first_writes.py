@@ -64,7 +64,7 @@ class Ingest:
         self.sequence += 1
         done = {"index": self.sequence, "seconds": 1.0, "loss": None, "plan_version": 0}
         told = {
-            "protocol": 3, "job": name, "namespace": "default", "attempt": 0,
+            "protocol": 4, "job": name, "namespace": "default", "attempt": 0,
             "sequence": self.sequence, "sent_at": 1.0, "state": "training",
             "iteration": self.sequence, "observed_plan_version": 0, "applied_plan_version": 0,
             "iterations": [done | {"bubble_fraction": 0.0}],

@@ -42,7 +42,7 @@ def spec(stages: int = 4) -> JobSpec:
 
 def report(sequence: int, **changes: Any) -> LinkHealthReport:
     values = {
-        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
         "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip

@@ -225,7 +225,7 @@ JOB: dict[str, Any] = {
 
 def reported(sequence: int, **more: Any) -> LinkHealthReport:
     """A report of one iteration."""
-    about = {"protocol": 3, "job": "gpt", "namespace": "default", "attempt": 0}
+    about = {"protocol": 4, "job": "gpt", "namespace": "default", "attempt": 0}
     about |= {"sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": sequence}
     about |= {"observed_plan_version": 0, "applied_plan_version": 0}
     done = {"index": sequence, "seconds": 1.0, "loss": None, "plan_version": 0}

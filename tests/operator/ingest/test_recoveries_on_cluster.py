@@ -36,7 +36,7 @@ def progress(store: ClusterStore, sequence: int, *indices: int, attempt: int = 0
     controller = store.lookup(*KEY)
     assert controller is not None
     values = {
-        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": attempt,
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": attempt,
         "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
         "observed_plan_version": 0, "applied_plan_version": 0,
         "iterations": [{"index": index, **common} for index in indices],

@@ -34,7 +34,7 @@ def progress(store: ClusterStore, sequence: int, index: int) -> None:
     controller = store.lookup(*KEY)
     assert controller is not None
     values = {
-        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
         "sent_at": 1.0, "state": "training", "iteration": index, "observed_plan_version": 0,
         "applied_plan_version": 0,
         "iterations": [
