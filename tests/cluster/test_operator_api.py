@@ -419,7 +419,7 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
     assert {d["metadata"]["namespace"] for d in roles} == {"a", "b", "sys"}
     own = [rule for d in roles if d["metadata"]["namespace"] == "sys" for rule in d["rules"]]
     kinds = {kind for rule in own for kind in rule["resources"]}
-    assert kinds == {"leases", "events", "configmaps"}
+    assert kinds == {"leases", "events", "configmaps", "services/proxy"}
     arguments = [
         argument
         for document in made
@@ -531,7 +531,7 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) 
         found.append(
             {(d["kind"], d["metadata"]["name"]) for d in made if "namespace" not in d["metadata"]}
         )
-    assert len(found[0]) == 12, "roles of both programs, for TokenReviews and for people; policies"
+    assert len(found[0]) == 13, "roles of both programs, for TokenReviews and for people; policies"
     assert not found[0] & found[1]
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from operator_support import DEADLINE, Jobs, Object, condition, manifest, said
-from testbed import ApiError, wait_for
+from testbed import ApiError, NotYet, wait_for
 
 from pipemorph_operator.children import Attempt, objects
 from pipemorph_operator.children.naming import attempt_name
@@ -71,7 +71,18 @@ def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
     # What a turn leaves that is killed on its way.
     (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
     left = {"metadata": {"name": attempt_name("held", metadata["uid"], 0, 1)}, "immutable": True}
-    jobs.cluster.client.create("configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace)
+
+    def leave() -> bool:
+        try:
+            jobs.cluster.client.create(
+                "configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace
+            )
+        except ApiError as refused:
+            # One of a turn in progress, which takes it away again.
+            raise NotYet(str(refused)) from None
+        return True
+
+    wait_for("what a turn leaves", leave, DEADLINE, interval=0.02)
     jobs.patch("held", {"activeDeadlineSeconds": 7200, "adaptation": {"minGain": 0.2}})
     jobs.wait("held", lambda job: job["status"]["observedGeneration"] == 2)
     assert "unknown field" in said(jobs.get("held"), "PodsReady")

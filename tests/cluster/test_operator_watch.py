@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from operator_support import FULL_NAME, SYSTEM, Installation, Jobs, manifest
+from played_ranks import Ranks
 from testbed import ApiError, NotYet, tools, wait_for
 from testbed.api import ApiClient
 
@@ -175,7 +176,7 @@ def test_who_may_view_a_namespace_watches_its_jobs(
     jobs: Jobs, service: None, tmp_path: Path
 ) -> None:
     jobs.apply(manifest("shown"))
-    ranks = jobs.ranks("shown", jobs.run("shown", 4)[0])
+    ranks = Ranks.of(jobs, "shown", jobs.run("shown", 4)[0])
     ranks.run(6)
     kube = viewer(jobs)
     without = Watching(jobs, "shown", kube, tmp_path)
@@ -238,7 +239,7 @@ def test_the_replica_that_serves_the_job_is_found(
 ) -> None:
     """What others say who do not serve it is no page: here, one without a seat."""
     jobs.apply(manifest("there"))
-    ranks = jobs.ranks("there", jobs.run("there", 4)[0])
+    ranks = Ranks.of(jobs, "there", jobs.run("there", 4)[0])
     ranks.run(2)
     make_account(jobs)
     watch = path(jobs.namespace, "there") + "view"
@@ -268,7 +269,7 @@ def test_the_replica_that_serves_the_job_is_found(
 def test_who_may_not_get_a_job_is_told_nothing_of_it(jobs: Jobs) -> None:
     jobs.apply(manifest("hidden", stages=1))
     (pod,) = jobs.run("hidden", 1)
-    ranks = jobs.ranks("hidden", pod)
+    ranks = Ranks.of(jobs, "hidden", pod)
     make_account(jobs)
     namespace, watch = jobs.namespace, path(jobs.namespace, "hidden") + "view"
     token_of = jobs.cluster.service_account_token

@@ -110,13 +110,16 @@ TEST(sim_random_faults_deliver_every_message_once) {
 // The same schedule again and again, each time with one fault one step later.
 TEST(sim_each_fault_at_every_step) {
     Tally tally;
-    const uint64_t seeds = wanted(100'000) >= 100'000 ? 4 : 1;
+    const bool whole = wanted(100'000) >= 100'000;
+    const uint64_t seeds = whole ? 4 : 1;
+    // Where the rules are not what is tested, as under a sanitizer: at some of the steps.
+    const uint64_t stride = whole ? 1 : 8;
     for (uint64_t seed = 0; seed < seeds; ++seed) {
         Options o;
         o.seed = seed * 7919 + 3;
         uint64_t steps = 0;
         CHECK(play(o, tally, &steps).empty());
-        for (uint64_t step = 0; step < steps; ++step) {
+        for (uint64_t step = 0; step < steps; step += stride) {
             for (int fault = 0; fault < kFaults; ++fault) {
                 o.planned = {step, static_cast<Fault>(fault)};
                 if (const std::string why = play(o, tally); !why.empty())
