@@ -425,3 +425,38 @@ TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
     CHECK(two.fabric.open_objects() < before + 16 + 16);
     CHECK(two.accepted->stats().reconnects > 0);
 }
+// What registering finds out comes too late for a link whose queue pairs are just being destroyed.
+TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
+    for (const bool offered : {false, true}) {
+        Two two;
+        Gate gate;
+        std::atomic<bool> over{false};
+        const std::string ours = offered ? "fake0" : "fake1";
+        two.fabric.intercept([&](const fake::Call& call) {
+            if (offered && call.device == "fake1" && call.state == abi::kQpReadyToReceive)
+                gate.pass();
+            if (!over || call.device != ours) return 0;
+            if (call.name == "reg_mr") return ENOMEM;
+            return gone(call, ours.c_str()) ? EIO : 0;
+        });
+        struct Open {
+            Gate& gate;
+            ~Open() { gate.open(); }
+        } open{gate};
+        two.link();
+        if (offered)
+            gate.until_stopped();  // the dialler has no answer yet
+        else
+            two.rails_up();
+        Link& link = offered ? *two.dialled : *two.accepted;
+        over = true;
+        link.die("it is over");
+        link.reserve(offered, 1, kChunk);
+        CHECK(link.alive() && link.stats().slots_granted == 0);
+        over = false;
+        until("ended", [&] { return !link.alive(); });
+        CHECK(link.error() == "it is over");
+        CHECK(THROWS(EngineError, link.reserve(offered, 1, kChunk)) == "it is over");
+    }
+}
+
