@@ -141,7 +141,7 @@ std::optional<Crypto> load_crypto(std::span<const CryptoLibrary> libraries, std:
 
 const Crypto& crypto() {
     static std::string why;
-    static const std::optional<Crypto> loaded = load_crypto(kLibraries, why);
+    static std::optional<Crypto> loaded = load_crypto(kLibraries, why);
     if (!loaded) throw EngineError(why);
     return *loaded;
 }

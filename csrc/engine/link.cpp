@@ -43,10 +43,12 @@ void Link::throw_over() const {
 }
 
 void Link::carry_out(const Actions& actions) {
+    // A link that is ending has let go of its connections, and its core does not know.
     for (const uint32_t path : actions.withdraw)
-        std::exchange(held_[path].offered, nullptr)->close();
+        if (const auto offered = std::exchange(held_[path].offered, nullptr)) offered->close();
     for (const Actions::Fail& f : actions.fail)
-        std::static_pointer_cast<RdmaPath>(current(f.path))->rail_failed(f.why);
+        if (const auto rail = std::static_pointer_cast<RdmaPath>(current(f.path)))
+            rail->rail_failed(f.why);
     for (const Actions::Retire& what : actions.retire) start_to_retire(what);
     if (actions.flush) flush();
     if (actions.kick) kick_paths();

@@ -223,7 +223,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::shared_ptr<DataPath> current(uint32_t index) const;
     void dial_paths();  // no lock
     void start_to_retire(const Actions::Retire& what);
-    void retire(Reactor& reactor, const Actions::Retire& what);  // no lock
+    void retire(Reactor& reactor, const Actions::Retire& what);  // no lock; that thread's own
     void make_paths();
     Reactor& reactor_of(uint32_t index);
     // On the control thread, and the rest of each where the rail makes its queue pairs. What came

@@ -1,5 +1,6 @@
 // The data paths of a link: making them, and what they may ask of it.
 #include <algorithm>
+#include <set>
 
 #include "engine/link.hpp"
 #include "os/clock.hpp"
@@ -97,8 +98,14 @@ void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
 }
 
 void Link::start_to_retire(const Actions::Retire& what) {
-    Reactor& reactor = reactor_of(what.path);
-    reactor.post([self = shared_from_this(), &reactor, what] { self->retire(reactor, what); });
+    // Each on its own thread: a later offer may have put the path onto another rail.
+    std::set<Reactor*> threads;
+    for (const auto& path : held_[what.path].connections)
+        if (path->epoch <= what.epoch) threads.insert(&path->reactor());
+    // Where none is left, a fence still waits for its answer.
+    if (threads.empty()) threads.insert(&reactor_of(what.path));
+    for (Reactor* thread : threads)
+        thread->post([self = shared_from_this(), thread, what] { self->retire(*thread, what); });
 }
 
 void Link::retire(Reactor& reactor, const Actions::Retire& what) {
@@ -106,7 +113,7 @@ void Link::retire(Reactor& reactor, const Actions::Retire& what) {
     {
         const Lock lock(mu_);
         for (const auto& path : held_[what.path].connections)
-            if (path->epoch <= what.epoch) old.push_back(path);
+            if (path->epoch <= what.epoch && &path->reactor() == &reactor) old.push_back(path);
     }
     const auto stuck = std::stable_partition(old.begin(), old.end(),
                                              [](const auto& path) { return path->retire(); });

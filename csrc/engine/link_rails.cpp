@@ -80,6 +80,8 @@ void Link::take_answer(const AnswerFrame& answer) {
 }
 
 void Link::connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFrame& answer) {
+    // A fence may be answered while this is done: neither end carries before the other has heard
+    // the dialler's probe, and that is posted by `start`, after the fence was looked for.
     std::string trouble;
     try {
         made->connect(answer.qp, true);

@@ -40,6 +40,8 @@ void Link::make_room(int direction, const Inbox::Room& room) {
     }
     const Lock lock(mu_);
     if (ended()) throw_over();
+    // Nothing is granted any more, and the application is told when it has ended.
+    if (over()) return;
     const bool all_barred =
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
     if (rdma && all_barred && core_.paths().size() == core_.paths().rails())

@@ -178,6 +178,7 @@ bool ShmPath::header_received() {
         return false;
     }
     if (sink.verdict == ChunkSink::Verdict::take) {
+        sink_ = sink;
         if (sink.data != sink.slot_data) {
             // The sender is at the next chunk meanwhile, so both need a processor.
             if (header->chunks() > 1 && steady_ns() >= next_aside_ns_ &&
@@ -188,7 +189,7 @@ bool ShmPath::header_received() {
         // Of the copy, if there is one: the peer, or who was handed its memory, may still write to
         // the slot.
         const bool intact = is_proved(sink.data, header->length());
-        host_->finish_chunk(sink, intact);
+        host_->finish_chunk(std::exchange(sink_, {}), intact);
         if (!intact) {
             host_->refused();
             fail("a chunk's payload was altered on the way: its MAC is wrong");
@@ -209,6 +210,8 @@ bool ShmPath::is_proved(const uint8_t* payload, uint64_t bytes) {
 void ShmPath::drop_work() {
     header_left_ = 0;
     segment_out_.reset();
+    // Whatever stopped it in the middle, its next coming must find the chunk free to be taken.
+    if (sink_.data != nullptr) host_->finish_chunk(std::exchange(sink_, {}), false);
 }
 
 }  // namespace pipemorph

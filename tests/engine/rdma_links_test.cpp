@@ -1,13 +1,19 @@
 // Two engines in one process, joined by the fake cards, with their faults.
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <thread>
 
 #include "check.hpp"
+#include "engine/dial.hpp"
 #include "engine/engine.hpp"
 #include "fake_verbs.hpp"
 #include "os/clock.hpp"
@@ -147,6 +153,69 @@ struct Two {
                 return true;
             });
     }
+};
+
+// A dialler whose frames the test writes itself.
+class Dialler {
+  public:
+    explicit Dialler(uint16_t port) {
+        Hello h;
+        h.job = "test";
+        h.to_rank = 1;
+        h.link = 7;
+        h.epoch = 1;
+        h.sockets = 1;
+        h.transport = Transport::rdma;
+        h.rails = 2;
+        std::promise<DialResult> said;
+        runtime_.control.post([&] {
+            dial(runtime_, resolve("127.0.0.1", port, false).front(), std::move(h), to_ns(kTimeout),
+                 [&](DialResult r) { said.set_value(std::move(r)); });
+        });
+        control_ = said.get_future().get();
+        runtime_.stop();
+        CHECK(control_.fd);
+        says_.emplace(control_.keys.ours);
+        say(ConfirmFrame{Transport::rdma}, 0);
+    }
+    void say(const Frame& frame, uint64_t sequence) {
+        std::vector<uint8_t> out;
+        append_frame(out, encode_frame(frame), sequence, 0, &*says_);
+        CHECK(::send(control_.fd.get(), out.data(), out.size(), MSG_NOSIGNAL) ==
+              static_cast<ssize_t>(out.size()));
+    }
+    AnswerFrame answer() {
+        for (;;) {
+            const auto header = decode_frame_header(heard(kFrameHeaderSize));
+            CHECK(header);
+            const auto frame = decode_frame(header->type, heard(header->body_bytes));
+            CHECK(frame);
+            heard(kSealSize);
+            if (const auto* answer = std::get_if<AnswerFrame>(&*frame)) return *answer;
+        }
+    }
+
+  private:
+    std::vector<uint8_t> heard(size_t bytes) {
+        std::vector<uint8_t> in(bytes);
+        for (size_t have = 0; have < bytes;) {
+            pollfd readable{control_.fd.get(), POLLIN, 0};
+            CHECK(::poll(&readable, 1, 30'000) == 1);
+            const ssize_t n = ::recv(control_.fd.get(), &in[have], bytes - have, MSG_DONTWAIT);
+            CHECK(n > 0);
+            have += static_cast<size_t>(n);
+        }
+        return in;
+    }
+    static Config without_rails() {
+        Config c = config(0, {});
+        c.transport = Transport::tcp;
+        return c;
+    }
+
+    Runtime runtime_{without_rails()};
+    DialResult control_;
+    std::optional<Sealer> says_;
 };
 
 bool gone(const fake::Call& call, const char* device) {
@@ -352,6 +421,44 @@ TEST(rdma_link_reports_a_loss_when_its_queue_pair_is_gone) {
     receive_right(*two.accepted, key(0), kChunk);
 }
 
+// That thread may be in the middle of its completions.
+TEST(rdma_link_retires_a_queue_pair_on_the_thread_of_its_own_rail) {
+    fake::Fabric fabric;
+    fabric.add("fake1");
+    fabric.add("fake3");
+    std::promise<std::string> thread;
+    std::atomic<bool> asked{false};
+    Engine engine(config(1, {"fake1", "fake3"}));
+    std::shared_ptr<Link> accepted;
+    std::thread acceptor([&] { accepted = engine.accept(0, 7, kTimeout, [] {}); });
+    struct Join {
+        std::thread& thread;
+        ~Join() {
+            if (thread.joinable()) thread.join();
+        }
+    } join{acceptor};
+    Dialler dialler(engine.port());
+    acceptor.join();
+    // A path, and its next connection on another of the acceptor's rails.
+    const QpAddress qp{99, 0, {}, 0, 5};
+    dialler.say(OfferFrame{0, 1, 0, 0, qp}, 1);
+    const AnswerFrame first = dialler.answer();
+    CHECK(first.epoch == 1 && first.error.empty());
+    fabric.intercept([&](const fake::Call& call) {
+        if (!gone(call, "fake1") || asked.exchange(true)) return 0;
+        char name[16];
+        CHECK(pthread_getname_np(pthread_self(), name, sizeof name) == 0);
+        thread.set_value(name);
+        return 0;
+    });
+    dialler.say(OfferFrame{0, 2, 0, 1, qp}, 2);
+    const AnswerFrame second = dialler.answer();
+    CHECK(second.epoch == 2 && second.error.empty());
+    auto retired = thread.get_future();
+    CHECK(retired.wait_for(std::chrono::seconds(30)) == std::future_status::ready);
+    CHECK(retired.get() == "pm-fake1");
+}
+
 TEST(rdma_link_dies_of_a_queue_pair_that_cannot_be_destroyed) {
     fake::Fabric fabric;
     fabric.add("fake0");
@@ -375,6 +482,41 @@ TEST(rdma_link_dies_of_a_queue_pair_that_cannot_be_destroyed) {
     CHECK(dialled->error().find("rank 1 gave it up: fake1 port 1: a queue pair cannot") !=
           std::string::npos);
     until("destroyed in the end", [&] { return fabric.queue_pairs("fake1") == 0; });
+}
+
+// What registering finds out comes too late for a link whose queue pairs are just being destroyed.
+TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
+    for (const bool offered : {false, true}) {
+        Two two;
+        Gate gate;
+        std::atomic<bool> over{false};
+        const std::string ours = offered ? "fake0" : "fake1";
+        two.fabric.intercept([&](const fake::Call& call) {
+            if (offered && call.device == "fake1" && call.state == abi::kQpReadyToReceive)
+                gate.pass();
+            if (!over || call.device != ours) return 0;
+            if (call.name == "reg_mr") return ENOMEM;
+            return gone(call, ours.c_str()) ? EIO : 0;
+        });
+        struct Open {
+            Gate& gate;
+            ~Open() { gate.open(); }
+        } open{gate};
+        two.link();
+        if (offered)
+            gate.until_stopped();  // the dialler has no answer yet
+        else
+            two.rails_up();
+        Link& link = offered ? *two.dialled : *two.accepted;
+        over = true;
+        link.die("it is over");
+        link.reserve(offered, 1, kChunk);
+        CHECK(link.alive() && link.stats().slots_granted == 0);
+        over = false;
+        until("ended", [&] { return !link.alive(); });
+        CHECK(link.error() == "it is over");
+        CHECK(THROWS(EngineError, link.reserve(offered, 1, kChunk)) == "it is over");
+    }
 }
 
 TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {

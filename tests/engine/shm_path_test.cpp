@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "check.hpp"
+#include "crypto/library.hpp"
 #include "os/clock.hpp"
 #include "os/processors.hpp"
 
@@ -64,7 +65,9 @@ struct FakeHost final : PathHost {
         to_send -= task.bytes;
         return task;
     }
+    std::function<void()> taking;  // called when a chunk has been claimed
     ChunkSink begin_chunk(const ChunkHeader& h) override {
+        if (taking) taking();
         ChunkSink sink;
         sink.verdict = ChunkSink::Verdict::take;
         sink.slot_data = memory->data() + h.offset();
@@ -222,6 +225,24 @@ TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
         CHECK(wire.host->lost.find(header ? "its seal is wrong" : "its MAC is wrong") !=
               std::string::npos);
     }
+}
+
+TEST(shm_path_lets_go_of_a_chunk_that_it_cannot_prove_for_want_of_memory) {
+    Wire wire(Integrity::mac);
+    auto& cipher = const_cast<Crypto&>(crypto());
+    const auto works = cipher.encrypt_update;
+    wire.host->taking = [&cipher] {
+        cipher.encrypt_update = [](CipherContext*, unsigned char*, int*, const unsigned char*,
+                                   int) { return 0; };
+    };
+    wire.say(chunk(kChunk, 0));
+    std::unique_lock lock(wire.host->mu);
+    const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+    const bool lost =
+        wire.host->changed.wait_until(lock, end, [&] { return !wire.host->lost.empty(); });
+    cipher.encrypt_update = works;
+    CHECK(lost && wire.host->lost == "libcrypto cannot compute AES-256-GCM");
+    CHECK(wire.host->finished == 1 && wire.host->intact == 0);
 }
 
 TEST(shm_path_copies_on_another_processor_than_the_sender) {
