@@ -713,6 +713,12 @@ class JobSpec(SpecModel):
         rdma = self.placement.rdma if self.placement else None
         for where, wrong, why in (
             (
+                "failurePolicy.maxRestarts",
+                self.failure_policy.max_restarts == 0,
+                "is 0, with parallelism.minReplicas: without starts of the ranks within their pods"
+                " none goes on; expected at least 1",
+            ),
+            (
                 "recovery.neighbour",
                 self.recovery.neighbour,
                 "is true, with parallelism.minReplicas: replicas have each other's state; leave it"

@@ -43,6 +43,16 @@ ranks may take to end, and less long than other pods wait for it."""
 UNHEARD_SECONDS = 30.0
 """A pod without ranks that has not asked for the next generation for so long is not there. It asks
 every few seconds; of more than a hundred, each after so many more seconds as there are hundreds."""
+TAKEOVER_SECONDS = 12.0
+"""How long the pods that wait have to be heard of by an ingest that has just taken over, before it
+goes on without them: two of their requests."""
+LEAVE_SECONDS = 600.0
+"""Of ranks that are to leave: how long to wait while nothing is heard of them. Longer than
+launchers that may not keep a poll open wait between two requests."""
+STAY_SECONDS = 60.0
+"""Ranks that could not leave are asked again after so long."""
+LOOK_SECONDS = 1.0
+"""Of pods that wait many may ask in a second."""
 MOST_ARRIVED = 64
 """Iterations that are looked through for the first one that the new ranks have finished."""
 
@@ -84,6 +94,8 @@ class Generations:
         self._verdict: GenerationState | None = None
         self._recovering: RecoveryRecord | None = None
         self._lost_at = 0.0
+        self._settles_at: float | None = None
+        """Until when pods that wait may not have been heard of yet; None: not known yet."""
         self._begin_pods()
         self._ran = done > 0
         self._heard = saved is None or saved.attempt != attempt
@@ -105,11 +117,12 @@ class Generations:
         """How they were lost, and when."""
         self._told: set[str] = set()
         """UIDs of all that were."""
+        self._uids: dict[int, str] = {}
+        """By pod, of the one that was heard of last, where the host knows it."""
         self._uncounted: set[int] = set()
+        self._looked_at = -inf
         self._seen: dict[int, float] = {}
         """When a pod without ranks last asked for the next generation."""
-        self._joined: dict[int, float] = {}
-        """When launchers began that had no ranks to start."""
         self._ran = False
         """Whether an iteration of this attempt is known to be finished."""
 
@@ -122,6 +135,10 @@ class Generations:
         """When it was last looked whether the next one begins."""
         self._leave = False
         """Whether the ranks are to leave, since more replicas may run."""
+        self._heard_of = -inf
+        """When anything was heard of ranks of this generation, or they were first to leave."""
+        self._stays: tuple[str, float] | None = None
+        """Why the ranks could not leave, and when they said so."""
         self._hang = False
         self._losses: dict[int, Loss] = {}
         self._gone: set[int] = set()
@@ -134,6 +151,7 @@ class Generations:
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self._begin_pods()
+        self._settles_at = -inf
         self.attempt, self._verdict, self._recovering = attempt, None, None
         self._new_generation()
         update = {"attempt": attempt, "generation": 0, "left_out": [], "completed": False}
@@ -148,6 +166,11 @@ class Generations:
     def share(self) -> float:
         """The part of the replicas that run in this generation."""
         return 1.0 if self._cut is None else 1.0 - len(self.left_out) / self._cut.replicas
+
+    @property
+    def stays(self) -> str:
+        """Why the ranks have not left for a replica that may run again; empty if they could."""
+        return self._stays[0] if self._stays is not None else ""
 
     def _running(self) -> frozenset[int]:
         """The pods with ranks in this generation. Kept: of a large job all ask at once."""
@@ -191,18 +214,43 @@ class Generations:
         self.saved = self.saved.model_copy(update=update)
         return True
 
-    def take(self, report: PodReport, now: float) -> None:
-        """Take what a launcher tells. ``now``: wall clock, seconds. Raises
-        :class:`WrongAttempt` and :class:`ReportMismatch`."""
+    def heard(self, pod: int, uid: str, now: float) -> None:
+        """Say that the launcher of a pod polls. ``uid``: of the pod, as the host knows it, which
+        tells one that is lost from the one in its place; empty: it does not."""
+        if pod >= self.pods:
+            return
+        if uid in self._told:
+            self._uids.setdefault(pod, uid)
+            return
+        if self._runs(pod):
+            self._heard_of = max(self._heard_of, now)
+        known = self._uids.get(pod)
+        if uid and (known is None or known in self._told):
+            if known is not None:
+                self._launchers.pop(pod, None)
+            self._uids[pod] = uid
+            # Whoever is lost was there before.
+            self._awaits.pop(pod, None)
+            self._lost.pop(pod, None)
+            self._uncounted.discard(pod)
+
+    def take(self, report: PodReport, now: float, uid: str = "") -> None:
+        """Take what a launcher tells. ``now``: wall clock, seconds; ``uid``: of its pod, see
+        :meth:`heard`. Raises :class:`WrongAttempt` and :class:`ReportMismatch`."""
         if report.attempt != self.attempt:
             raise WrongAttempt(
                 f"attempt {report.attempt} is not the attempt in progress, {self.attempt}"
             )
         if report.pod >= self.pods:
             raise ReportMismatch("pod", f"is {report.pod}; the job has {self.pods} pods")
+        if self._settles_at is None:
+            self._settles_at = now + TAKEOVER_SECONDS
         if report.event == "joined":
-            self._join(report, now)
+            self._join(report, now, uid)
             return
+        self.heard(report.pod, uid, now)
+        if uid in self._told and self._uids[report.pod] != uid:
+            raise WrongAttempt(f"pod {report.pod} is lost, and another one takes its place")
         if self._launchers.setdefault(report.pod, report.launcher) != report.launcher:
             raise WrongAttempt(f"pod {report.pod} is lost, and another one takes its place")
         self._awaits = {
@@ -217,9 +265,13 @@ class Generations:
             if not self._runs(report.pod):
                 if report.pod not in self._awaits:
                     self._gone.add(report.pod)
-                if news:
+                if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
                 return
+        if report.event == "stays":
+            if self._leave and not self._over:
+                self._leave, self._stays = False, (report.why, now)
+            return
         if report.event == "resumed":
             self._resumed = report.resumed
             self._look_for_recovery(now)
@@ -229,12 +281,11 @@ class Generations:
         if report.finished:
             self._heard = self._ran = True
             self._finish(report.finished)
-        if report.event != "failed":
+        if report.event != "failed" and not (uid and uid in self._told):
             self._gone.add(report.pod)
         if report.event == "completed":
             self._completed.add(report.pod)
-            if self.saved.left_out and not self._over:
-                self.saved = self.saved.model_copy(update={"completed": True})
+            self._complete()
         elif not self._over:
             other = "a replica can join" if self._leave else "it is over"
             self._over, self._over_at = report.loss.reason if report.loss else other, now
@@ -242,23 +293,54 @@ class Generations:
         if self._over:
             self._decide(now)
 
+    def _complete(self) -> bool:
+        """Take that the replicas that run have finished. Returns whether pods of others, which may
+        still come, have to be told."""
+        news = bool(self.saved.left_out) and not self._over and not self.saved.completed
+        if news:
+            self.saved = self.saved.model_copy(update={"completed": True})
+        return news
+
     def look(self, now: float) -> None:
         """Decide what time alone decides: call it when :meth:`due` says. ``now``: wall clock."""
         if self._cut is None or self._verdict is not None or self.saved.completed:
             return
+        self._looked_at = now
         if self._over:
             self._decide(now)
             return
+        if self._leave:
+            if now - self._heard_of >= LEAVE_SECONDS:
+                # They may run or have finished: to begin beside them could be to train twice.
+                silent = f"nothing was heard for {LEAVE_SECONDS:g} s of ranks that are to leave"
+                self._over, self._over_at = silent, now
+                self._end("attempt", silent, None)
+            return
+        if self._stays is not None and now < self._stays[1] + STAY_SECONDS:
+            return
         pods = set(self._running() - self._awaits.keys())
         whole = self._whole(pods | self._present(now))
-        self._leave = self._leave or len(whole) > self._cut.replicas - len(self.left_out)
+        if len(whole) > self._cut.replicas - len(self.left_out):
+            self._leave, self._heard_of = True, now
 
     def due(self, now: float) -> float | None:
         """When :meth:`look` may have to decide; None if nothing waits for that."""
-        if self._cut is None or not self._over or self._verdict is not None:
+        if self._cut is None or self._verdict is not None or self.saved.completed:
             return None
-        at = self._given_up_at(self._missing())
+        if not self._over:
+            if self._leave:
+                return self._heard_of + LEAVE_SECONDS
+            again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
+            return again if now < again else None
+        at = max(self._given_up_at(self._missing()), self._settled_at(now))
         return at if self._decided_at < at < inf else None
+
+    def _settled_at(self, now: float) -> float:
+        """When all pods that wait have been heard of, if they are there."""
+        waiting = frozenset(range(self.pods)) - self._running()
+        if self._settles_at is None or waiting <= self._gone:
+            return -inf
+        return self._settles_at
 
     def _present(self, now: float) -> set[int]:
         """Pods that wait for the next generation."""
@@ -276,7 +358,11 @@ class Generations:
 
     def _given_up_at(self, missing: frozenset[int]) -> float:
         """When none of these pods is waited for any more."""
-        known = [self._lost[pod][1] + self.patience for pod in missing & self._lost.keys()]
+        known = [
+            # The notice comes first: until the others end, its ranks may run.
+            max(self._lost[pod][1], self._over_at) + self.patience
+            for pod in missing & self._lost.keys()
+        ]
         if len(known) < len(missing):
             known.append(self._over_at + SILENT_SECONDS)
         return max(known, default=-inf)
@@ -290,25 +376,27 @@ class Generations:
         }
         return tuple(each for each in every.replicas if each not in lacking)
 
-    def _join(self, report: PodReport, now: float) -> None:
+    def _join(self, report: PodReport, now: float, uid: str) -> None:
         """Take a launcher that has begun: in the first start of the ranks, or instead of one that
         is lost."""
         pod, known = report.pod, self._launchers.get(report.pod)
-        if known == report.launcher or self._verdict is not None:
+        if known == report.launcher or self._verdict is not None or uid in self._told:
             return
         self._launchers[pod] = report.launcher
+        if uid:
+            self._uids[pod] = uid
         self._awaits.pop(pod, None)
+        lost = self._lost.pop(pod, None)
         if not self._runs(pod):
             # It asks for the next generation once it can start ranks at once: others go on so long.
-            self._joined[pod] = now
-            self._lost.pop(pod, None)
+            self._uncounted.discard(pod)
             self._gone.discard(pod)
             return
         self._seen[pod] = now
         if known is not None or self._ran or self.saved.generation > 0:
             self._replaced.add(pod)
             unknown = f"pod {pod} was lost, and another one has taken its place", now
-            why, since = self._lost.pop(pod, unknown)
+            why, since = lost or unknown
             self._since = min(self._since, since)
             own = self._losses.get(pod)
             if own is None or own.lost_peer:
@@ -327,12 +415,18 @@ class Generations:
             at = datetime.fromisoformat(each.at).timestamp()
             if each.attempt != self.attempt or each.uid in self._told or each.pod >= self.pods:
                 continue
+            known = self._uids.get(each.pod)
+            replaced = known is not None and known != each.uid and known not in self._told
             self._told.add(each.uid)
-            if now - at >= REPLACED_SECONDS or at < self._joined.get(each.pod, -inf):
+            if replaced and each.pod in self._replaced and not each.counted:
+                self._uncounted.add(each.pod)
+            if replaced or now - at >= REPLACED_SECONDS:
                 continue
             self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
             self._gone.discard(each.pod)
-            if not each.counted:
+            if each.counted:
+                self._uncounted.discard(each.pod)
+            else:
                 self._uncounted.add(each.pod)
 
     def _decide(self, now: float) -> None:
@@ -356,7 +450,10 @@ class Generations:
             left_out = [each for each in range(self._cut.replicas) if each not in whole]
             if len(whole) < (self._cut.min_replicas or self._cut.replicas):
                 return
-            if self._leave and not self._losses and not missing:
+            if left_out and now < self._settled_at(now):
+                return
+            if not self._losses and not missing:
+                # Of ranks that leave none has failed, whoever had asked them to.
                 self._begin(self._change(left_out), left_out, {})
                 return
             self._blame(missing)
@@ -406,6 +503,8 @@ class Generations:
         """The next generation begins."""
         self._recovering, self._lost_at = record, min(self._over_at, self._since)
         waiting = self._gone
+        # The next loss of a pod that is there is another one.
+        self._uncounted &= self._awaits.keys()
         self._new_generation()
         self.saved = self.saved.model_copy(
             update={
@@ -465,8 +564,13 @@ class Generations:
         )
 
     def reported(self, report: LinkHealthReport, now: float) -> bool:
-        """Take what rank 0's agent reports. Returns whether the ranks have recovered by it."""
+        """Take what rank 0's agent reports. Returns whether status has to be written for it: the
+        ranks have recovered, or have finished without others."""
         self._heard = True
+        self._heard_of = max(self._heard_of, now)
+        if report.state == "finished" and self._complete():
+            self._look_for_recovery(now)
+            return True
         self._ran = self._ran or bool(report.iterations)
         for number, sample in enumerate(report.iterations, start=1):
             self._done = max(self._done, sample.index + 1)

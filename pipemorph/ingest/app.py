@@ -25,7 +25,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved, head_received
 from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
-from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
+from pipemorph.ingest.interfaces import Authenticator, Identity, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.watching import WatchDesk
 from pipemorph.watch.access import HEADER
@@ -109,14 +109,16 @@ def make_app(
 
     async def authenticate(
         request: web.Request, namespace: str, name: str, who: Authenticator = authenticator
-    ) -> Reply | None:
-        """None if the caller is authorized for the job, else the response to send."""
+    ) -> Identity | Reply:
+        """Who the caller is, if it is authorized for the job, else the response to send."""
         own = request.headers.get(HEADER) if who is not authenticator else None
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if own is None and (scheme.lower() != "bearer" or not token.strip()):
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
-            await who.authenticate((own or token).strip(), namespace, name, request.remote or "")
+            return await who.authenticate(
+                (own or token).strip(), namespace, name, request.remote or ""
+            )
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
             elsewhere = refusal.status == HTTPStatus.MISDIRECTED_REQUEST
@@ -130,21 +132,20 @@ def make_app(
             # Disconnect unauthorized callers, and those whose next connection may lead elsewhere.
             reply = Reply.error(refusal.status, refusal.reason, owner=refusal.owner)
             return reply._replace(hangs_up=True)
-        return None
 
     async def reports(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
-        if refusal is not None:
-            return refusal
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         body = await read(request, "report", MAX_REPORT_BYTES)
         return body if isinstance(body, Reply) else await handler.report(namespace, name, body)
 
     async def plan(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
-        if refusal is not None:
-            return refusal
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         large = request.clone(client_max_size=MAX_PLAN_BYTES)
         body = partial(read, large, "plan", MAX_PLAN_BYTES)
         return await handler.hand_in(namespace, name, body)
@@ -168,9 +169,9 @@ def make_app(
 
     async def directive(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
-        if refusal is not None:
-            return refusal
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         query = request.query
         return await handler.poll(
             namespace,
@@ -183,24 +184,30 @@ def make_app(
     async def tell_generation(request: web.Request) -> Reply:
         assert desk is not None
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
-        if refusal is not None:
-            return refusal
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         body = await read(request, "report", MAX_POD_REPORT_BYTES)
         if isinstance(body, Reply):
             return body
-        return await desk.tell(namespace, name, body, request.query.get("wait", "0"))
+        return await desk.tell(
+            namespace, name, body, request.query.get("wait", "0"), uid=caller.uid
+        )
 
     async def poll_generation(request: web.Request) -> Reply:
         assert desk is not None
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         query = request.query
-        return refusal or await desk.poll(
+        return await desk.poll(
             namespace,
             name,
             attempt=query.get("attempt", ""),
             generation=query.get("generation", ""),
+            pod=query.get("pod", ""),
+            uid=caller.uid,
             wait=query.get("wait", "0"),
             leaving=query.get("leaving", "") == "1",
         )
@@ -208,23 +215,27 @@ def make_app(
     async def tell_viewer(request: web.Request) -> Reply:
         assert watch is not None
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name, watch.viewers)
+        caller = await authenticate(request, namespace, name, watch.viewers)
         page = request.path.endswith("/")
-        return refusal or await watch.desk.tell(namespace, name, request.query, page=page)
+        if isinstance(caller, Reply):
+            return caller
+        return await watch.desk.tell(namespace, name, request.query, page=page)
 
     async def ops(request: web.Request) -> Reply:
         assert watch is not None
         namespace, name = request.match_info["namespace"], request.match_info["name"]
-        refusal = await authenticate(request, namespace, name)
-        if refusal is not None:
-            return refusal
+        caller = await authenticate(request, namespace, name)
+        if isinstance(caller, Reply):
+            return caller
         large = request.clone(client_max_size=MAX_OPS_BYTES)
         return await watch.desk.take(namespace, name, partial(read, large, "ops", MAX_OPS_BYTES))
 
     async def job(request: web.Request) -> Reply:
         assert join is not None
-        refusal = await authenticate(request, "", "")
-        return refusal or join(request.query, request.remote or "")
+        caller = await authenticate(request, "", "")
+        if isinstance(caller, Reply):
+            return caller
+        return join(request.query, request.remote or "")
 
     def answering(
         kind: str, decide: Callable[[web.Request], Awaitable[Reply]]

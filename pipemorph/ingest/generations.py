@@ -50,6 +50,10 @@ class PollLimits:
     of_job: int = 32
     in_all: int = 1024
     """A quarter of the ingest's connections."""
+    idle_of_job: int = 16
+    """The same of pods without ranks in a generation that is not over, beside the others: of those
+    with ranks one at least has to hear that they are to leave."""
+    idle_in_all: int = 256
     later_seconds: float = 300.0
     """When a launcher that may not wait asks again whether a generation is over."""
     soon_seconds: float = 1.0
@@ -59,7 +63,7 @@ class PollLimits:
     reports_per_pod: float = 8.0
     """Burst of a job's reports: two of each launcher in a generation, and retries."""
     refill_per_pod: float = 0.5
-    """Reports that it gains in a second."""
+    """Reports that it gains in a second; a pod without ranks uses 0.2 of them."""
 
 
 @dataclass
@@ -71,11 +75,13 @@ class _Session:
     refilled: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    idle: set[asyncio.Future[None]] = field(default_factory=set)
+    """Those of pods without ranks in a generation that is not over."""
     gone: bool = False
     """Whether the host has dropped the job."""
 
     def release(self) -> None:
-        for waiter in self.waiters:
+        for waiter in (*self.waiters, *self.idle):
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -94,11 +100,13 @@ class GenerationDesk:
         self._limits = limits or PollLimits()
         self._on_change = on_change
         self._sessions: WeakKeyDictionary[Generations, _Session] = WeakKeyDictionary()
-        self._waiting = 0
+        self._waiting, self._idle = 0, 0
         self._closing = False
 
-    async def tell(self, namespace: str, name: str, body: bytes, wait: str) -> Reply:
-        """Answer ``POST …/generation``."""
+    async def tell(
+        self, namespace: str, name: str, body: bytes, wait: str, *, uid: str = ""
+    ) -> Reply:
+        """Answer ``POST …/generation``. ``uid``: of the launcher's pod, empty if not known."""
         found = self._store.generations(namespace, name)
         if found is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
@@ -119,7 +127,9 @@ class GenerationDesk:
             if session.gone:
                 return Reply.error(404, "the job has ended here")
             try:
-                await self._change(namespace, name, found, lambda: found.take(report, time.time()))
+                await self._change(
+                    namespace, name, found, lambda: found.take(report, time.time(), uid)
+                )
             except WrongAttempt as error:
                 return Reply.error(403, str(error), field="attempt")
             except ReportMismatch as error:
@@ -137,7 +147,7 @@ class GenerationDesk:
         before, saved = found.state, found.saved
         change()
         if found.state != before:
-            _log(namespace, name, found.state)
+            _log(namespace, name, found)
         if found.saved != saved:
             await self._persist(namespace, name)
         if session.gone:
@@ -155,13 +165,17 @@ class GenerationDesk:
         generation: str,
         wait: str,
         leaving: bool = False,
+        pod: str = "",
+        uid: str = "",
     ) -> Reply:
-        """Answer ``GET …/generation``. ``leaving``: the launcher knows that its ranks are to."""
+        """Answer ``GET …/generation``. ``leaving``: the launcher knows that its ranks are to;
+        ``pod``: its number, empty if it does not say; ``uid``: as of :meth:`tell`."""
         found = self._store.generations(namespace, name)
         if found is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
         numbers = {}
-        for key, text in (("attempt", attempt), ("generation", generation)):
+        asked = {"attempt": attempt, "generation": generation} | ({"pod": pod} if pod else {})
+        for key, text in asked.items():
             if not (text.isascii() and text.isdigit() and len(text) <= 9):
                 return Reply.error(
                     400, f"{key} is {text[:40]!r}; expected an integer of 0 or more", field=key
@@ -176,6 +190,8 @@ class GenerationDesk:
         seconds = _seconds(wait)
         if seconds is None:
             return _bad_wait(wait)
+        if pod:
+            found.heard(numbers["pod"], uid, time.time())
         if found.begun(numbers["generation"]):
             session = self._session(found)
             session.served = found.state
@@ -215,11 +231,13 @@ class GenerationDesk:
             left = end - time.monotonic()
             if left <= 0:
                 break
-            # Pods that wait for a replica to be whole leave room for those with ranks, of which one
-            # at least has to hear that they are to leave.
             idle = known.over and not session.served.over
-            most = limits.of_job // 2 if idle else limits.of_job
-            if len(session.waiters) >= most or self._waiting >= limits.in_all:
+            of_job, in_all = len(session.waiters), self._waiting
+            most, most_in_all = limits.of_job, limits.in_all
+            if idle:
+                of_job, in_all = len(session.idle), self._idle
+                most, most_in_all = limits.idle_of_job, limits.idle_in_all
+            if of_job >= most or in_all >= most_in_all:
                 again = limits.later_seconds
                 if known.over:
                     least = limits.idle_seconds if idle else limits.soon_seconds
@@ -227,7 +245,7 @@ class GenerationDesk:
                 break
             due = found.due(now := time.time())
             await self._wait(
-                session, left if due is None else min(left, max(0.0, due - now) + MARGIN)
+                session, left if due is None else min(left, max(0.0, due - now) + MARGIN), idle
             )
             if due is not None and time.time() >= due:
                 await self._look(job, found, session)
@@ -248,15 +266,18 @@ class GenerationDesk:
         if found.state != before:
             self._on_change(*job)
 
-    async def _wait(self, session: _Session, seconds: float) -> None:
+    async def _wait(self, session: _Session, seconds: float, idle: bool) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        session.waiters.add(waiter)
-        self._waiting += 1
+        waiters = session.idle if idle else session.waiters
+        waiters.add(waiter)
+        self._waiting += not idle
+        self._idle += idle
         try:
             await asyncio.wait((waiter,), timeout=seconds)
         finally:
-            session.waiters.discard(waiter)
-            self._waiting -= 1
+            waiters.discard(waiter)
+            self._waiting -= not idle
+            self._idle -= idle
 
     async def _persist(self, namespace: str, name: str) -> None:
         task = asyncio.ensure_future(self._store.persist_generations(namespace, name))
@@ -297,11 +318,12 @@ def _past(state: GenerationState, known: GenerationState) -> bool:
     # A launcher whose ranks run knows best when they have finished.
     ends = bool(state.verdict) and (state.verdict != "completed" or known.over)
     over = state.over and not known.over
-    leaves = state.leave and not (known.leave or known.over)
+    leaves = state.leave != known.leave and not known.over
     return newer or ends or state.attempt != known.attempt or over or leaves
 
 
-def _log(namespace: str, name: str, state: GenerationState) -> None:
+def _log(namespace: str, name: str, found: Generations) -> None:
+    state = found.state
     what = f"generation {state.generation}"
     if state.verdict == "completed":
         what += " has finished"
@@ -311,6 +333,8 @@ def _log(namespace: str, name: str, state: GenerationState) -> None:
         what += f" is over: {state.reason}"
     elif state.leave:
         what += " is to leave: a replica that is missing may run again"
+    elif found.stays:
+        what += f" does not leave for a replica that may run again: {found.stays}"
     else:
         what += " begins"
     if state.left_out:

@@ -17,9 +17,11 @@ from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
 
 @dataclass(frozen=True)
 class Identity:
-    """An authenticated caller. ``subject``: its name for logs, never a secret."""
+    """An authenticated caller. ``subject``: its name for logs, never a secret; ``uid``: of its pod,
+    empty if it is not known to be in one."""
 
     subject: str
+    uid: str = ""
 
 
 class Refused(Exception):

@@ -4,9 +4,9 @@
   ``MAX_POD_REPORT_BYTES``). It names the generation that it is about, so that one that comes twice
   does no harm. With a ``wait``, the answer comes when that generation is not the newest one
   any more, or after ``S`` seconds.
-* ``GET /v1/jobs/{namespace}/{name}/generation?attempt=A&generation=G&wait=S`` answers as soon as
-  generation ``G`` is over, or its ranks are to leave, or after ``S`` seconds. With ``leaving=1``
-  the launcher knows that they are to leave.
+* ``GET /v1/jobs/{namespace}/{name}/generation?attempt=A&generation=G&pod=P&wait=S`` answers as
+  soon as generation ``G`` is over, or its ranks are to leave, or after ``S`` seconds. With
+  ``leaving=1`` the launcher knows that they are to leave.
 
 Both answer a :class:`GenerationState`, and both need ``Authorization: Bearer``, as reports do.
 """
@@ -66,7 +66,8 @@ class PodReport(WireModel):
     ``joined``: the launcher has begun, runs no ranks yet, and asks which generation to start;
     ``failed``: the ranks are about to end; ``gone``: none is left, or the generation is without
     this pod's, and the launcher can start some at once in the next one; ``completed``: all have
-    finished, and the launcher ends; ``resumed``: what the generation began with.
+    finished, and the launcher ends; ``resumed``: what the generation began with; ``stays``: its
+    ranks were to leave, and go on as they are.
     """
 
     attempt: Count
@@ -74,13 +75,15 @@ class PodReport(WireModel):
     pod: Count
     launcher: Annotated[str, Field(max_length=32)] = ""
     """Differs between the launchers of a pod and of the one that replaces it; empty: not told."""
-    event: Literal["joined", "failed", "gone", "completed", "resumed"]
+    event: Literal["joined", "failed", "gone", "completed", "resumed", "stays"]
     loss: Loss | None = None
     """Of ``failed`` and ``gone``; None if the launcher was told that the generation is over."""
     finished: Count = 0
     """Of ``gone``: iterations of the job that ranks of the pod have finished, as far as it has seen
     them finish any; 0 if it has not."""
     resumed: ResumedFrom | None = None
+    why: Line = ""
+    """Of ``stays``."""
     left_out: LeftOut = ()
     """Of the generation that this is about, as the launcher was told."""
 

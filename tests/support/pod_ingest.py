@@ -1,8 +1,9 @@
 """``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
 
-It keeps what belongs into status in ``FOLDER/recoveries.json``, which the next process goes on
-from, and appends every reported iteration to ``FOLDER/iterations.jsonl``, with how many replicas
-had it. What the operator would write of lost pods it reads from ``FOLDER/replacements.jsonl``.
+Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
+``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
+iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
+``FOLDER/replacements.jsonl``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,28 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodReplacement, Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
-from pipemorph.ingest import BearerAuthenticator, GenerationDesk, IngestServer, MemoryStore
+from pipemorph.ingest import (
+    BearerAuthenticator,
+    GenerationDesk,
+    Identity,
+    IngestServer,
+    MemoryStore,
+)
 from pipemorph.wire import LinkHealthReport
+
+
+class PodTokens:
+    """Knows the UID of a pod by its token, as a cluster's reviews do."""
+
+    def __init__(self, token: str) -> None:
+        self._of_job = BearerAuthenticator(token)
+
+    async def authenticate(
+        self, token: str, namespace: str, job: str, source: str = ""
+    ) -> Identity:
+        of_job, _, uid = token.rpartition("/")
+        await self._of_job.authenticate(of_job, namespace, job, source)
+        return Identity(f"pod {uid}", uid)
 
 
 class Kept:
@@ -77,15 +98,18 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
     ]
     store.add(*key, controllers[0])
 
+    sizes = [kept.of_job.left_out]
+
     def changed(*_: Any) -> None:
         spec = Running(job.spec.parallelism, kept.of_job.left_out).spec(job.spec)
-        if spec.parallelism != controllers[0].spec.parallelism:
+        if sizes[0] != kept.of_job.left_out:
+            sizes[0] = kept.of_job.left_out
             controllers[0] = controllers[0].resized(spec)
             store.add(*key, controllers[0])
         kept.write()
 
     desk = GenerationDesk(kept, on_change=changed)
-    async with IngestServer(store, BearerAuthenticator(token), port=port, desk=desk):
+    async with IngestServer(store, PodTokens(token), port=port, desk=desk):
         print("serving", flush=True)
         while True:
             # As a watch brings it.

@@ -103,7 +103,6 @@ class Job:
         }
         (folder / "job.json").write_text(json.dumps(job))
         cut = JobSpec.model_validate(job["spec"]).parallelism
-        (folder / "token").write_text(TOKEN)
         (folder / "engine").write_text("5" * 64)
         self._env = {
             **os.environ,
@@ -116,12 +115,13 @@ class Job:
             "PYTHONUNBUFFERED": "1",
             "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
             "PIPEMORPH_SECRET_FILE": str(folder / "engine"),
-            "PIPEMORPH_TOKEN_FILE": str(folder / "token"),
             "PIPEMORPH_INGEST_URL": f"http://127.0.0.1:{self.port}",
             **(env or {}),
         }
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lives = 0
+        self._uids: dict[int, str] = {}
+        """Of each pod."""
         self.ingest = self.start_ingest()
         self.pods = [self.start_pod(index) for index in range(cut.pods)]
 
@@ -144,7 +144,10 @@ class Job:
     def start_pod(self, index: int) -> subprocess.Popen[bytes]:
         kept = self.folder / f"kept-{index}-{self._lives}"
         kept.mkdir()
+        uid = self._uids[index] = f"life-{self._lives}"
         self._lives += 1
+        token = self.folder / f"token-{uid}"
+        token.write_text(f"{TOKEN}/{uid}")
         module = ["-m", "pipemorph_trainer.launcher", "--generations", "--grace=10", "--"]
         return self._start(
             f"pod-{index}",
@@ -152,6 +155,7 @@ class Job:
             *(sys.executable, "-u", str(self.folder / "train.py")),
             PIPEMORPH_POD_INDEX=str(index),
             PIPEMORPH_KEPT_DIR=str(kept),
+            PIPEMORPH_TOKEN_FILE=str(token),
         )
 
     def lose(self, index: int) -> None:
@@ -168,7 +172,11 @@ class Job:
         if told:
             when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
             record = PodReplacement(
-                attempt=0, pod=index, uid=str(self._lives), at=when, cause=f"pod {index} was killed"
+                attempt=0,
+                pod=index,
+                uid=self._uids[index],
+                at=when,
+                cause=f"pod {index} was killed",
             )
             with (self.folder / "replacements.jsonl").open("a") as file:
                 print(record.model_dump_json(by_alias=True), file=file)

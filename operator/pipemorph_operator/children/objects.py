@@ -72,6 +72,9 @@ def job_file(job: PipeMorphJob) -> str:
     whole = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     for field in ("template", "placement", "suspend", "managedBy", "failurePolicy"):
         whole["spec"].pop(field, None)
+    if job.spec.parallelism.min_replicas is not None:
+        # Such a job needs it. How many there may be, which an edit may change, the ingest knows.
+        whole["spec"]["failurePolicy"] = {"maxRestarts": 1}
     whole["metadata"] = {"name": job.metadata.name, "namespace": job.metadata.namespace}
     whole |= {"apiVersion": names.API_VERSION, "kind": names.KIND}
     return json.dumps(whole, sort_keys=True)

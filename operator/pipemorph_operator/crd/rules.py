@@ -65,6 +65,38 @@ _RESERVED = (
     + ")"
 )
 
+WITH_MIN_REPLICAS = (
+    (
+        "(has(self.failurePolicy) && self.failurePolicy.maxRestarts > 0)",
+        "needs failurePolicy.maxRestarts of at least 1: ranks have to start again",
+        ".failurePolicy",
+    ),
+    (
+        "!has(self.recovery) || !self.recovery.neighbour",
+        "does not go with recovery.neighbour: replicas have each other's state",
+        ".recovery.neighbour",
+    ),
+    (
+        "!has(self.recovery) || !has(self.recovery.snapshotIterations)"
+        " || self.recovery.snapshotIterations > 0",
+        "needs recovery.snapshotIterations of at least 1: a replica that comes back has its state"
+        " from another one's memory",
+        ".recovery.snapshotIterations",
+    ),
+    (
+        "!has(self.adaptation) || !self.adaptation.relayout",
+        "does not go with adaptation.relayout: ranks of fewer replicas have other numbers",
+        ".adaptation.relayout",
+    ),
+    (
+        "!has(self.placement) || !has(self.placement.rdma) || self.placement.rdma.check == 'never'",
+        "does not go with placement.rdma.check: pods that check their ports together cannot begin"
+        " one by one",
+        ".placement.rdma.check",
+    ),
+)
+"""What a job with ``parallelism.minReplicas`` needs: rule, message and field."""
+
 RULES: dict[str, list[Rule]] = {
     "": [
         Rule(
@@ -139,6 +171,14 @@ RULES: dict[str, list[Rule]] = {
             f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
             message="dispatch online or guided needs shard, context and tensor to be 1",
             field_path=".schedule.dispatch",
+        ),
+        *(
+            Rule(
+                rule=f"!has(self.parallelism.minReplicas) || {rule}",
+                message=f"parallelism.minReplicas {message}",
+                field_path=field_path,
+            )
+            for rule, message, field_path in WITH_MIN_REPLICAS
         ),
     ],
     "spec.parallelism": [

@@ -240,7 +240,7 @@ class PodTokenAuthenticator:
         problem = "is gone" if found is None else misplaced(found, uid, expected)
         if problem:
             raise _Refusal(403, "pod", f"pod {pod} {problem}", KEPT_MISPLACED_SECONDS)
-        return Identity(f"pod {pod}")
+        return Identity(f"pod {pod}", uid)
 
     @staticmethod
     def _count(reason: str) -> None:

@@ -212,7 +212,10 @@ class ClusterStore:
     def _resize(tracked: TrackedJob) -> None:
         """Have a controller for the replicas that run."""
         spec = _running(tracked.spec, tracked.generations)
-        if spec.parallelism != tracked.controller.spec.parallelism:
+        left_out = tracked.generations.left_out
+        # As many others would be numbered as those before.
+        if left_out != tracked.left_out:
+            tracked.left_out = left_out
             tracked.controller = tracked.controller.resized(spec)
             tracked.reports.again()
 
@@ -363,6 +366,7 @@ class ClusterStore:
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,
             placed=Placed.of(body.get("status") or {}),
+            left_out=generations.left_out,
             written=status.training,
             profiled_at=controller.profiled_at,
         )

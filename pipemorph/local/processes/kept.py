@@ -58,8 +58,7 @@ class KeptFolder:
     def ask_to_leave(self, generation: int, layers: Sequence[int] = ()) -> None:
         """Ask the ranks of a generation to leave for other places, or for parts with so many
         ``layers`` per stage. Raises OSError."""
-        # Of an earlier question.
-        (self.root / stay_file(generation)).unlink(missing_ok=True)
+        self.forget_stay(generation)
         path = self.root / leave_file(generation)
         # Ranks that see it read it.
         unfinished = path.with_suffix(f"{path.suffix}.unfinished")
@@ -78,6 +77,10 @@ class KeptFolder:
             return (self.root / stay_file(generation)).read_text()
         except OSError:
             return None
+
+    def forget_stay(self, generation: int) -> None:
+        """Remove the answer to an earlier question. Raises OSError."""
+        (self.root / stay_file(generation)).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove what is kept. Call it when no rank is running."""

@@ -21,6 +21,7 @@ def spec(**changes: Any) -> JobSpec:
             "parallelism": {"stages": 2, "replicas": 3, "minReplicas": 1},
             "schedule": {"microbatches": 4},
             "trainer": {"module": "m", "iterations": 1},
+            "failurePolicy": {"maxRestarts": 1},
         }
         | changes
     )
@@ -91,9 +92,10 @@ def test_a_pod_may_not_have_parts_of_several_replicas() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({"failurePolicy": {"hangSeconds": 60}}, "failurePolicy.maxRestarts: is 0, with parallel"),
         ({"recovery": {"neighbour": True}}, "recovery.neighbour: is true, with parallelism.minRep"),
         (
-            {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}},
+            {"adaptation": {"relayout": True}},
             "adaptation.relayout: is true, with parallelism.minReplicas",
         ),
         ({"recovery": {"snapshotIterations": 0}}, "recovery.snapshotIterations: is 0"),

@@ -5,15 +5,21 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
 from pipemorph.control.generations import (
+    LEAVE_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
+    STAY_SECONDS,
+    TAKEOVER_SECONDS,
     UNHEARD_SECONDS,
     Generations,
 )
-from pipemorph.wire import Loss, PodReport
+from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.wire import LinkHealthReport, Loss, PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2.
 CUT = Parallelism(stages=2, replicas=3, min_replicas=1, order=["dp_replicate", "pp"])
@@ -200,9 +206,9 @@ def test_more_pods_may_be_lost() -> None:
 def test_old_news_of_a_loss_do_not_take_the_new_pod_away() -> None:
     job = without(3)
     job.take(word("gone", 2, 1, left_out=[1]), 25.0)
-    job.take(word("joined", 3, launcher="new"), 26.0)
+    job.take(word("joined", 3, launcher="new"), 26.0, "new")
     job.expect([lost_pod(3, 25.0, uid="told late")], 27.0)
-    job.take(word("gone", 3, 1, left_out=[1], launcher="new"), 28.0)
+    job.take(word("gone", 3, 1, left_out=[1], launcher="new"), 28.0, "new")
     end(job, 0, 1, 4, 5, now=30.0, loss=None)
     assert job.state.left_out == ()
 
@@ -244,3 +250,181 @@ def test_an_ingest_that_is_replaced_knows_who_runs() -> None:
     assert not deaf.begun(1), "a poll does not say without which replicas"
     deaf.take(word("gone", 2, 1, left_out=[1]), 27.0)
     assert (deaf.state.generation, deaf.state.left_out, deaf.state.over) == (1, (1,), False)
+
+
+def taken_over(job: Generations, *lost: PodReplacement, now: float) -> Generations:
+    """The same job in another ingest, which finds what is in status."""
+    saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
+    again = Generations(6, 5, saved=saved, done=9, cut=CUT, patience=PATIENCE)
+    again.expect(lost, now)
+    return again
+
+
+def replaced(pod: int, at: float) -> tuple[Generations, PodReplacement]:
+    """A job in which another pod has joined in time, ``new``, and the ranks run again."""
+    job, record = started(), lost_pod(pod, at, uid="old")
+    end(job, *({0, 1, 2, 3, 4, 5} - {pod}), now=at, finished=5)
+    job.expect([record], at)
+    job.take(word("joined", pod, launcher="new"), at + 2, "new")
+    assert (job.state.generation, job.state.left_out) == (1, ())
+    return job, record
+
+
+def test_another_ingest_does_not_take_a_pod_that_was_replaced_for_lost() -> None:
+    job, record = replaced(3, 10.0)
+    again = taken_over(job, record, now=60.0)
+    error = loss(60.0, lost_peer=False, reason="rank 3 raised")
+    again.take(word("gone", 3, 1, launcher="new", loss=error), 60.0, "new")
+    for pod in (0, 1, 2, 4, 5):
+        again.take(word("gone", pod, 1, loss=loss(60.0)), 61.0, f"uid {pod}")
+    assert (again.state.generation, again.state.left_out) == (2, ())
+    assert again.saved.last[-1].cause == "rank 3 raised"
+
+
+def test_another_ingest_hears_of_a_pod_that_was_replaced_by_its_poll() -> None:
+    """Before it says anything, lest a replica that is back waits for it."""
+    job = without(5)
+    end(job, 0, 1, 2, now=20.0, finished=9)
+    record = lost_pod(3, 20.0, uid="old")
+    job.expect([record], 20.0)
+    job.take(word("joined", 3, launcher="new"), 21.0, "new")
+    assert (job.state.generation, job.state.left_out) == (2, (2,))
+    again = taken_over(job, record, now=60.0)
+    again.heard(3, "new", 60.0)
+    again.take(word("gone", 4, 2, left_out=[2]), 61.0)
+    back(again, 5, 62.0)
+    assert again.state.leave
+
+
+def test_what_the_lost_pod_says_to_another_ingest_does_not_refuse_the_new_one() -> None:
+    job, record = replaced(3, 10.0)
+    again = taken_over(job, record, now=12.0)
+    again.take(word("gone", 3, 1, launcher="old", loss=loss(12.0)), 12.0, "old")
+    assert again.state.awaits == 3
+    again.take(word("gone", 3, 1, launcher="new", loss=loss(12.0)), 13.0, "new")
+    assert again.state.awaits is None
+    with pytest.raises(WrongAttempt, match="pod 3 is lost"):
+        again.take(word("gone", 3, 1, launcher="old"), 14.0, "old")
+
+
+def test_a_second_loss_within_the_same_second_is_one() -> None:
+    job = without(3)
+    job.take(word("gone", 2, 1, left_out=[1]), 25.0)
+    job.take(word("joined", 3, launcher="new"), 26.7, "new")
+    job.expect([lost_pod(3, 26.0, uid="new")], 26.9)
+    job.take(word("gone", 3, 1, left_out=[1], launcher="new"), 26.9, "new")
+    assert not job.state.leave, "it is being deleted"
+
+
+def test_pods_that_wait_hear_that_the_others_have_finished_from_rank_0s_agent() -> None:
+    job = without(3)
+    finished = {
+        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
+        "sent_at": 1.0, "state": "finished", "iteration": 9, "observed_plan_version": 0,
+        "applied_plan_version": 0,
+    }  # fmt: skip
+    assert job.reported(LinkHealthReport.model_validate(finished), 30.0), "status has to be written"
+    assert job.state.verdict == "completed"
+    assert Generations(6, 5, saved=job.saved, cut=CUT).state.verdict == "completed"
+
+
+def test_nobody_waits_forever_for_ranks_that_are_to_leave() -> None:
+    job = without(3)
+    back(job, 3, 26.0)
+    job.take(word("gone", 2, 1, left_out=[1]), 27.0)
+    assert job.state.leave
+    job.heard(0, "", 100.0)
+    end_at = 100.0 + LEAVE_SECONDS
+    assert job.due(100.0) == end_at
+    job.take(word("gone", 2, 1, left_out=[1]), end_at - 1)
+    assert job.state.verdict == ""
+    job.take(word("gone", 2, 1, left_out=[1]), end_at)
+    assert (job.state.verdict, job.state.generation) == ("attempt", 1), "they may still run"
+    assert job.state.why == "nothing was heard for 600 s of ranks that are to leave"
+
+
+def test_a_failure_of_a_pod_that_was_evicted_while_it_waited_counts() -> None:
+    job = without(3)
+    job.expect([lost_pod(2, 21.0, uid="evicted", counted=False)], 21.0)
+    back(job, 2, 24.0)
+    back(job, 3, 26.0)
+    end(job, 0, 1, 4, 5, now=30.0, loss=None)
+    assert (job.state.left_out, job.saved.counted) == ((), 0)
+    for launcher in ("newer", "newest"):
+        end(job, 0, 1, 4, 5, now=40.0)
+        job.take(word("gone", 3, job.state.generation, launcher="new", loss=loss(40.0)), 40.0)
+        job.expect([lost_pod(2, 40.0, uid=launcher)], 40.0)
+        job.take(word("joined", 2, launcher=launcher), 41.0)
+    assert job.saved.counted == 1, "the second without a further iteration"
+
+
+def test_an_eviction_does_not_excuse_the_next_generation() -> None:
+    job = started()
+    lose(job, 3, 10.0)
+    job.expect([lost_pod(2, 11.0, uid="evicted", counted=False)], 11.0)
+    job.look(21.0)
+    back(job, 2, 24.0)
+    assert not job._uncounted
+    job.expect([lost_pod(2, 25.0, uid="again", counted=False)], 25.0)
+    assert job._uncounted == {2}
+    job.expect([lost_pod(2, 26.0, uid="killed")], 26.0)
+    assert not job._uncounted
+
+
+def test_ranks_that_cannot_leave_are_asked_again_later() -> None:
+    job = without(3)
+    back(job, 3, 26.0)
+    job.take(word("gone", 2, 1, left_out=[1]), 27.0)
+    assert job.state.leave
+    job.take(word("stays", 0, 1, left_out=[1], why="rank 2: it has no copy"), 30.0)
+    assert (job.state.leave, job.stays) == (False, "rank 2: it has no copy")
+    assert job.due(31.0) == 30.0 + STAY_SECONDS
+    for now in (45.0, 60.0, 75.0, 30.0 + STAY_SECONDS - 1):
+        job.take(word("gone", 2, 1, left_out=[1]), now)
+        job.take(word("gone", 3, 1, left_out=[1], launcher="new"), now)
+        assert not job.state.leave
+    job.look(30.0 + STAY_SECONDS)
+    assert job.state.leave
+    end(job, 0, 1, 4, 5, now=95.0, loss=None)
+    assert (job.state.left_out, job.stays) == ((), "")
+
+
+def test_the_others_wait_for_a_pod_from_when_they_have_lost_it() -> None:
+    """The notice comes first: a pod that is asked to end has time to save."""
+    job = started()
+    job.expect([lost_pod(3, 10.0)], 10.0)
+    end(job, 0, 1, 2, 4, 5, now=40.0, finished=5)
+    job.look(40.0 + PATIENCE - 1)
+    assert job.state.over
+    job.look(40.0 + PATIENCE)
+    assert job.state.left_out == (1,)
+
+
+def test_ranks_that_leave_to_another_ingest_have_not_failed() -> None:
+    job = without(3)
+    back(job, 3, 26.0)
+    job.take(word("gone", 2, 1, left_out=[1]), 27.0)
+    assert job.state.leave
+    again = taken_over(job, lost_pod(3, 10.0), now=29.0)
+    counts = again.saved.count, again.saved.counted
+    for pod in (0, 1, 4, 5):
+        again.take(word("gone", pod, 1, left_out=[1], finished=9), 30.0, f"uid {pod}")
+    assert again.state.over, "pods that wait have not asked yet"
+    assert again.due(30.0) == 30.0 + TAKEOVER_SECONDS
+    again.take(word("gone", 2, 1, left_out=[1]), 33.0, "uid 2")
+    again.take(word("gone", 3, 1, left_out=[1], launcher="new"), 34.0, "uid 3")
+    for pod in (0, 1, 4, 5):
+        again.take(word("gone", pod, 1, left_out=[1], finished=9), 35.0, f"uid {pod}")
+    assert (again.state.generation, again.state.left_out) == (2, ())
+    assert (again.saved.count, again.saved.counted) == counts
+    assert again.saved.last[-1].cause == "all pods of replica 1 are there again"
+
+
+def test_an_ingest_that_took_over_does_not_wait_long_for_pods_that_are_not_there() -> None:
+    again = taken_over(without(3), now=29.0)
+    for pod in (0, 1, 4, 5):
+        again.take(word("gone", pod, 1, left_out=[1], loss=loss(30.0)), 30.0)
+    again.look(30.0 + TAKEOVER_SECONDS - 1)
+    assert again.state.over
+    again.look(30.0 + TAKEOVER_SECONDS)
+    assert (again.state.generation, again.state.left_out) == (2, (1,))

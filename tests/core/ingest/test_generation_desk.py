@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.parallelism import MAX_RANKS, Parallelism
 from pipemorph.api.status import Recoveries
 from pipemorph.control import generations as generations_module
 from pipemorph.control.generations import Generations
@@ -23,7 +23,7 @@ from pipemorph.ingest import (
     Reply,
 )
 from pipemorph.ingest import generations as desk_module
-from pipemorph.wire import MAX_POD_REPORT_BYTES
+from pipemorph.wire import MAX_POD_REPORT_BYTES, PodReport
 
 PATIENCE = 15.0
 LONG = "30"
@@ -354,7 +354,7 @@ def test_what_time_has_decided_is_told_by_who_still_has_the_job(
 
 def test_pods_without_ranks_leave_room_for_those_that_have_some() -> None:
     async def work() -> None:
-        limits = PollLimits(of_job=2, idle_seconds=7.0)
+        limits = PollLimits(of_job=1, idle_of_job=1, idle_seconds=7.0)
         desk = GenerationDesk(FewerJob(idle=4), limits=limits)
         first = asyncio.create_task(waits(desk, 4))
         await settled()
@@ -367,5 +367,51 @@ def test_pods_without_ranks_leave_room_for_those_that_have_some() -> None:
         assert not first.done() and not listening.done()
         desk.close()
         await asyncio.gather(first, listening)
+
+    run(work())
+
+
+def test_launchers_hear_that_their_ranks_stay_after_all() -> None:
+    """So that they ask them again, once a replica can still join."""
+
+    async def work() -> None:
+        desk = GenerationDesk(host := FewerJob())
+        waiting = asyncio.create_task(waits(desk, 7))
+        await settled()
+        assert host.job.state.leave
+        query = {"attempt": "0", "generation": "1"}
+        knows = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
+        await settled()
+        assert not knows.done()
+        await tell(desk, pod=0, generation=1, left_out=[7], event="stays", why="rank 2: no copy")
+        assert not state(await knows)["leave"]
+        assert not waiting.done() and host.job.stays == "rank 2: no copy"
+        desk.close()
+        await waiting
+
+    run(work())
+
+
+def test_a_poll_says_which_pod_runs() -> None:
+    async def work() -> None:
+        desk = GenerationDesk(host := OneJob())
+        asked = {"attempt": "0", "generation": "0", "wait": "0"}
+        await desk.poll("default", "gpt", **asked, pod="1", uid="uid 1")
+        assert host.job._uids == {1: "uid 1"}
+        wrong = await desk.poll("default", "gpt", **asked, pod="one", uid="uid 1")
+        assert wrong.status == 400 and "pod is 'one'" in json.loads(wrong.body)["error"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("pods", [8, 1000, MAX_RANKS])
+def test_pods_that_wait_ask_before_they_are_taken_for_gone(pods: int) -> None:
+    async def work() -> None:
+        host = FewerJob()
+        host.job.pods = pods
+        desk = GenerationDesk(host, limits=PollLimits(idle_of_job=0))
+        again = state(await waits(desk, 7))["again"]
+        host.job.take(PodReport.model_validate(GONE | {"generation": 1, "pod": 7}), 100.0)
+        assert host.job._is_present(7, 100.0 + again + 15.0), "5 s for the request itself"
 
     run(work())

@@ -25,7 +25,7 @@ from operator_objects import (
     trainer,
 )
 
-from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.spec import JobSpec, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph_operator.children import (
     Attempt,
@@ -169,9 +169,13 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
     assert pattern.replace("{}", "0") == env["MASTER_ADDR"] and pattern.count("{}") == 1
     name = batch_job(made, CONFIG)["metadata"]["name"]
     assert pattern.startswith(f"{name}-{{}}.")
-    assert json.loads(job_file(made.job))["spec"]["parallelism"]["minReplicas"] == 1
+    spec = json.loads(job_file(made.job))["spec"]
+    assert spec["parallelism"]["minReplicas"] == 1
+    JobSpec.model_validate(spec)
+    assert spec["failurePolicy"] == {"maxRestarts": 1}, "an edit of it changes no file"
+    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
     with pytest.raises(Unbuildable, match="minReplicas is set, and ranks do not start again"):
-        trainer(attempt(**fewer))
+        trainer(attempt(**fewer, failurePolicy={"maxRestarts": 2}, template=mine))
 
 
 def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,28 @@ def test_rules_and_texts_stand_at_fields_that_exist() -> None:
         for rule in rules:
             below = f"{path}{rule.field_path}"
             assert below in nodes, f"rule at {path}: {below} does not exist"
+
+
+def test_what_does_not_go_with_fewer_replicas_is_refused_at_admission() -> None:
+    """By the fields that the model refuses, each only of jobs that may do with fewer."""
+    found = {
+        rule.field_path: rule.rule
+        for rule in RULES["spec"]
+        if rule.rule.startswith("!has(self.parallelism.minReplicas) || ")
+    }
+    assert set(found) == {
+        ".failurePolicy",
+        ".recovery.neighbour",
+        ".recovery.snapshotIterations",
+        ".adaptation.relayout",
+        ".placement.rdma.check",
+    }
+    nodes = dict(walk(schema(), ""))
+    for field, rule in found.items():
+        # Only what has a default may be read without looking whether it is there.
+        for name in re.findall(r"self((?:\.\w+)+)(?= >| ==|$)", rule):
+            default = nodes[f"spec{name}"].get("default")
+            assert default is not None or f"has(self{name})" in rule, field
 
 
 def test_one_number_or_one_per_stage_keeps_its_bounds() -> None:

@@ -154,6 +154,70 @@ def test_a_replica_that_is_back_is_told_and_the_controller_has_it() -> None:
     assert controller is not None and controller.spec.parallelism.replicas == 2
 
 
+def test_as_many_other_replicas_are_measured_anew() -> None:
+    """They are numbered as those before."""
+    api = Shared()
+    api.job["spec"]["parallelism"] = {"stages": 4, "replicas": 3, "minReplicas": 1}
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": 5, "replacementSeconds": 0}
+    store = ClusterStore(api)  # type: ignore[arg-type]
+    store.changed(KEY, copy.deepcopy(api.job))
+    report(store, 1, 0, 1)
+    generations = store.generations(*KEY)
+    assert generations is not None
+    found = []
+    for generation, without in ((1, [1]), (2, [2]), (2, [2])):
+        asked = {"generation": generation, "left_out": without}
+        asyncio.run(tell(GenerationDesk(store), without[0], without=without, **asked))
+        assert generations.left_out == tuple(without)
+        found.append(store.lookup(*KEY))
+    assert len({id(each) for each in found}) == 2, "those of each generation"
+
+
+def test_of_a_job_that_has_finished_no_replica_is_waited_for() -> None:
+    api = Shared()
+    store = an_ingest(api)
+    report(store, 1, 0, 1)
+
+    async def work() -> None:
+        await without_replica_1(store, api)
+        api.job["status"]["conditions"] = [
+            *api.job["status"].get("conditions", ()),
+            {"type": "Complete", "status": "True", "reason": "Done", "message": "",
+             "lastTransitionTime": "2026-01-01T00:00:00Z"},
+        ]  # fmt: skip
+        store.changed(KEY, copy.deepcopy(api.job))
+        await asyncio.gather(*store._final_writes.values())
+
+    asyncio.run(work())
+    told = condition(status(api), "ReplicasComplete")
+    assert told is not None
+    assert (told.status, told.reason) == ("Unknown", "JobFinished")
+    assert told.message == "the job has finished; 1 of 2 replicas trained last"
+
+
+def test_why_ranks_do_not_leave_is_told() -> None:
+    api = Shared()
+    store = an_ingest(api)
+    report(store, 1, 0, 1)
+
+    async def work() -> None:
+        desk = await without_replica_1(store, api)
+        for pod in (1, 3, 5):
+            await tell(desk, pod, generation=1, without=[1])
+        await tell(desk, 7, event="joined", launcher="new")
+        await tell(desk, 7, generation=1, without=[1], launcher="new")
+        stays = {"event": "stays", "why": "rank 2: no copy"}
+        await tell(desk, 0, generation=1, without=[1], **stays)
+        await store.persist_generations(*KEY)
+
+    asyncio.run(work())
+    told = condition(status(api), "ReplicasComplete")
+    assert told is not None and told.message == (
+        "1 of 2 replicas train; replica 1 could join, but the ranks cannot leave, and are asked"
+        " again: rank 2: no copy"
+    )
+
+
 def test_with_patience_they_wait_for_the_pod() -> None:
     api = Shared()
     store = an_ingest(api, replacement_seconds=300)

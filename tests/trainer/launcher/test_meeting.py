@@ -9,20 +9,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from launch import free_port
 from played_replica import Replica, certificate
 
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.exits import leave_file, stay_file
+from pipemorph.local.generations import Life
+from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.wire import GenerationState, ResumedFrom
 from pipemorph_trainer.launcher import meeting as meeting_module
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.pod import Pod, PodSite
 
 NEVER = 600.0
 
 
 class Answers(http.server.ThreadingHTTPServer):
-    """Answers every request with ``status`` and ``state``, and keeps what it was asked."""
+    """Answers every request with ``status`` and ``state``, and keeps what it was told."""
 
     daemon_threads = True
 
@@ -35,6 +42,9 @@ class Answers(http.server.ThreadingHTTPServer):
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 server.asked.append((self.headers["Authorization"], text))
+                self.do_GET()
+
+            def do_GET(self) -> None:
                 body = json.dumps(server.state).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -157,6 +167,82 @@ def test_a_pod_that_did_not_hear_of_a_generation_was_left_out_of_it(
         pod = meeting(tmp_path, host.server_address[1], notes)
         assert isinstance(pod.meet(2, None, NEVER, lambda: False), GenerationState)
         assert pod.missed is missed
+
+
+def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    asks = GenerationState(attempt=0, generation=1, left_out=(1,), leave=True)
+    host = Answers(200, asks.model_dump())
+    job = PipeMorphJob.model_validate(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "gpt"},
+            "spec": {
+                "parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1},
+                "schedule": {"microbatches": 4},
+                "trainer": {"module": "m", "iterations": 7},
+                "failurePolicy": {"maxRestarts": 1},
+            },
+        }
+    )
+    pod, life, kept = Pod(job, 0, 1, kept_dir=tmp_path), Life(generation=1), KeptFolder(tmp_path)
+    told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
+    with Interrupts(SimpleQueue()) as interrupts:
+        site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
+    told.watch(1)
+
+    def until(found: Callable[[], bool]) -> None:
+        end = time.monotonic() + 30
+        while not found():
+            assert time.monotonic() < end, host.asked
+            site._look(told, life)
+            time.sleep(0.01)
+
+    until(asked.exists)
+    host.state["leave"] = False
+    asked.unlink()
+    (tmp_path / stay_file(1)).write_text("rank 2: it keeps no state")
+    until(lambda: bool(host.asked))
+    said = json.loads(host.asked[0][1])
+    assert (said["event"], said["why"]) == ("stays", "rank 2: it keeps no state")
+    assert kept.stay(1) is None, "said once"
+    until(lambda: not told.leaves(1))
+    asked.unlink(missing_ok=True)
+    site._look(told, life)
+    assert not asked.exists()
+    host.state["leave"] = True
+    until(asked.exists)
+
+
+def test_that_a_pod_has_finished_is_said_until_it_is_heard(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods of replicas that are left out would wait forever."""
+    monkeypatch.setattr(meeting_module, "SAY_PAUSES", (0.01, 0.01, 0.01))
+    host = Answers(500, {"error": "internal error"})
+    meeting(tmp_path, host.server_address[1], notes).completed(3, lambda: False)
+    told = [json.loads(text) for _, text in host.asked]
+    assert [(each["event"], each["generation"]) for each in told] == [("completed", 3)] * 3
+
+
+def test_a_new_pod_waits_for_the_others_longer_than_for_an_ingest(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    """One of them may have to be given up first."""
+    host = Answers(
+        200, GenerationState(attempt=0, generation=3, over=True, again=0.05).model_dump()
+    )
+    pod = meeting(tmp_path, host.server_address[1], notes)
+
+    def turns() -> bool:
+        if len(host.asked) == 6:
+            host.state |= {"generation": 4, "over": False}
+        return False
+
+    met = pod.join(0.05, turns, meets=NEVER)
+    assert isinstance(met, GenerationState) and met.generation == 4, met
 
 
 def test_a_launcher_goes_to_the_owner_that_a_replica_names_and_stays_there(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
         "parallelism": {"stages": 2, "replicas": 3, "minReplicas": 1},
         "schedule": {"microbatches": 4, "globalBatchSize": 24},
         "trainer": {"module": "m", "iterations": 7},
+        "failurePolicy": {"maxRestarts": 1},
     }
     whole = {
         "apiVersion": "pipemorph.io/v1alpha1",

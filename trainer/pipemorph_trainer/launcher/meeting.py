@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.supervise import Told
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
+from pipemorph.wire.generations import LONGEST_LINE
 from pipemorph.wire.owner import owner_in
 
 log = logging.getLogger("pipemorph.launcher")
@@ -222,19 +223,29 @@ class Meeting:
         """Say, beside the caller, what the ranks have begun with."""
         self._say(self._report(generation, "resumed", resumed=word))
 
-    def completed(self, generation: int) -> None:
-        """Say that all ranks of this pod have finished, so that nobody waits for them."""
-        try:
-            self._ask({}, self._report(generation, "completed"), REQUEST_SECONDS)
-        except (*_NO_ANSWER, Refused) as error:
-            log.info("the ingest was not told that this pod has finished: %s", error)
+    def stays(self, generation: int, why: str) -> None:
+        """Say, beside the caller, that the ranks could not leave."""
+        with self._changed:
+            if self._leaving == generation:
+                self._leaving = None
+        self._say(self._report(generation, "stays", why=why))
 
-    def join(self, patience: float, stop: Callable[[], bool]) -> GenerationState | str:
+    def completed(self, generation: int, stop: Callable[[], bool]) -> None:
+        """Say that all ranks of this pod have finished, so that nobody waits for them. Tries again
+        for some seconds, or until ``stop()``: pods of replicas that are left out wait for it."""
+        report = self._report(generation, "completed")
+        self._interruptibly(lambda cancelled: self._insist(report, cancelled), stop)
+
+    def join(
+        self, patience: float, stop: Callable[[], bool], *, meets: float | None = None
+    ) -> GenerationState | str:
         """Say that this launcher has begun, and wait for the generation that it is to start: the
         first one at once, or one to come if this pod takes the place of another. Does not wait if
         the newest one is without this pod: call :meth:`meet` when it can start ranks. Waits at most
-        ``patience`` seconds for an ingest, or until ``stop()``. Returns as :meth:`meet`."""
-        return self._interruptibly(lambda cancelled: self._join(patience, cancelled), stop)
+        ``patience`` seconds for an ingest, then as :meth:`meet` with ``meets``, by default as many,
+        or until ``stop()``. Returns as :meth:`meet`."""
+        met = patience if meets is None else meets
+        return self._interruptibly(lambda cancelled: self._join(patience, met, cancelled), stop)
 
     def meet(
         self,
@@ -270,7 +281,9 @@ class Meeting:
         cancelled.set()
         return found[0] if found else "the wait was interrupted"
 
-    def _join(self, patience: float, cancelled: threading.Event) -> GenerationState | str:
+    def _join(
+        self, patience: float, meets: float, cancelled: threading.Event
+    ) -> GenerationState | str:
         end, backoff = time.monotonic() + patience, FIRST_BACKOFF_SECONDS
         why = "the ingest has not answered"
         while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
@@ -286,7 +299,7 @@ class Meeting:
             if state.verdict or not (state.over and self._runs(state.left_out)):
                 return state
             self._note(f"waiting for the generation after {state.generation}: {state.reason}")
-            return self._wait(state.generation, None, 0, patience, cancelled)
+            return self._wait(state.generation, None, 0, meets, cancelled)
         return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 
     def _wait(
@@ -354,7 +367,11 @@ class Meeting:
                 self._changed.wait_for(lambda: self._watched is not None)
                 generation = self._watched
             assert generation is not None
-            query = {"generation": str(generation), "wait": str(POLL_SECONDS)}
+            query = {
+                "generation": str(generation),
+                "pod": str(self._pod),
+                "wait": str(POLL_SECONDS),
+            }
             if self._leaving == generation:
                 query["leaving"] = "1"
             try:
@@ -376,9 +393,9 @@ class Meeting:
                     self._over = generation, Told(why, state.hang)
                     if self._watched == generation:
                         self._watched = None
-            elif state.leave and self._leaving != generation:
+            elif state.leave != (self._leaving == generation):
                 with self._changed:
-                    self._leaving = generation
+                    self._leaving = generation if state.leave else None
             elif state.again:
                 self._pause(generation, state.again)
 
@@ -388,19 +405,27 @@ class Meeting:
             self._changed.wait_for(lambda: self._watched not in (None, generation), seconds)
 
     def _say(self, report: PodReport) -> None:
-        def say() -> None:
-            for pause in SAY_PAUSES:
-                try:
-                    self._ask({}, report, REQUEST_SECONDS)
-                    return
-                except Refused as refusal:
-                    log.warning("the ingest was not told (%s): %s", report.event, refusal)
-                    return
-                except _NO_ANSWER as error:
-                    log.info("the ingest was not told (%s): %s", report.event, error)
-                    time.sleep(pause)
+        threading.Thread(
+            target=self._insist, args=(report, threading.Event()), name=report.event, daemon=True
+        ).start()
 
-        threading.Thread(target=say, name=report.event, daemon=True).start()
+    def _insist(self, report: PodReport, cancelled: threading.Event) -> str:
+        """Say something until it is heard. Returns why it was not; empty if it was."""
+        why = "the wait was interrupted"
+        for pause in SAY_PAUSES:
+            if cancelled.is_set():
+                break
+            try:
+                self._ask({}, report, REQUEST_SECONDS)
+                return ""
+            except Refused as refusal:
+                log.warning("the ingest was not told (%s): %s", report.event, refusal)
+                return str(refusal)
+            except _NO_ANSWER as error:
+                why = one_line(str(error))
+                log.info("the ingest was not told (%s): %s", report.event, why)
+                cancelled.wait(pause)
+        return why
 
     def _ask(
         self, query: Mapping[str, str], report: PodReport | None, seconds: float
@@ -417,6 +442,7 @@ class Meeting:
         loss: Loss | None = None,
         finished: int = 0,
         resumed: ResumedFrom | None = None,
+        why: str = "",
     ) -> PodReport:
         return PodReport.model_validate(
             {
@@ -428,6 +454,7 @@ class Meeting:
                 "loss": loss,
                 "finished": finished,
                 "resumed": resumed,
+                "why": why[:LONGEST_LINE],
                 "left_out": self._left_out,
             }
         )

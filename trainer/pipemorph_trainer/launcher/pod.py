@@ -176,7 +176,8 @@ class PodSite:
     def first(self) -> Life | Ending:
         if self.meeting is None:
             return Life()
-        met = self.meeting.join(JOIN_SECONDS, self.is_over)
+        patience = MEET_SECONDS + self.grace
+        met = self.meeting.join(JOIN_SECONDS, self.is_over, meets=patience)
         if self.is_over():
             return Ending(End.INTERRUPTED)
         if isinstance(met, str):
@@ -187,7 +188,7 @@ class PodSite:
             # Others train meanwhile, and stop only when this pod can begin.
             if self.forks is not None:
                 self.forks.server(self.is_over)
-            late = self.meeting.meet(met.generation, None, JOIN_SECONDS, self.is_over)
+            late = self.meeting.meet(met.generation, None, patience, self.is_over)
             if self.is_over():
                 return Ending(End.INTERRUPTED)
             if isinstance(late, str):
@@ -309,7 +310,7 @@ class PodSite:
             return ending
         if ending.end is End.COMPLETED:
             if self.pod.pods > 1:
-                self.meeting.completed(life.generation)
+                self.meeting.completed(life.generation, self.is_over)
             return ending
         if ending.end is not End.MOVED:
             _print(ending)
@@ -357,10 +358,19 @@ class PodSite:
 
     def _look(self, meeting: Meeting, life: Life) -> None:
         self._look_for_word()
-        if not self.asked and meeting.leaves(life.generation):
-            self.asked = True
-            if self.pod.kept_dir is not None:
-                KeptFolder(self.pod.kept_dir).ask_to_leave(life.generation)
+        if self.pod.kept_dir is None or not self.pod.resizes:
+            return
+        kept = KeptFolder(self.pod.kept_dir)
+        # Rank 0 says why they go on as they are, whichever pod has asked them.
+        why = kept.stay(life.generation)
+        if why:
+            kept.forget_stay(life.generation)
+            note(f"the ranks do not leave for a replica that could join: {why}")
+            meeting.stays(life.generation, why)
+        leaves = meeting.leaves(life.generation)
+        if leaves and not self.asked:
+            kept.ask_to_leave(life.generation)
+        self.asked = leaves
 
     def _look_for_word(self) -> None:
         """Pass on what the ranks have begun with, once rank 0 has left word of it."""

@@ -44,7 +44,8 @@ class Source:
     """The input of a summary. ``reported_at``: wall clock of the newest report; ``ended``: the job
     is Complete or Failed, so its links are idle; ``taken_over_at``: wall clock from which this
     process has a job whose ranks had reported to another one; ``whole``: replicas of the job, if
-    fewer may train, and ``left_out``: those that do not."""
+    fewer may train, ``left_out``: those that do not, and ``stays``: why the others do not leave for
+    one that could join."""
 
     controller: JobController
     reported_at: float | None
@@ -53,6 +54,7 @@ class Source:
     taken_over_at: float | None = None
     whole: int | None = None
     left_out: tuple[int, ...] = ()
+    stays: str = ""
 
 
 def summarize(
@@ -195,7 +197,7 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
         one = "one replica trains, which reduces its gradients with no other"
         found[names.REDUCTIONS_HEALTHY] = "Unknown", names.R_REPLICAS_FEWER, one
     if source.whole is not None:
-        found[names.REPLICAS_COMPLETE] = _replicas_complete(source.whole, source.left_out)
+        found[names.REPLICAS_COMPLETE] = _replicas_complete(source, source.whole)
     return found
 
 
@@ -249,17 +251,22 @@ def _reductions_healthy(source: Source, view: JobView, now: float) -> Verdict:
     return "True", names.R_REDUCTIONS_OK, f"{len(view.reductions)} groups, none slow"
 
 
-def _replicas_complete(whole: int, left_out: tuple[int, ...]) -> Verdict:
+def _replicas_complete(source: Source, whole: int) -> Verdict:
+    left_out = source.left_out
+    if source.ended:
+        last = f"{whole - len(left_out)} of {whole} replicas trained last"
+        return "Unknown", names.R_FINISHED, f"the job has finished; {last}"
     if not left_out:
         return "True", names.R_REPLICAS_ALL, f"all {whole} replicas train"
-    missing = f"replica{'s' if len(left_out) > 1 else ''} {_list(left_out[:NAMED])}"
+    several = len(left_out) > 1
+    missing = f"replica{'s' if several else ''} {_list(left_out[:NAMED])}"
     more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-    return (
-        "False",
-        names.R_REPLICAS_FEWER,
-        f"{whole - len(left_out)} of {whole} replicas train; {missing}{more} waits for lost pods to"
-        " be back",
-    )
+    told = f"{whole - len(left_out)} of {whole} replicas train; {missing}{more}"
+    if source.stays:
+        told += f" could join, but the ranks cannot leave, and are asked again: {source.stays}"
+    else:
+        told += f" wait{'' if several else 's'} for lost pods to be back"
+    return "False", names.R_REPLICAS_FEWER, told[:MESSAGE_LENGTH]
 
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:

@@ -79,6 +79,8 @@ class TrackedJob:
     """Wall clock from which it is tracked here, if the attempt's ranks had reported before."""
     placed: Placed = field(default_factory=Placed)
     written: TrainingStatus | None = None
+    left_out: tuple[int, ...] = ()
+    """Replicas that the controller is without."""
     key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
     changed_at: float = float("-inf")
@@ -176,4 +178,5 @@ class TrackedJob:
             self.taken_over_at,
             self.spec.parallelism.replicas if self.spec.parallelism.min_replicas else None,
             self.generations.left_out,
+            self.generations.stays,
         )
