@@ -39,8 +39,8 @@ from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
     OpsReport,
+    OpsTrace,
     OpsWanted,
-    StageTimes,
 )
 
 log = logging.getLogger("pipemorph.ingest")
@@ -109,7 +109,7 @@ class _Kept:
     def _drop(self, key: tuple[int, int]) -> None:
         self.ops_bytes -= len(self.ops.pop(key, b""))
 
-    def traces(self, column: int, iteration: int) -> list[StageTimes]:
+    def traces(self, column: int, iteration: int) -> list[OpsTrace]:
         packed = self.ops.get((column, iteration))
         if packed is None:
             return []

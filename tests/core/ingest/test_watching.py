@@ -31,7 +31,7 @@ from pipemorph.ingest.app import Timeouts
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
-from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, StageTimes
+from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, OpsTrace
 
 OTHERS = "another-token"
 URL = path("default", "gpt")
@@ -107,7 +107,7 @@ def ops_of(iteration: int) -> OpsReport:
     """As an agent sends them, of a pipeline of four stages."""
     _, traces = watched(4, 8)
     stages = [
-        StageTimes.of((each.rank, each.stage, 0), iteration, 0, NOW, each.ops) for each in traces
+        OpsTrace.of((each.rank, each.stage, 0), iteration, 0, NOW, each.ops) for each in traces
     ]
     values = {"job": "gpt", "namespace": "default", "attempt": 0, "column": 0}
     return OpsReport.model_validate({**values, "iteration": iteration, "stages": stages})
