@@ -31,9 +31,10 @@ def prose(name: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the headings, as GitHub and MyST make them."""
-    found = set()
-    for line in FENCED.sub("", page.read_text()).splitlines():
+    """Anchors of the headings, as GitHub and MyST make them, and those that the page sets."""
+    text = FENCED.sub("", page.read_text())
+    found = set(re.findall(r'<a id="([\w-]+)">', text))
+    for line in text.splitlines():
         if line.startswith("#"):
             title = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
             found.add(title.replace(" ", "-"))

@@ -126,7 +126,7 @@ async def tick(server: IngestServer, store: ClusterStore, ticked: Heartbeat) -> 
     while True:
         keys = store.keys
         ticked.beat()
-        server.handler.sweep()
+        server.sweep()
         round_seconds = look_interval(len(keys))
         start = clock()
         for i, key in enumerate(keys):
