@@ -55,7 +55,16 @@ NODES_ACCUSED = Gauge(
 REPORTS = Counter(
     "pipemorph_ingest_requests_total", "Reports and polls, by status code.", ["kind", "code"]
 )
-REFUSED = Counter("pipemorph_ingest_refused_total", "Rejected callers, by reason.", ["reason"])
+REFUSED = Counter(
+    "pipemorph_ingest_refused_total",
+    "Rejected callers other than viewers, and connections, by reason.",
+    ["reason"],
+)
+VIEWERS_REFUSED = Counter(
+    "pipemorph_ingest_viewers_refused_total",
+    "Rejected requests of users for the page of a job, by reason.",
+    ["reason"],
+)
 REPORT_SECONDS = Histogram(
     "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
 )
@@ -91,7 +100,12 @@ PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report to this replica.")
 MEMBERS = Gauge("pipemorph_ingest_members", "Replicas that serve, as far as this one knows.")
-TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
+TOKEN_REVIEWS = Counter(
+    "pipemorph_ingest_token_reviews_total", "TokenReviews requested for callers other than viewers."
+)
+VIEWER_REVIEWS = Counter(
+    "pipemorph_ingest_viewer_token_reviews_total", "TokenReviews requested for viewers."
+)
 
 FABRIC_PAIRS = Gauge(
     "pipemorph_fabric_pairs", "Pairs of nodes between which the links of jobs are remembered."

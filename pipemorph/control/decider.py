@@ -71,8 +71,10 @@ class Decider:
         self._checked_rooms: tuple[Room, ...] = ()
         self._weighed_at = -1
         """The newest iteration when the plan in effect was last compared with that of the start."""
+        self._turned: dict[tuple[Cause, Sources], int] = {}
+        """Causes that wait for a decision, and the iteration in which each was first seen."""
         self._turned_at: int | None = None
-        """The iteration in which the cause that waits for a decision was first seen."""
+        """That of the cause for which a decision was requested last."""
 
     @property
     def judged(self) -> Judgement:
@@ -111,6 +113,8 @@ class Decider:
         judgement, truth = assessment.judgement, assessment.truth
         if observed.state != "training" or self.pending is not None or plans.awaits(now):
             return
+        # Unless this pass finds the same cause again, the next one is of another moment.
+        turned, self._turned = self._turned, {}
         rooms = observed.stages.rooms
         slow_lately = any(judgement.situation.slow) or observed.links.any_slow
         quiet = not (plans.unknown or slow_lately) and rooms == self._checked_rooms
@@ -140,16 +144,18 @@ class Decider:
         cause = judgement.cause(situation, plans.known, progress, hold=self.pacing.hold)
         self._checked_rooms = rooms
         last = self._ledger.last_iteration
-        if cause is None and not truth.held(last):
-            self._turned_at = None  # What is held may still become the cause.
-        elif cause is not None and self._turned_at is None:
-            self._turned_at = observed.iteration
-        if cause is None or not judgement.is_time(cause, links, progress, self.pacing):
+        if truth.held(last):
+            self._turned = turned  # What is held may still become the cause.
+        if cause is None:
+            return
+        sources = judgement.sources(cause, situation)
+        self._turned_at = turned.get((cause, sources), observed.iteration)
+        self._turned[cause, sources] = self._turned_at
+        if not judgement.is_time(cause, links, progress, self.pacing):
             return
         if cause not in CHECKED:
             self._ask(cause, situation, links)
             return
-        sources = judgement.sources(cause, situation)
         if sources <= truth.held(last):
             return
         evidence, since = assessment.evidence(cause, sources, situation, links)
@@ -255,14 +261,16 @@ class Decider:
         present = self._ledger.record(asked.current.version)
         if present is not None and proposal.start is not None and proposal.current is not None:
             # A decision may have had to wait since its cause was there.
-            turned_at = pending.detectable_at if self._turned_at is None else self._turned_at
-            since = max(min(pending.detectable_at, turned_at), self._weighed_at + 1)
+            since = _changed_at(pending)
+            if self._turned_at is not None:
+                since = min(since, self._turned_at)
+            since = max(since, self._weighed_at + 1)
             # If a change was taken back, what it was for was never there.
             since = -1 if asked.cause == "undelivered" else since
             revise(present, proposal.start - proposal.current.seconds, since)
             self._weighed_at = last
         if not proposal.waits:
-            self._turned_at = None
+            self._turned, self._turned_at = {}, None
         if proposal.chosen is None:
             self.journal.keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return
@@ -317,3 +325,14 @@ class Decider:
         self._ledger.append(record)
         line = reasons.short(version, asked.cause, pending.links, proposal)
         self.journal.log(now, record.kind, record.reason, line, version)
+
+
+def _changed_at(pending: Pending) -> int:
+    """Iteration from which links are as they are now: the first window of their last change."""
+    was, now = pending.before.situation.slow, pending.replan.situation.slow
+    turned = [
+        link.since_iteration
+        for i, link in enumerate(pending.links)
+        if was[i] != now[i] and link.since_iteration is not None
+    ]
+    return max(turned, default=pending.detectable_at)

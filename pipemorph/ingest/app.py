@@ -87,6 +87,7 @@ _http_log.addFilter(_OneLine())
 
 _HANDLER = web.AppKey("handler", IngestHandler)
 _DESK = web.AppKey("desk", GenerationDesk)
+_WATCH = web.AppKey("watch", WatchDesk)
 
 
 def make_app(
@@ -125,8 +126,10 @@ def make_app(
             # Anybody may say it; it helps to find which machine has the wrong token.
             rank = request.query.get("rank")
             says = "" if rank is None else f" (says that it is rank {rank[:20]!a})"
+            # A browser asks every second, and again until the replica is met that serves the job.
+            moved = logging.INFO if who is authenticator else logging.DEBUG
             log.log(
-                logging.INFO if elsewhere else logging.WARNING, "refused %s for %s from %s%s: %s",
+                moved if elsewhere else logging.WARNING, "refused %s for %s from %s%s: %s",
                 request.method, wanted, request.remote, says, refusal.reason,
             )  # fmt: skip
             # Disconnect unauthorized callers, and those whose next connection may lead elsewhere.
@@ -277,6 +280,7 @@ def make_app(
         app.router.add_post(where, answering("generation", tell_generation))
         app.router.add_get(where, answering("generation", poll_generation))
     if watch is not None:
+        app[_WATCH] = watch.desk
         handler.on_report = watch.desk.reported
         app.router.add_post("/v1/jobs/{namespace}/{name}/ops", answering("ops", ops))
         where = "/v1/jobs/{namespace}/{name}/watch/"
@@ -290,6 +294,8 @@ async def _release_polls(app: web.Application) -> None:
     app[_HANDLER].close()
     if _DESK in app:
         app[_DESK].close()
+    if _WATCH in app:
+        app[_WATCH].close()
 
 
 def _response(reply: Reply) -> web.Response:
@@ -390,6 +396,13 @@ class IngestServer:
             await runner.cleanup()
             raise
         self._runner, self._acceptor = runner, acceptor
+
+    def sweep(self) -> None:
+        """Drop what is kept for jobs that the host no longer has, and for viewers who do not come
+        any more. The host calls this now and then."""
+        self.handler.sweep()
+        if self._watch is not None:
+            self._watch.desk.sweep()
 
     async def stop(self) -> None:
         """Answer waiting polls, finish requests in progress (with a time limit), close."""

@@ -39,8 +39,8 @@ from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
     OpsReport,
+    OpsTrace,
     OpsWanted,
-    StageTimes,
 )
 
 log = logging.getLogger("pipemorph.ingest")
@@ -109,7 +109,7 @@ class _Kept:
     def _drop(self, key: tuple[int, int]) -> None:
         self.ops_bytes -= len(self.ops.pop(key, b""))
 
-    def traces(self, column: int, iteration: int) -> list[StageTimes]:
+    def traces(self, column: int, iteration: int) -> list[OpsTrace]:
         packed = self.ops.get((column, iteration))
         if packed is None:
             return []
@@ -237,6 +237,7 @@ class WatchDesk:
         self._budget = Budget(JOBS_AT_ONCE * SHARE, JOBS_AT_ONCE * BURST)
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="watch-documents")
         self._waiting = 0
+        self._closed = False
 
     def reported(
         self, namespace: str, name: str, report: LinkHealthReport, controller: object
@@ -280,6 +281,8 @@ class WatchDesk:
         self, namespace: str, name: str, query: Mapping[str, str], *, page: bool
     ) -> Reply:
         """Answer ``GET …/watch/`` with the page, or ``GET …/watch/view`` with a document."""
+        if self._closed:
+            return Reply.error(503, "the ingest stops; ask again")
         watching = self._find(namespace, name)
         if isinstance(watching, Reply):
             return watching
@@ -327,13 +330,16 @@ class WatchDesk:
         return watching
 
     def sweep(self) -> None:
-        """Drop what was kept for viewers who do not come any more."""
+        """Drop what was kept for viewers who do not come any more. The host calls this now and
+        then."""
         before = time.monotonic() - KEPT_SECONDS
         for key in [k for k, each in self._watching.items() if each.asked_at < before]:
             del self._watching[key]
 
     def close(self) -> None:
-        """Make no more documents."""
+        """Make no more documents, and drop what was kept for them."""
+        self._closed = True
+        self._watching.clear()
         self._maker.shutdown(wait=False, cancel_futures=True)
 
 

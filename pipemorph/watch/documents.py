@@ -109,9 +109,12 @@ class Documents:
         self.number = 0
         """Of the newest document."""
         self._over = False
+        self._ended: set[bool] = set()
+        """Of what kinds a last document was made: of the newest iteration, of another."""
 
     def finish(self) -> None:
-        """The job is over: the next document says so, and that nothing follows."""
+        """The job is over: the next document says so, and that nothing follows. One of the newest
+        iteration and one of another are made at once, all others within the budget."""
         self._over = True
 
     def get(self, asked: Asked, page: bool = False) -> Made | None:
@@ -120,10 +123,11 @@ class Documents:
         now = time.monotonic()
         asked = self._existing(asked)
         made = self._made.get(asked)
-        last_word = self._over and (made is None or made.view.live)
+        is_last = made is not None and not made.view.live
+        last_word = self._over and not is_last and (asked[1] is None) not in self._ended
         if last_word or self._newest is None:
             made = self._make(asked, now)
-        elif made is None or now - made.at >= EVERY:
+        elif made is None or (not is_last and now - made.at >= EVERY):
             if not self._is_paced(asked, now):
                 made = self._make(asked, now)
             elif made is None and page:
@@ -153,6 +157,8 @@ class Documents:
         with self.budget.counted():
             view = self._source.document(*asked, number=self.number, live=not self._over)
             made = Made(view, now, view.model_dump_json().encode())
+        if not view.live:
+            self._ended.add(self._last)
         self._made.pop(asked, None)
         self._made[asked] = self._newest = made
         oldest = [each for each in self._made if each != NEWEST]

@@ -37,8 +37,8 @@ from pipemorph.wire.messages import (
 from pipemorph.wire.ops import (
     MAX_OPS_BYTES,
     OpsReport,
+    OpsTrace,
     OpsWanted,
-    StageTimes,
 )
 from pipemorph.wire.records import AdaptationRecord, LinkRecord, OwnPlanRecord
 from pipemorph.wire.samples import (
@@ -105,6 +105,7 @@ __all__ = [
     "ObjectName",
     "ObserverSettings",
     "OpsReport",
+    "OpsTrace",
     "OpsWanted",
     "OwnPlan",
     "OwnPlanRecord",
@@ -125,7 +126,6 @@ __all__ = [
     "StageOps",
     "StageProfile",
     "StageState",
-    "StageTimes",
     "Straggler",
     "StragglersView",
     "TransportSample",

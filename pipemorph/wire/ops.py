@@ -51,7 +51,7 @@ class OpsWanted(Answer):
     seconds: Seconds
 
 
-class StageTimes(WireModel):
+class OpsTrace(WireModel):
     """The ops of one stage in one iteration on one rank, in run order. Lists have one entry per op.
 
     Times are of the rank's own clock.
@@ -101,14 +101,14 @@ class StageTimes(WireModel):
         plan_version: int,
         origin: float,
         ops: Sequence[Timed],
-    ) -> StageTimes | None:
+    ) -> OpsTrace | None:
         """``place``: rank, stage and column. None if there are too many ops, or none."""
         if not 0 < len(ops) <= MOST_OPS:
             return None
         starts = [round(1e6 * (op.start - origin)) for op in ops]
         ends = [round(1e6 * (op.end - origin)) for op in ops]
         rank, stage, column = place
-        return StageTimes(
+        return OpsTrace(
             rank=rank,
             stage=stage,
             column=column,
@@ -130,4 +130,4 @@ class OpsReport(WireModel):
     attempt: Count
     column: Count
     iteration: Count
-    stages: Annotated[list[StageTimes], Field(min_length=1, max_length=MOST_ROWS)]
+    stages: Annotated[list[OpsTrace], Field(min_length=1, max_length=MOST_ROWS)]

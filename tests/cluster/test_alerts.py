@@ -51,6 +51,10 @@ def refused(reason: str) -> str:
     return of("ingest", "pipemorph_ingest_refused_total", reason=reason)
 
 
+def viewers_refused(reason: str) -> str:
+    return of("ingest", "pipemorph_ingest_viewers_refused_total", reason=reason)
+
+
 OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
 SUSPECT = of("ingest", "pipemorph_fabric_suspect_confidence", kind="node", name="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
@@ -125,13 +129,16 @@ PROVOKED = {
     ),
     "PipeMorphTokensMisused": Provoked(
         {refused("pod"): "_x5 1x15"},
-        {refused("silent"): "0+1x20", refused("review"): "3x20"},
+        {
+            refused("silent"): "0+1x20", refused("review"): "3x20",
+            viewers_refused("review"): "0+9x20",
+        },
         16,
         {"reason": "pod"},
     ),
     "PipeMorphConnectionsRefused": Provoked(
         {refused("silent"): "0+60x20"},
-        {refused("silent"): "0+1x20"},
+        {refused("silent"): "0+1x20", viewers_refused("crowded"): "0+60x20"},
         15,
         {"reason": "silent"},
     ),

@@ -25,7 +25,7 @@ from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.access import VIEWER, audience, path, through_api_server
 from pipemorph.watch.document import WatchView
-from pipemorph.wire import OpsReport, StageTimes
+from pipemorph.wire import OpsReport, OpsTrace
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -225,7 +225,7 @@ def pictured(view: WatchView) -> WatchView | None:
 def send_ops(jobs: Jobs, name: str, token: str, iteration: int) -> int:
     """What the job's agent sends while somebody watches."""
     op = TimedOp(OpKind.F, 0, 100.0, 100.5)
-    stages = [StageTimes.of((i, i, 0), iteration, 0, 100.0, [op]) for i in range(4)]
+    stages = [OpsTrace.of((i, i, 0), iteration, 0, 100.0, [op]) for i in range(4)]
     report = OpsReport(
         job=name, namespace=jobs.namespace, attempt=0, column=0, iteration=iteration,
         stages=[each for each in stages if each is not None],

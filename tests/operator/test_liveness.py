@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -256,11 +257,12 @@ def test_the_ingest_gives_signs_of_its_rounds() -> None:
 
     async def test() -> None:
         clock.now += 2.0
-        server: Any = None
+        swept: list[float] = []
+        server: Any = SimpleNamespace(sweep=lambda: swept.append(clock.now))
         nothing: Any = Store()
         ticking = asyncio.create_task(tick(server, nothing, ticked))
         await asyncio.sleep(0)
-        assert ticked() == ""
+        assert ticked() == "" and swept == [clock.now]
         ticking.cancel()
 
     run(test)

@@ -31,9 +31,10 @@ def prose(name: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the headings, as GitHub and MyST make them."""
-    found = set()
-    for line in FENCED.sub("", page.read_text()).splitlines():
+    """Anchors of the headings, as GitHub and MyST make them, and those that the page sets."""
+    text = FENCED.sub("", page.read_text())
+    found = set(re.findall(r'<a id="([\w-]+)">', text))
+    for line in text.splitlines():
         if line.startswith("#"):
             title = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
             found.add(title.replace(" ", "-"))
@@ -74,3 +75,12 @@ def test_the_threat_model_names_tests_that_exist() -> None:
     for file, test in found:
         path = ROOT / (file if "/" in file else f"tests/cluster/{file}")
         assert re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), test
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_rows_of_tables_follow_their_head(name: str) -> None:
+    """A blank line ends a table: rows below it are shown as text."""
+    blocks = re.split(r"\n\s*\n", prose(name))
+    tables = [each.strip().splitlines() for each in blocks if each.strip().startswith("|")]
+    torn = [rows[0] for rows in tables if not re.fullmatch(r"\s*\|[\s:|-]+\|", [*rows, ""][1])]
+    assert not torn, f"{name}: rows of a table without its head"

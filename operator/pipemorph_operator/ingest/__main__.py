@@ -54,6 +54,7 @@ from pipemorph_operator.metrics import (
     REFUSED,
     REPORT_SECONDS,
     REPORTS,
+    VIEWERS_REFUSED,
 )
 from pipemorph_operator.names import KIND
 
@@ -74,10 +75,10 @@ PERSIST_SECONDS = 1.0
 """How long a replica that stops goes on writing what it has served: its seat lasts longer."""
 
 
-def misdirected(reason: str, why: str, owner: str | None) -> Refused:
+def misdirected(reason: str, why: str, owner: str | None, counter: Counter) -> Refused:
     """Counts a request for a job that this replica does not serve. The connection is closed, and
     the next may lead to the one that does."""
-    REFUSED.labels(reason=reason).inc()
+    counter.labels(reason=reason).inc()
     return Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{why}; connect again", owner=owner or None)
 
 
@@ -125,7 +126,7 @@ async def tick(server: IngestServer, store: ClusterStore, ticked: Heartbeat) -> 
     while True:
         keys = store.keys
         ticked.beat()
-        server.handler.sweep()
+        server.sweep()
         round_seconds = look_interval(len(keys))
         start = clock()
         for i, key in enumerate(keys):
@@ -200,21 +201,23 @@ async def run(options: argparse.Namespace) -> None:
                 seated, store.jobs, options.fabric_map, options.rack_label, lambda: part_of(seats)
             )
 
-        def locate(namespace: str, job: str) -> None:
+        def locate(namespace: str, job: str, counter: Counter = REFUSED) -> None:
             """Raises Refused for a job that this replica does not serve."""
             if not seats.acts:
-                raise misdirected("standby", seats.state(), None)
+                raise misdirected("standby", seats.state(), None, counter)
             uid = share.elsewhere(namespace, job)
             if uid is not None:
                 owner = seats.owner(uid)
                 who = "another replica serves this job" if owner else "nobody serves this job yet"
-                raise misdirected("elsewhere", who, owner.address if owner else None)
+                address = owner.address if owner else None
+                raise misdirected("elsewhere", who, address, counter)
 
         def expected(namespace: str, job: str) -> Expected | None:
             locate(namespace, job)
             return store.expected(namespace, job)
 
         desk = GenerationDesk(store)
+        viewers = ViewerAuthenticator(cluster, partial(locate, counter=VIEWERS_REFUSED))
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, expected, share.arrival, share.may_come),
@@ -228,7 +231,7 @@ async def run(options: argparse.Namespace) -> None:
             ),
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
             desk=desk,
-            watch=Watch(WatchDesk(store), ViewerAuthenticator(cluster, locate)),
+            watch=Watch(WatchDesk(store), viewers),
         )
 
         def dropped(job: JobController, generations: Generations) -> None:

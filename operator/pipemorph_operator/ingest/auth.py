@@ -191,7 +191,7 @@ class PodTokenAuthenticator:
                 identity = await self._review(token, namespace, expected, known)
         except _Refusal as refusal:
             self._good.pop(key, None)
-            _keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
+            keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
             return refusal
         except REQUEST_ERRORS as error:
             now = self._clock()
@@ -200,14 +200,14 @@ class PodTokenAuthenticator:
             if away and known is not None and now < (end := known.reviewed_at + AWAY_SECONDS):
                 again_at = now + RETRY_SECONDS / 2
                 until = min(end, now + RETRY_SECONDS + ANSWER_SECONDS)
-                _keep(self._good, key, replace(known, again_at=again_at, until=until), MOST_KEPT)
+                keep(self._good, key, replace(known, again_at=again_at, until=until), MOST_KEPT)
                 return known.identity
             # Reject if it cannot be checked: the agent retries while its ranks keep training.
             message = f"the token could not be checked: {reason_of(error)}"
             return _Refusal(503, "unreachable", message, 0.0)
         now = self._clock()
         again_at = now + KEPT_SECONDS * random.uniform(*AGAIN)
-        _keep(self._good, key, _Kept(identity, now, again_at, now + KEPT_SECONDS), MOST_KEPT)
+        keep(self._good, key, _Kept(identity, now, again_at, now + KEPT_SECONDS), MOST_KEPT)
         return identity
 
     async def _review(
@@ -273,7 +273,8 @@ def misplaced(pod: Mapping[str, Any], pod_uid: str, expected: Expected) -> str:
     return "" if made_by == expected.job_uid else f"was not created by the Job of attempt {attempt}"
 
 
-def _keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:
+def keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:
+    """Keep an answer as the newest of at most ``most``."""
     kept[key] = answer
     kept.move_to_end(key)
     while len(kept) > most:

@@ -3,8 +3,10 @@
 The token is one that the API server has made for a service account, with the page as its only
 audience. A TokenReview says whose it is, a SubjectAccessReview whether that account may ``get`` the
 PipeMorphJob. Without both, a caller learns nothing: not which replica serves the job, nor whether
-there is one. Verdicts are cached for a short time. Viewers come through the API server and so from
-one address; what is reviewed for them at a time is bounded, apart from what is for ranks.
+there is one. Verdicts are cached for a short time, good and bad ones separately. Viewers come
+through the API server and so from one address; what is reviewed for them at a time is bounded,
+apart from what is for ranks. So are the metrics: any user of the cluster may ask for a page with a
+forged token, which says nothing of pods.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from pipemorph.ingest import Identity, Refused
 from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, reason_of
 from pipemorph_operator.ingest import token_claims
-from pipemorph_operator.ingest.auth import REVIEW_PATH
-from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
+from pipemorph_operator.ingest.auth import REVIEW_PATH, keep
+from pipemorph_operator.metrics import VIEWER_REVIEWS, VIEWERS_REFUSED
 from pipemorph_operator.names import API_GROUP, PLURAL
 
 KEPT_SECONDS, KEPT_BAD_SECONDS = 30.0, 10.0
 """How long a verdict is cached, and so the longest time that somebody watches whose token or right
 is gone."""
 MOST_KEPT = 2_000
+MOST_KEPT_BAD = 2_000
 MOST_REVIEWS = 4
 """Callers that are reviewed at once."""
 MOST_WAITING = 64
@@ -43,8 +46,8 @@ class Api(Protocol):
     async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
-Verdict = Identity | tuple[int, str, str]
-"""A caller who may watch; or status, reason for the metric, and what to tell."""
+Refusal = tuple[int, str, str]
+"""Status, reason for the metric, and what to tell."""
 
 
 class ViewerAuthenticator:
@@ -59,8 +62,10 @@ class ViewerAuthenticator:
     ) -> None:
         """``locate`` raises :class:`Refused` for a job that another replica serves."""
         self._api, self._locate, self._clock = api, locate, clock
-        self._kept: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
-        self._asking: dict[bytes, tuple[tuple[str, str], asyncio.Task[Verdict]]] = {}
+        # Until when a verdict holds, and the verdict. Good ones are in the order of their last use.
+        self._good: OrderedDict[bytes, tuple[float, Identity]] = OrderedDict()
+        self._bad: OrderedDict[bytes, tuple[float, Refusal]] = OrderedDict()
+        self._asking: dict[bytes, tuple[tuple[str, str], asyncio.Task[Identity | Refusal]]] = {}
         self._reviews = asyncio.Semaphore(MOST_REVIEWS)
 
     async def authenticate(
@@ -73,8 +78,8 @@ class ViewerAuthenticator:
         except token_claims.Unfit as unfit:
             self._refuse(401, unfit.reason, str(unfit))
         key = hashlib.sha256(f"{wanted}\0{token}".encode("utf-8", "replace")).digest()
-        until, verdict = self._kept.get(key, (0.0, None))
-        if verdict is None or now >= until:
+        verdict = self._known(key, now)
+        if verdict is None:
             # A caller that disconnects must not cancel the review for the others.
             verdict = await asyncio.shield(self._reviewed(key, token, namespace, job))
         if not isinstance(verdict, Identity):
@@ -82,14 +87,24 @@ class ViewerAuthenticator:
         self._locate(namespace, job)
         return verdict
 
-    def _reviewed(self, key: bytes, token: str, namespace: str, job: str) -> asyncio.Task[Verdict]:
+    def _known(self, key: bytes, now: float) -> Identity | Refusal | None:
+        """A verdict that holds."""
+        good, bad = self._good.get(key), self._bad.get(key)
+        if good is not None:
+            self._good.move_to_end(key)
+            return good[1] if now < good[0] else None
+        return bad[1] if bad is not None and now < bad[0] else None
+
+    def _reviewed(
+        self, key: bytes, token: str, namespace: str, job: str
+    ) -> asyncio.Task[Identity | Refusal]:
         """The review of the token; callers with the same one share it."""
         where = namespace, job
         found = self._asking.get(key)
         if found is not None:
             return found[1]
         # One that was good before is not forged.
-        known = isinstance(self._kept.get(key, (0.0, None))[1], Identity)
+        known = key in self._good
         same = sum(each == where for each, _ in self._asking.values())
         if not known and (len(self._asking) >= MOST_WAITING or same >= MOST_OF_ONE_JOB):
             self._refuse(429, "crowded", "too many new tokens are being checked; try again")
@@ -98,21 +113,21 @@ class ViewerAuthenticator:
         task.add_done_callback(lambda _: self._asking.pop(key, None))
         return task
 
-    async def _ask(self, key: bytes, token: str, namespace: str, job: str) -> Verdict:
+    async def _ask(self, key: bytes, token: str, namespace: str, job: str) -> Identity | Refusal:
         try:
             async with self._reviews:
                 verdict = await self._review(token, namespace, job)
         except REQUEST_ERRORS as error:
             return 503, "unreachable", f"the token could not be checked: {reason_of(error)}"
-        kept = KEPT_SECONDS if isinstance(verdict, Identity) else KEPT_BAD_SECONDS
-        self._kept[key] = self._clock() + kept, verdict
-        self._kept.move_to_end(key)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+        if isinstance(verdict, Identity):
+            keep(self._good, key, (self._clock() + KEPT_SECONDS, verdict), MOST_KEPT)
+        else:
+            self._good.pop(key, None)
+            keep(self._bad, key, (self._clock() + KEPT_BAD_SECONDS, verdict), MOST_KEPT_BAD)
         return verdict
 
-    async def _review(self, token: str, namespace: str, job: str) -> Verdict:
-        TOKEN_REVIEWS.inc()
+    async def _review(self, token: str, namespace: str, job: str) -> Identity | Refusal:
+        VIEWER_REVIEWS.inc()
         wanted = audience(namespace, job)
         review = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -148,5 +163,5 @@ class ViewerAuthenticator:
 
     @staticmethod
     def _refuse(status: int, reason: str, message: str) -> NoReturn:
-        REFUSED.labels(reason=reason).inc()
+        VIEWERS_REFUSED.labels(reason=reason).inc()
         raise Refused(status, message)

@@ -37,6 +37,8 @@ RENEW_SECONDS = 300.0
 TRIES = 24
 """Requests until the replica that serves the job is met: the Service picks one at random, and
 there are mostly two."""
+TRIES_AT_ONCE, PAUSE_SECONDS = 4, 0.1
+"""After so many tries, a pause before each of the others: jobs may be moving between replicas."""
 URL_VARIABLE = "PIPEMORPH_INGEST_URL"
 
 
@@ -169,7 +171,9 @@ class Ingest:
     async def _ask(self, query: Mapping[str, str], *, page: bool) -> Reached:
         url = "http://localhost" + self._place.path + ("" if page else "view")
         headers = {access.HEADER: self._token}
-        for _ in range(TRIES):
+        for each in range(TRIES):
+            if each >= TRIES_AT_ONCE:
+                await asyncio.sleep(PAUSE_SECONDS)
             try:
                 async with self._session.get(url, params=query, headers=headers) as answer:
                     body = await answer.read()

@@ -169,15 +169,25 @@ def test_requests_go_through_the_api_server_with_a_token_of_the_page_alone(
 
 
 def test_another_replica_is_asked_until_the_one_is_met_that_serves_the_job(
-    kubectl: Kubectl,
+    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def paused(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", paused)
     elsewhere = (421, json.dumps({"error": "another replica serves this job"}))
     kubectl.answers(elsewhere, elsewhere, (200, "{}"))
     (found,) = ask({})
     assert found.status == 200 and len(kubectl.lines("requests")) == 3
+    assert pauses == [], "mostly there are two replicas"
     kubectl.answers(elsewhere)
     (found,) = ask({})
     assert found.status == 421 and len(kubectl.lines("requests")) == 3 + reach.TRIES
+    assert pauses == [reach.PAUSE_SECONDS] * (reach.TRIES - reach.TRIES_AT_ONCE)
     assert "the replica that serves the job was not met" in watch.why("team/gpt", found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from plant_support import Plant, spec
 
-from pipemorph.control import JobController
+from pipemorph.control import JobController, decider
 from pipemorph.control.record.history import KEPT_RECORDS, Ledger
 from pipemorph.control.record.worth import Worth, worth
 from pipemorph.planning import StageTimes
@@ -160,3 +160,21 @@ def test_report_json_has_it() -> None:
         "error": 36.0,
         "rank_hours": 8.0,
     }
+
+
+def test_when_a_cause_was_first_seen_is_not_taken_for_that_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recovery waits for its decision when another link becomes slow: what the plan saves is
+    revised from when that one did, and not from the recovery."""
+    revised: list[int] = []
+    monkeypatch.setattr(decider, "revise", lambda *found: revised.append(found[2]))
+    plant = Plant(spec())
+    for link, seconds, iterations in ((2, 0.06, 3), (2, 0, 4), (2, 0.06, 4), (2, 0, 4)):
+        delay(link, seconds)(plant)
+        plant.run(iterations)
+    began = plant.iteration
+    delay(0, 0.080)(plant)
+    plant.run(8)
+    assert plant.controller.records[-1].detected_at_iteration >= began
+    assert revised[-1] >= began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 import zlib
@@ -31,9 +32,9 @@ from pipemorph.ingest.app import Timeouts
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
-from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, StageTimes
+from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, OpsTrace
 
-OTHERS = "another-token"
+OTHERS, ELSEWHERE = "another-token", "a-token-for-another-replica"
 URL = path("default", "gpt")
 
 
@@ -57,6 +58,8 @@ class Viewers(BearerAuthenticator):
     """One token is good, one is somebody's who may not see the job."""
 
     async def authenticate(self, token: str, namespace: str, job: str, source: str = "") -> Any:
+        if token == ELSEWHERE:
+            raise Refused(421, "another replica serves this job")
         if token == OTHERS:
             raise Refused(403, "may not get that job")
         return await super().authenticate(token, namespace, job, source)
@@ -107,7 +110,7 @@ def ops_of(iteration: int) -> OpsReport:
     """As an agent sends them, of a pipeline of four stages."""
     _, traces = watched(4, 8)
     stages = [
-        StageTimes.of((each.rank, each.stage, 0), iteration, 0, NOW, each.ops) for each in traces
+        OpsTrace.of((each.rank, each.stage, 0), iteration, 0, NOW, each.ops) for each in traces
     ]
     values = {"job": "gpt", "namespace": "default", "attempt": 0, "column": 0}
     return OpsReport.model_validate({**values, "iteration": iteration, "stages": stages})
@@ -205,8 +208,30 @@ def test_nothing_is_kept_before_somebody_watches_and_after_nobody_does(
         found = await site.view()
         assert found.steps.index[-1] == 95 and found.steps.seconds[-1] == 0.9
         monkeypatch.setattr(watching, "KEPT_SECONDS", 0.0)
-        desk.sweep()
+        site.server.sweep()
         assert not desk._watching
+
+    serve(look)
+
+
+def test_an_ingest_that_stops_makes_no_more_documents() -> None:
+    async def look(site: Site) -> None:
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        await site.view()
+        desk.close()
+        assert not desk._watching and (await site.get())[0] == 503
+
+    serve(look)
+
+
+def test_a_viewer_who_is_sent_on_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """A browser asks every second, and again until the right replica is met."""
+    caplog.set_level(logging.INFO, "pipemorph.ingest")
+
+    async def look(site: Site) -> None:
+        for token, status, told in ((ELSEWHERE, 421, 0), (OTHERS, 403, 1)):
+            assert (await site.get(**{HEADER: token}))[0] == status
+            assert sum("refused" in each.message for each in caplog.records) == told
 
     serve(look)
 

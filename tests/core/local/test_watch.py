@@ -305,6 +305,23 @@ def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
     assert not last[-1].live and time.monotonic() - began < watch.LAST_WORD + DEADLINE
 
 
+def test_last_documents_have_a_budget_too(server: WatchServer, costly: dict[str, float]) -> None:
+    """Who steps through all that there is of a job that is over does not get each at once."""
+    server.documents.get(documents.NEWEST)
+    server.documents.budget.left = -1.0
+    server.documents.finish()
+    last = server.documents.get(documents.NEWEST)
+    assert last is not None and not last.view.live
+    assert server.documents.get((None, 20)) is not None, "one of another iteration"
+    made = server.documents.number
+    for each in range(5, 20):
+        server.documents.get((None, each))
+    assert server.documents.number == made
+    costly["wall"] += 1000.0
+    assert server.documents.get(documents.NEWEST) is last, "nothing follows"
+    assert server.documents.get((None, 5)) is not None and server.documents.number == made + 1
+
+
 def test_who_waits_for_the_end_is_told_nothing_before_it(
     server: WatchServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from pipemorph.ingest import Refused
 from pipemorph.watch.access import audience
@@ -175,9 +176,56 @@ def test_callers_with_one_token_share_one_review_and_a_flood_is_bounded() -> Non
     asyncio.run(crowd())
 
 
-def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_bounded_and_bad_ones_push_out_nothing_that_is_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(viewers, "MOST_KEPT", 3)
+    monkeypatch.setattr(viewers, "MOST_KEPT_BAD", 3)
     door = Door()
+    for n in range(3):
+        assert door.knock(token(good=n)) == 200
+    door.api.authenticated = False
     for n in range(10):
-        door.knock(token(n=n))
-    assert len(door.authenticator._kept) == 3
+        assert door.knock(token(n=n)) == 401
+    asked = len(door.api.asked)
+    assert door.knock(token(n=9)) == 401
+    assert [door.knock(token(good=n)) for n in (1, 2, 0)] == [200] * 3
+    assert len(door.api.asked) == asked, "all of these are known"
+    # Of the good ones, the one goes that was not used for longest.
+    door.api.authenticated = True
+    assert door.knock(token(good=3)) == 200
+    asked = len(door.api.asked)
+    assert [door.knock(token(good=n)) for n in (0, 2, 3)] == [200] * 3
+    assert len(door.api.asked) == asked
+    assert door.knock(token(good=1)) == 200 and len(door.api.asked) == asked + 2
+    for kept in (door.authenticator._good, door.authenticator._bad):
+        assert len(kept) == 3
+
+
+def counted(metric: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"pipemorph_ingest_{metric}_total", labels) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "text", "reviews"),
+    [("malformed", "x", 0), ("crowded", token(), 0), ("review", token(), 1)],
+)
+def test_what_viewers_do_is_not_counted_as_of_pods(
+    monkeypatch: pytest.MonkeyPatch, reason: str, text: str, reviews: int
+) -> None:
+    """Alerts watch what pods do, and any user of the cluster may ask with a forged token."""
+    if reason == "crowded":
+        monkeypatch.setattr(viewers, "MOST_WAITING", 0)
+
+    def of_pods() -> tuple[float, float]:
+        return counted("refused", reason=reason), counted("token_reviews")
+
+    def of_viewers() -> tuple[float, float]:
+        return counted("viewers_refused", reason=reason), counted("viewer_token_reviews")
+
+    pods, (refused, reviewed) = of_pods(), of_viewers()
+    door = Door()
+    door.api.authenticated = False
+    assert door.knock(text) in (401, 429)
+    assert of_viewers() == (refused + 1, reviewed + reviews)
+    assert of_pods() == pods

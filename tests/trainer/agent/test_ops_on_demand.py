@@ -17,7 +17,7 @@ from torch import nn
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.wire import OpsReport, OpsWanted, StageTimes
+from pipemorph.wire import OpsReport, OpsTrace, OpsWanted
 from pipemorph.wire.ops import MOST_OPS
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import AgentClient, AgentHandle, connect, start_agent, start_part_agent
@@ -27,12 +27,12 @@ from pipemorph_trainer.agent.ops import AHEAD, EVERY_SECONDS, PATIENCE_SECONDS, 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
 
 
-def times(rank: int, stage: int, column: int, iteration: int) -> StageTimes:
+def times(rank: int, stage: int, column: int, iteration: int) -> OpsTrace:
     ops = [
         TimedOp(F, 0, 100.0 + stage, 100.5 + stage),
         TimedOp(BW, 0, 101.0 + stage, 102.0 + stage),
     ]
-    found = StageTimes.of((rank, stage, column), iteration, 0, 100.0, ops)
+    found = OpsTrace.of((rank, stage, column), iteration, 0, 100.0, ops)
     assert found is not None
     return found
 
@@ -40,20 +40,20 @@ def times(rank: int, stage: int, column: int, iteration: int) -> StageTimes:
 def test_ops_come_back_as_they_were() -> None:
     ops = [TimedOp(F, 0, 100.0015, 100.25), TimedOp(B, 0, 100.3, 100.5),
            TimedOp(W, 0, 100.5, 101.0), TimedOp(BW, 1, 101.0, 101.25)]  # fmt: skip
-    told = StageTimes.of((3, 1, 1), 7, 2, 100.0, ops)
+    told = OpsTrace.of((3, 1, 1), 7, 2, 100.0, ops)
     assert told is not None and told.kinds == "FIWB"
-    back = StageTimes.model_validate_json(told.body())
+    back = OpsTrace.model_validate_json(told.body())
     assert back.replica == 1 and [op[:2] for op in back.ops] == [op[:2] for op in ops]
     for one, other in zip(back.ops, ops, strict=True):
         assert one[2:] == pytest.approx(other[2:], abs=1e-6)
-    assert StageTimes.of((0, 0, 0), 7, 2, 100.0, []) is None
-    assert StageTimes.of((0, 0, 0), 7, 2, 100.0, ops[:1] * (MOST_OPS + 1)) is None
+    assert OpsTrace.of((0, 0, 0), 7, 2, 100.0, []) is None
+    assert OpsTrace.of((0, 0, 0), 7, 2, 100.0, ops[:1] * (MOST_OPS + 1)) is None
 
 
 class Asked:
     def __init__(self, mesh: MeshShape) -> None:
         self.asked: list[tuple[set[int], int]] = []
-        self.whole: list[list[StageTimes]] = []
+        self.whole: list[list[OpsTrace]] = []
         self.collector = OpsCollector(
             mesh, lambda ranks, i: self.asked.append((ranks, i)), self.whole.append
         )

@@ -15,10 +15,10 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
+    OpsTrace,
     RailSample,
     ReductionSample,
     StageProfile,
-    StageTimes,
     TransportSample,
     WireModel,
 )
@@ -60,7 +60,7 @@ class RankTelemetry(WireModel):
     ports: int | None = None
     """RDMA ports that this rank sees; None before it has looked."""
     transports: list[TransportSample] = Field(default_factory=list)
-    ops: StageTimes | None = None
+    ops: OpsTrace | None = None
     """Of an iteration that the agent has asked for."""
     message: str | None = None
 

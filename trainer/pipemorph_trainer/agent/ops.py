@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import Count, OpsWanted, StageTimes, WireModel
+from pipemorph.wire import Count, OpsTrace, OpsWanted, WireModel
 
 EVERY_SECONDS = 1.0
 """Least time between two questions."""
@@ -39,7 +39,7 @@ class OpsAsked(WireModel):
 class PartOps(WireModel):
     """From the agent of a part: ops of one of its ranks."""
 
-    ops: StageTimes
+    ops: OpsTrace
 
     @staticmethod
     def is_one(payload: bytes) -> bool:
@@ -63,14 +63,14 @@ class OpsCollector:
         self,
         mesh: MeshShape,
         ask: Callable[[set[int], int], None],
-        on_whole: Callable[[list[StageTimes]], None],
+        on_whole: Callable[[list[OpsTrace]], None],
     ) -> None:
         self._mesh, self._ask, self._on_whole = mesh, ask, on_whole
         self._column, self._until = 0, float("-inf")
         self._iteration, self._seconds = NONE, 1.0
         self._asked_at = float("-inf")
         self._question: _Question | None = None
-        self._told: list[StageTimes] = []
+        self._told: list[OpsTrace] = []
 
     def wanted(self, wanted: OpsWanted | None, now: float) -> None:
         """The host has answered a report."""
@@ -102,7 +102,7 @@ class OpsCollector:
         self._asked_at = now
         self._ask({self._mesh.rank(stage, self._column) for stage in stages}, iteration)
 
-    def take(self, ops: StageTimes, now: float) -> None:
+    def take(self, ops: OpsTrace, now: float) -> None:
         """A stage's ops. Those that nobody has asked for are dropped."""
         question = self._question
         if question is None or (ops.column, ops.iteration) != (

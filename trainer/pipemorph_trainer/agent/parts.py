@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from pipemorph.control.observe.observer import Observer
-from pipemorph.wire import Count, StageTimes, WireModel
+from pipemorph.wire import Count, OpsTrace, WireModel
 from pipemorph.wire.parts import PartAnswer, PartReport
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.lines import keep_alive, read
@@ -62,7 +62,7 @@ class PartLines:
         observer: Observer,
         ranks: int,
         on_news: Callable[[], None],
-        on_ops: Callable[[StageTimes], None] = lambda _: None,
+        on_ops: Callable[[OpsTrace], None] = lambda _: None,
     ) -> None:
         self._observer, self._ranks, self._on_news = observer, ranks, on_news
         self._on_ops = on_ops

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP
-from pipemorph.wire import ReductionSample, StageTimes
+from pipemorph.wire import OpsTrace, ReductionSample
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import BatchError
@@ -451,12 +451,12 @@ class Iterations:
 
     def _asked_ops(
         self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
-    ) -> StageTimes | None:
+    ) -> OpsTrace | None:
         """The ops of a stage, if somebody watches who wants those of this iteration."""
         if not self._reporter.wants_ops(iteration):
             return None
         place = self._coordinate.rank, stage, self._coordinate.column
-        return StageTimes.of(place, iteration, version, origin, outcome.ops)
+        return OpsTrace.of(place, iteration, version, origin, outcome.ops)
 
     def _reduction_sample(self) -> ReductionSample | None:
         found = self._reducer.take() if self._reducer is not None else None

@@ -11,9 +11,9 @@ from pipemorph.planning import Route
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
+    OpsTrace,
     ReductionSample,
     StageProfile,
-    StageTimes,
 )
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent, start_part_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
@@ -85,7 +85,7 @@ class Reporter:
         finished: IterationSample | None = None,
         offloaded: Offloaded | None = None,
         reduction: ReductionSample | None = None,
-        ops: StageTimes | None = None,
+        ops: OpsTrace | None = None,
         message: str | None = None,
     ) -> None:
         """Publish now, with all link samples so far."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from pipemorph.control.observe.observer import Observer
-from pipemorph.wire import StageTimes
+from pipemorph.wire import OpsTrace
 from pipemorph_trainer.agent import frames, lines
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.ops import PartOps
@@ -144,7 +144,7 @@ class PartUplink:
                 await self._line.drain()
             self._sent.set()
 
-    def send_ops(self, ops: StageTimes) -> None:
+    def send_ops(self, ops: OpsTrace) -> None:
         """Send ops that were asked for, unless the connection is down or busy."""
         if self._line is not None and not self._line.transport.get_write_buffer_size():
             self._line.write(frames.encode(PartOps(ops=ops)))

@@ -45,8 +45,8 @@ from pipemorph.wire import (
     DirectiveEnvelope,
     HandIn,
     OpsReport,
+    OpsTrace,
     OpsWanted,
-    StageTimes,
 )
 from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
@@ -299,7 +299,7 @@ class Uplink:
             if envelope.wants_plan and self._newest is not None:
                 await self._hand_in(session, self._newest)
 
-    def send_ops(self, stages: list[StageTimes]) -> None:
+    def send_ops(self, stages: list[OpsTrace]) -> None:
         """Send the ops of all stages of a column in one iteration. Those before that are not on
         their way yet are dropped."""
         self._ops = OpsReport(
