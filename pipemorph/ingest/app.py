@@ -30,7 +30,6 @@ from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.ingest.watching import WatchDesk
 from pipemorph.watch.access import HEADER
 from pipemorph.wire import (
-    MAX_OPS_BYTES,
     MAX_PLAN_BYTES,
     MAX_POD_REPORT_BYTES,
     MAX_REPORT_BYTES,
@@ -230,8 +229,11 @@ def make_app(
         caller = await authenticate(request, namespace, name)
         if isinstance(caller, Reply):
             return caller
-        large = request.clone(client_max_size=MAX_OPS_BYTES)
-        return await watch.desk.take(namespace, name, partial(read, large, "ops", MAX_OPS_BYTES))
+
+        async def body(most: int) -> bytes | Reply:
+            return await read(request.clone(client_max_size=most), "ops", most)
+
+        return await watch.desk.take(namespace, name, body)
 
     async def job(request: web.Request) -> Reply:
         assert join is not None

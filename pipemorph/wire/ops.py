@@ -4,8 +4,8 @@ They are no part of reports: nothing is decided by them, and nothing of them is 
 looks. The answer to a report says that somebody does (:class:`OpsWanted`), the agent asks the ranks
 of one pipeline column for the ops of one iteration, about once a second, and sends them on:
 ``POST /v1/jobs/{namespace}/{name}/ops`` with an :class:`OpsReport`, compressed (``deflate``), at
-most ``MAX_OPS_BYTES`` before that. 64 stages × 256 microbatches take 0.6 MB, and a quarter of that
-compressed.
+most :func:`most_ops_bytes` of the job before that. 64 stages × 256 microbatches take 0.6 MB, and a
+quarter of that compressed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire.base import Answer, Count, ObjectName, Seconds, WallClock, WireModel
 
 MAX_OPS_BYTES = 4 << 20
+"""Of any job."""
+OPS_OF_MICROBATCH = 3
+"""Most ops of one stage for one microbatch: forward, and backward in two parts."""
+OP_BYTES, STAGE_BYTES, REPORT_BYTES = 40, 512, 4096
+"""Most bytes of JSON that an op, a stage without its ops, and a report without its stages take."""
 MOST_OPS = 65_536
 """Of one stage in one iteration; one with more sends none."""
 MOST_ROWS = 1024
 """Stages of one column."""
+
+
+def most_ops_bytes(stages: int, microbatches: int) -> int:
+    """Most bytes of an :class:`OpsReport` of a job with so many stages, not compressed."""
+    stage = STAGE_BYTES + OPS_OF_MICROBATCH * microbatches * OP_BYTES
+    return min(MAX_OPS_BYTES, REPORT_BYTES + stages * stage)
+
 
 Microseconds = Annotated[int, Field(ge=-(10**12), le=10**12)]
 

@@ -189,6 +189,8 @@ class ClusterStore:
         return Followed(
             tracked.manifest,
             tracked.controller,
+            tracked.uid,
+            left_out=generation.left_out,
             recovering=(generation.state.reason or "ranks have ended") if over else "",
             recoveries=[
                 Recovered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,9 @@ EVERY_SECONDS = 0.5
 FIRST_SECONDS = 30.0
 """How much longer to wait for the first iteration: ranks are asked for one with a report's answer,
 and tell of it when it is finished."""
+PASSING = (429, 421, 502, 503, 504)
+"""Answers after which another one may come: the ingest is busy, starts again, or has handed the job
+to another replica."""
 KINDS = {letter: kind for kind, letter in LETTERS.items()}
 
 
@@ -70,27 +74,46 @@ def run(args: argparse.Namespace) -> int:
 async def _look(
     ingest: Ingest, seconds: float, column: int | None
 ) -> tuple[WatchView, dict[int, tuple[int, Picture]]]:
-    """The newest document, and the measured iterations with the columns that they are of."""
+    """The newest document, and the measured iterations with the columns that they are of. What
+    fails after the first iteration ends the look, and is said; before that it raises
+    :class:`InputError`."""
     seen: dict[int, tuple[int, Picture]] = {}
     newest: WatchView | None = None
+    failed = f"{ingest.name}: the ingest is too busy to tell of it; try again"
     query = {} if column is None else {"column": str(column)}
     async with ingest:
         end = time.monotonic() + seconds
         while time.monotonic() < end + (0.0 if seen else FIRST_SECONDS):
             after = {} if newest is None else {"after": str(newest.number)}
-            found = await ingest.ask(query | after, page=False)
-            if found.status == 200 and found.body != b"null":
-                newest = _view(ingest.name, found.body)
+            try:
+                view, why = await _ask(ingest, query | after)
+            except InputError as error:
+                if newest is None or not seen:
+                    raise
+                print(f"timeline: {error}; this is the end of the trace", file=sys.stderr)
+                break
+            failed = why or failed
+            if view is not None:
+                newest = view
                 if newest.measured is not None:
                     seen[newest.measured.iteration] = newest.column, newest.measured
                 if not newest.live:
                     break
-            elif found.status not in (200, 429):
-                raise InputError(watch.why(ingest.name, found))
             await asyncio.sleep(EVERY_SECONDS)
     if newest is None:
-        raise InputError(f"{ingest.name}: the ingest is too busy to tell of it; try again")
+        raise InputError(failed)
     return newest, seen
+
+
+async def _ask(ingest: Ingest, query: dict[str, str]) -> tuple[WatchView | None, str]:
+    """A document. None while there is no newer one, or a failure may pass, and why it failed.
+    Raises :class:`InputError` if it does not pass."""
+    found = await ingest.ask(query, page=False)
+    if found.status == 200:
+        return None if found.body == b"null" else _view(ingest.name, found.body), ""
+    if found.status not in PASSING:
+        raise InputError(watch.why(ingest.name, found))
+    return None, "" if found.status == 429 else watch.why(ingest.name, found)
 
 
 def _view(name: str, body: bytes) -> WatchView:

@@ -283,6 +283,51 @@ def test_the_iterations_that_were_seen_are_a_trace(
     assert "after=1" in asked[1]
 
 
+BUSY = {
+    421: '{"error": "another replica serves this job"}', 502: "bad gateway",
+    503: '{"kind": "Status", "message": "no endpoints available"}', 504: "timeout",
+}  # fmt: skip
+
+
+def test_a_trace_goes_on_after_errors_that_pass(
+    kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
+    first, second = documents(3, 5)
+    elsewhere = [(421, BUSY[421])] * reach.TRIES
+    passing = [(status, BUSY[status]) for status in (502, 503, 504)]
+    kubectl.answers(*elsewhere, first, *passing, *elsewhere, second, (200, "null"))
+    out = tmp_path / "trace.json"
+    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "2"]) == 0
+    assert json.loads(out.read_text())["otherData"]["iterations"] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "last", [(404, '{"error": "there is no job team/gpt here that runs"}'), (200, "{}")]
+)
+def test_what_was_seen_is_written_whatever_comes_after_that(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    last: tuple[int, str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
+    kubectl.answers(*documents(3), last)
+    out = kubectl.folder / "trace.json"
+    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "60"]) == 0
+    assert json.loads(out.read_text())["otherData"]["iterations"] == [3]
+    said = capsys.readouterr().err
+    assert "team/gpt: " in said and "this is the end of the trace" in said
+
+
+def test_an_error_that_does_not_pass_in_time_is_said(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.0)
+    kubectl.answers((503, BUSY[503]))
+    assert main(["timeline", "team/gpt", "--out", "x.json", "--seconds", "0.2"]) == 2
+    assert "no endpoints" in capsys.readouterr().err
+
+
 def test_why_there_is_no_trace_is_said(
     kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ingest_client import PATIENCE, TOKEN, body, controller, until
 from watched_jobs import NOW, watched
 
-from pipemorph.api.spec import Metadata, PipeMorphJob
+from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.control import JobController
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -33,6 +33,7 @@ from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
 from pipemorph.wire import MAX_OPS_BYTES, DirectiveEnvelope, OpsReport, OpsTrace
+from pipemorph.wire.ops import most_ops_bytes
 
 OTHERS, ELSEWHERE = "another-token", "a-token-for-another-replica"
 URL = path("default", "gpt")
@@ -41,7 +42,8 @@ URL = path("default", "gpt")
 class Store(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
-        self.recovering = ""
+        self.recovering, self.uid = "", "uid-1"
+        self.left_out: tuple[int, ...] = ()
 
     def followed(self, namespace: str, job: str) -> Followed | None:
         found = self.lookup(namespace, job)
@@ -51,7 +53,7 @@ class Store(MemoryStore):
             api_version="pipemorph.io/v1alpha1", kind="PipeMorphJob",
             metadata=Metadata(name=job, namespace=namespace), spec=found.spec,
         )  # fmt: skip
-        return Followed(manifest, found, self.recovering)
+        return Followed(manifest, found, self.uid, self.recovering, left_out=self.left_out)
 
 
 class Viewers(BearerAuthenticator):
@@ -97,6 +99,12 @@ class Site:
             assert answer.status == 200, await answer.text()
             return DirectiveEnvelope.model_validate_json(await answer.read())
 
+    @property
+    def kept(self) -> watching._Kept:
+        """Of the one job that is watched."""
+        (found,) = self.server._watch.desk._watching.values()  # type: ignore[union-attr]
+        return found.kept
+
     async def ops(self, report: OpsReport | bytes, token: str = TOKEN) -> int:
         content = report if isinstance(report, bytes) else report.body()
         headers = {"Authorization": f"Bearer {token}", "Content-Encoding": "deflate"}
@@ -134,8 +142,9 @@ def serve(test: Callable[[Site], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request is answered with a new document."""
+    """Every request is answered with a new document, and all ops are read."""
     monkeypatch.setattr(documents, "EVERY", 0.0)
+    monkeypatch.setattr(watching, "OPS_BURST", 1000.0)
 
 
 def test_a_viewer_is_told_the_page_and_its_documents() -> None:
@@ -361,7 +370,7 @@ def test_earlier_iterations_are_there_within_a_bound(monkeypatch: pytest.MonkeyP
         await site.report(*range(9), iteration=9)
         await site.view()
         assert await site.ops(ops_of(2)) == 200
-        kept = next(iter(site.server._watch.desk._watching.values())).kept  # type: ignore[union-attr]
+        kept = site.kept
         one = kept.ops_bytes
         monkeypatch.setattr(watching, "MOST_KEPT_BYTES", 3 * one + one // 2)
         for i in range(3, 9):
@@ -369,10 +378,184 @@ def test_earlier_iterations_are_there_within_a_bound(monkeypatch: pytest.MonkeyP
         assert (await site.view()).available == [6, 7, 8]
         found = await site.view("view?iteration=7")
         assert found.measured is not None and found.measured.iteration == 7
-        assert kept.ops_bytes == sum(map(len, kept.ops.values())) <= 3.5 * one
-        # What is run again is told anew.
-        await site.report(7, iteration=8)
-        assert (await site.view()).available == [6]
+        entries = watching.ENTRY_BYTES * len(kept.ops)
+        assert kept.ops_bytes == sum(map(len, kept.ops.values())) + entries <= 3.5 * one
+        monkeypatch.setattr(watching, "MOST_KEPT_OPS", 2)
+        assert await site.ops(ops_of(9)) == 200
+        assert (await site.view()).available == [8, 9]
+        assert kept.ops_bytes == sum(map(len, kept.ops.values())) + 2 * watching.ENTRY_BYTES
+
+    serve(look)
+
+
+def test_ops_of_all_jobs_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        await site.report(*range(9), iteration=9)
+        await site.view()
+        assert await site.ops(ops_of(1)) == 200
+        one = site.kept.ops_bytes
+        site.store.add("default", "other", controller())
+        assert (await desk.tell("default", "other", {}, page=False)).status == 200
+        mine, other = (each.kept for each in desk._watching.values())
+        for i in range(4):
+            other.take_ops(ops_of(i), b"x" * (one - watching.ENTRY_BYTES))
+        monkeypatch.setattr(watching, "MOST_KEPT_IN_ALL", 4 * one + one // 2)
+        assert await site.ops(ops_of(2)) == 200
+        # Those who have most lose their oldest.
+        assert [i for _, i in mine.ops] == [1, 2] and [i for _, i in other.ops] == [2, 3]
+
+    serve(look)
+
+
+def test_ops_go_soon_after_the_last_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await site.ops(ops_of(0)) == 200
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        desk.sweep()
+        assert site.kept.ops
+        monkeypatch.setattr(watching, "OPS_SECONDS", 0.0)
+        desk.sweep()
+        assert not site.kept.ops and not site.kept.ops_bytes
+        assert site.kept.samples, "who looks again in some minutes has not missed much"
+
+    serve(look)
+
+
+def test_iterations_that_run_again_are_told_anew_with_all_after_them() -> None:
+    async def look(site: Site) -> None:
+        await site.report(*range(6), iteration=6)
+        await site.view()
+        for i in range(2, 9):  # Of the last three no report has told yet.
+            assert await site.ops(ops_of(i)) == 200
+        await site.report(6, iteration=7)
+        assert (await site.view()).available == [*range(2, 9)]
+        await site.report(4, iteration=5)
+        assert (await site.view()).available == [2, 3]
+        # Ops may come before the report that tells of it.
+        assert await site.ops(ops_of(2)) == 200
+        assert (await site.view()).available == [2]
+
+    serve(look)
+
+
+def test_ops_of_what_ran_before_are_dropped() -> None:
+    """Of another attempt, another mesh, or other replicas."""
+
+    async def look(site: Site) -> None:
+        async def kept() -> bool:
+            assert await site.ops(ops_of(1).model_copy(update={"attempt": attempt})) == 200
+            await site.report(2, iteration=3, attempt=attempt)
+            return bool(site.kept.ops)
+
+        attempt = 0
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await kept()
+        running = site.store.lookup("default", "gpt")
+        assert isinstance(running, JobController)
+        site.store.left_out = (1,)
+        await site.report(2, iteration=3)
+        assert not site.kept.ops and await kept()
+        attempt = 1
+        running.begin_attempt(1)
+        await site.report(0, iteration=1, attempt=1)
+        assert not site.kept.ops and await kept()
+        spec = running.spec.model_dump(by_alias=True)
+        spec["parallelism"]["replicas"] = 2
+        site.store.remove("default", "gpt")
+        site.store.add("default", "gpt", running.resized(JobSpec.model_validate(spec)))
+        found = await site.view()
+        assert found.available == [] and len(found.columns) == 2
+        # Ranks are numbered anew.
+        assert await site.ops(ops_of(1).model_copy(update={"attempt": 1})) == 422
+
+    serve(look)
+
+
+def test_another_job_of_the_same_name_is_shown_anew() -> None:
+    async def look(site: Site) -> None:
+        await site.report(*range(5), iteration=5)
+        before = await site.view()
+        assert await site.ops(ops_of(3)) == 200
+        site.store.remove("default", "gpt")
+        site.store.add("default", "gpt", controller())
+        site.store.uid = "uid-2"
+        site.sequence = 0
+        assert (await site.report(0, iteration=1)).ops is None, "nobody has looked at this one"
+        assert await site.ops(ops_of(0)) == 409
+        found = await site.view(f"view?after={before.number}")
+        assert (found.steps.index, found.available, found.done) == ([0], [], 1)
+        assert found.number > before.number, "a page knows that it is another document"
+        assert await site.ops(ops_of(0)) == 200
+
+    serve(look)
+
+
+def test_a_job_sends_ops_no_more_often_and_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "OPS_BURST", 2.0)
+    monkeypatch.setattr(watching, "OPS_PER_SECOND", 0.001)
+    whole = ops_of(1).body()
+    most = most_ops_bytes(4, 8)
+    assert len(whole) < most < 40_000
+
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await site.ops(whole + b" " * most) == 413
+        assert await site.ops(whole + b" " * (most - len(whole))) == 200
+        read: list[int] = []
+
+        async def body(most: int) -> bytes:
+            read.append(most)
+            return whole
+
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        assert (await desk.take("default", "gpt", body)).status == 429
+        assert read == [], "it is refused unread"
+
+    serve(look)
+
+
+def test_ops_of_few_jobs_are_read_at_once_and_within_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "OPS_CPU_BURST", 0.0)
+
+    async def too_much(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await site.ops(ops_of(0)) == 429
+
+    serve(too_much)
+    monkeypatch.undo()
+    monkeypatch.setattr(watching, "MOST_READING", 0)
+
+    async def too_many(site: Site) -> None:
+        await site.view()
+        assert await site.ops(ops_of(0)) == 429
+
+    serve(too_many)
+
+
+def test_ops_of_an_iteration_that_the_ranks_cannot_be_in_are_refused() -> None:
+    async def look(site: Site) -> None:
+        await site.report(*range(5), iteration=5)
+        await site.view()
+        # Half a second each: 30 s are 60 of them.
+        assert await site.ops(ops_of(5 + watching.APART + 60)) == 200
+        assert await site.ops(ops_of(6 + watching.APART + 60)) == 422
+        assert await site.ops(ops_of(2**40)) == 422
+        full = ops_of(5)
+        first = full.stages[0]
+        many = {name: getattr(first, name)[:1] * 25 for name in
+                ("kinds", "microbatches", "gaps", "durations")}  # fmt: skip
+        stages = [first.model_copy(update=many), *full.stages[1:]]
+        assert await site.ops(full.model_copy(update={"stages": stages})) == 422
 
     serve(look)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +17,32 @@ from launch import Ranks
 from torch import nn
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.observer import Observer
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import OpsReport, OpsTrace, OpsWanted
 from pipemorph.wire.ops import MOST_OPS
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.agent import AgentClient, AgentHandle, connect, start_agent, start_part_agent
+from pipemorph_trainer.agent import (
+    AgentClient,
+    AgentHandle,
+    connect,
+    frames,
+    lines,
+    start_agent,
+    start_part_agent,
+)
+from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import NoControl
-from pipemorph_trainer.agent.ops import AHEAD, EVERY_SECONDS, PATIENCE_SECONDS, OpsCollector
+from pipemorph_trainer.agent.ops import (
+    AHEAD,
+    EVERY_SECONDS,
+    PATIENCE_SECONDS,
+    OpsCollector,
+    PartOps,
+)
+from pipemorph_trainer.agent.uplinks import to_agent
+from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
 
@@ -145,6 +165,44 @@ class Job:
         client = connect(self.context(rank), agent.host, agent.port, wait=DEADLINE)
         self._stack.callback(client.close)
         return client
+
+
+def test_ops_of_ranks_that_finish_together_are_all_sent_within_a_bound() -> None:
+    """More than the kernel takes at once, and the other end reads none of it yet."""
+    sent = 12
+
+    async def read(end: socket.socket) -> list[int]:
+        reader, line = await asyncio.open_connection(sock=end)
+        found = []
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                found.append(frames.decode(PartOps, await lines.read(reader)).ops.rank)
+        line.close()
+        return found
+
+    async def run() -> tuple[list[int], int]:
+        here, there = socket.socketpair()
+        _, line = await asyncio.open_connection(sock=here)
+        uplink = PartUplink(
+            address=("127.0.0.1", 1), secret=b"", number=1, merger=TelemetryMerger(range(sent)),
+            observer=Observer(MESH, job="gpt", namespace="default", attempt=0),
+            on_plans=lambda _: None,
+        )  # fmt: skip
+        uplink._line = line
+        most = 0
+        for rank in range(sent):
+            uplink.send_ops(large.model_copy(update={"rank": rank}))
+            most = max(most, line.transport.get_write_buffer_size())
+        line.close()
+        return await read(there), most
+
+    row = [TimedOp(F, i, 100.0 + i, 100.5 + i) for i in range(MOST_OPS)]
+    large = OpsTrace.of((0, 0, 0), 1, 0, 100.0, row)
+    assert large is not None
+    size = len(large.body())
+    found, most = asyncio.run(run())
+    assert found == list(range(len(found))) and 3 <= len(found) < sent
+    assert most <= to_agent.MOST_UNSENT_BYTES + 2 * size
 
 
 @pytest.fixture

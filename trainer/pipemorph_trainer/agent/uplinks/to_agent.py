@@ -29,6 +29,9 @@ HANDSHAKE_SECONDS = 60.0
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 5.0
 ATTEND_SECONDS = 1.0
 """Between two looks whether a report is due, without telemetry."""
+MOST_UNSENT_BYTES = 4 << 20
+"""Above that, the connection counts as busy, and ops are dropped. Ranks of a part finish an
+iteration together: the ops of one of them must not keep out those of the next."""
 
 
 class PartUplink:
@@ -146,8 +149,9 @@ class PartUplink:
 
     def send_ops(self, ops: OpsTrace) -> None:
         """Send ops that were asked for, unless the connection is down or busy."""
-        if self._line is not None and not self._line.transport.get_write_buffer_size():
-            self._line.write(frames.encode(PartOps(ops=ops)))
+        line = self._line
+        if line is not None and line.transport.get_write_buffer_size() <= MOST_UNSENT_BYTES:
+            line.write(frames.encode(PartOps(ops=ops)))
 
     def _take(self, payload: bytes) -> None:
         message = frames.decode(PartMessage, payload)
