@@ -14,7 +14,7 @@ from pods import DEADLINE, Job
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.local.processes.interrupts import Interrupts
-from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer import Part, TrainerContext
 from pipemorph_trainer.examples import gpt
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod, PodSite
@@ -72,7 +72,7 @@ def losses_of_one_process(replicas: list[int]) -> list[float]:
     stages = []
     for stage in range(2):
         torch.manual_seed(SEED * 1000 + stage)
-        stages.append(gpt.GPTStage(arguments, stage, 2, 2))
+        stages.append(gpt.GPTStage(arguments, Part(stage, 2), 2))
     model = torch.nn.Sequential(*stages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     corpus, found = gpt.load_corpus(), []
