@@ -16,9 +16,9 @@ from pipemorph_trainer import Part
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy
-from pipemorph_trainer.state.kept.users import why_fixed as why_stays
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.names import clash
+from pipemorph_trainer.state.users import why_fixed as why_stays
 from pipemorph_trainer.topology.part import why_fixed
 
 TOTAL = 6

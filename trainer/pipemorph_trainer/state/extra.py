@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipemorph.api.mesh import COLUMN, DATA, DIMENSIONS, Coordinate
 from pipemorph.errors import InputError
-from pipemorph_trainer.state.kept.users import follow_groups, why_fixed
+from pipemorph_trainer.state.users import follow_groups, why_fixed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
@@ -58,7 +58,7 @@ class Extra:
         return why_fixed(self._state, optimizer, parameters, self._sources)
 
     def follow_groups(self) -> None:
-        """See :func:`~.kept.users.follow_groups`."""
+        """See :func:`~.users.follow_groups`."""
         follow_groups(self._state)
 
     def mark(self) -> None:
