@@ -56,5 +56,6 @@ def leave_file(generation: int) -> str:
 
 
 def stay_file(generation: int) -> str:
-    """Name of the file in which they say why they do not."""
+    """Name of the file in which they say why they do not, or why ranks of a new layout failed if no
+    other parts would do."""
     return f"stay.generation-{generation}"

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import Checkpoint, PipeMorphJob
 from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.errors import one_line
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.moves import Moves
@@ -169,6 +170,8 @@ class _Host:
     """When ranks last left for another layout: wall clock, seconds."""
     considered: float = 0.0
     """When another layout was last considered, monotonic."""
+    failed_looks: set[str] = field(default_factory=set)
+    """What has been told of failures to look for another layout."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
     over: bool = False
@@ -226,6 +229,9 @@ class _Host:
             self.journal.forget_view()
             self._change_layout(before)
             return following
+        if self.kept is not None:
+            # The new layout may count since the last look.
+            self.moves.look(self.kept, self.life.generation)
         if self.moves.settling:
             # What ends the ranks of a new layout may be that layout: they go back.
             ending = replace(ending, retry=ending.retry or ending.end is End.FAILED)
@@ -263,9 +269,6 @@ class _Host:
         self.recovering = Recovery(ending, attempt, generation, rung.value, done)
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
-        if self.kept is not None:
-            # The ranks may have met since the last look.
-            self.moves.look(self.kept, self.life.generation)
         before = self.moves.layout
         if self.moves.failed(attempt=rung is Rung.ATTEMPT):
             self._change_layout(before)
@@ -286,7 +289,7 @@ class _Host:
         first = self.journal.first(resumed.iteration if resumed is not None else 0)
         if self.kept is not None:
             self.moves.look(self.kept, self.life.generation)
-        if first is not None and self.starting:
+        if first is not None and self.starting and not self.moves.settling:
             self.starting = False
             self.moves.arrived(first[0], first[1] - self.left_at)
         if self.recovering is not None and first is not None:
@@ -309,7 +312,14 @@ class _Host:
         network = None if start_seconds is None else self.service.network()
         if network is None or start_seconds is None:
             return
-        move = self.moves.consider(network, start_seconds)
+        try:
+            move = self.moves.consider(network, start_seconds)
+        except Exception as error:  # noqa: BLE001  # A run goes on without another layout.
+            told = one_line(f"no other layout can be looked for: {error!r}", 300)
+            if told not in self.failed_looks:
+                self.failed_looks.add(told)
+                self.progress.note(told)
+            return
         if move is not None:
             self.moves.ask(move, self.kept, self.life.generation)
 

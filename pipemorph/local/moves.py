@@ -3,14 +3,15 @@ change their places, or layers move between stages.
 
 A change is a change of generation. All ranks leave at one iteration, each with a sealed copy of its
 state; those that follow begin with these copies at their new places, or with other parts. Until all
-of them have met with the state that was left, the layout before counts, and a failure goes back to
-it: the copies are still there.
+of them have met with the state that was left, and with other parts have finished iterations, the
+layout before counts, and a failure goes back to it: the copies are still there.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -47,9 +48,42 @@ one that failed, for so many times those that it was expected to take."""
 CHANGED = 0.25
 """A decision is made again when the lateness of a wire has changed by more than this part of it."""
 
-CONFIRM_SECONDS, CONFIRM_ITERATIONS = 2.0, 4
-"""For which another split of the layers must seem better in every look: op times are medians of
-some iterations, and those of all stages do not arrive at once."""
+CONFIRM_SECONDS, CONFIRM_ITERATIONS, CONFIRM_LOOKS = 2.0, 4, 3
+"""For which another split of the layers must seem better in every look, and the newest looks with
+new measurements whose times are compared: op times are medians of some iterations, and those of all
+stages do not arrive at once."""
+
+PAUSE = 10.0
+"""Seconds after which a look does not go on from the one before."""
+
+
+class Uneven:
+    """The looks in which another split of the layers seemed better, one after another, and the same
+    stage was the slowest. ``now``: monotonic; ``left``: iterations."""
+
+    def __init__(self, slowest: int, now: float, left: int) -> None:
+        self.slowest, self._since, self._left = slowest, now, left
+        self._last = now
+        self._looks: deque[tuple[float, ...]] = deque(maxlen=CONFIRM_LOOKS)
+
+    def goes_on(self, slowest: int, now: float) -> bool:
+        return slowest == self.slowest and now - self._last <= PAUSE
+
+    def see(self, times: tuple[float, ...], now: float) -> bool:
+        """Take the times of all stages. Returns whether they have been measured anew."""
+        self._last = now
+        new = not self._looks or self._looks[-1] != times
+        if new:
+            self._looks.append(times)
+        return new
+
+    def confirms(self, gain: float, now: float, left: int) -> bool:
+        """Whether it was so for long enough, and ``gain`` is more than the slowest stage's time
+        differs between looks."""
+        if now - self._since < CONFIRM_SECONDS or self._left - left < CONFIRM_ITERATIONS:
+            return False
+        took = [times[self.slowest] for times in self._looks]
+        return len(took) == CONFIRM_LOOKS and gain > max(took) / min(took) - 1
 
 
 @dataclass
@@ -119,9 +153,8 @@ class Moves:
         self._judged: tuple[tuple[int, ...], dict[Wire, float]] | None = None
         """What the last decision was made for: the places, and the late wires."""
         self._beside = Beside(spec)
-        self._uneven: tuple[float, int] | None = None
-        """Since when another split of the layers seems better: monotonic, and the iterations that
-        were left then."""
+        self._uneven: Uneven | None = None
+        """Whether another split of the layers seems better."""
         self._judged_layers: tuple[tuple[int, ...], tuple[float, ...]] | None = None
         """What the last decision on layers was made for: the split, and what a layer took."""
         self._refused: set[tuple[int, ...]] = set()
@@ -182,13 +215,15 @@ class Moves:
         if split.gain <= max(self._spec.adaptation.min_gain, SAME):
             self._uneven = None
             return None
-        since, left = self._uneven = self._uneven or (now, network.left)
-        if now - since < CONFIRM_SECONDS or left - network.left < CONFIRM_ITERATIONS:
+        slowest = split.times.index(max(split.times))
+        if self._uneven is None or not self._uneven.goes_on(slowest, now):
+            self._uneven = Uneven(slowest, now, network.left)
+        new = self._uneven.see(split.times, now)
+        if not new or not self._uneven.confirms(split.gain, now, network.left):
             return None
         if not self._layers_have_news(split):
             return None
         self._judged_layers = self.layout.layers, split.each
-        slowest = split.times.index(max(split.times))
         times = f"{1e3 * split.times[slowest]:.1f} ms of a microbatch"
         others = 1e3 * median(t for i, t in enumerate(split.times) if i != slowest)
         reason = f"stage {slowest} computes for {times}, the others for {others:.1f} ms"
@@ -247,7 +282,8 @@ class Moves:
             self._asked = move
 
     def look(self, kept: KeptFolder, generation: int) -> None:
-        """See whether the ranks stay, or have met at their new places."""
+        """See whether the ranks stay, or the new layout counts. Ranks with other parts say so when
+        they have finished iterations: only then is it known that the parts can be trained."""
         move = self._asked
         if move is None:
             return
@@ -260,9 +296,12 @@ class Moves:
                 self._settled, move.outcome, self._asked = self.layout, "moved", None
                 # Until then nothing is known of the network as these places use it.
                 self._arriving, self._stays_until = move, math.inf
+            elif not move.why and (told := kept.stay(generation) or "").startswith(PARTS_STAY):
+                self._note(told)
+                self._parts_stay, move.why = True, told
 
     def _stay(self, move: Move, why: str) -> None:
-        move.outcome, move.why, self._asked = "stayed", why, None
+        move.outcome, move.why, self._asked, self._uneven = "stayed", why, None, None
         self._rest(move)
         # That is so as long as their script is the same.
         self._parts_stay = self._parts_stay or why.startswith(PARTS_STAY)
@@ -301,7 +340,7 @@ class Moves:
 
     @property
     def settling(self) -> bool:
-        """Whether the ranks that run have not met yet in a new layout."""
+        """Whether the ranks that run have a new layout, which does not count yet."""
         return self._asked is not None and self._asked.outcome == "left"
 
     def factors(self, before: Layout) -> tuple[float, ...]:
@@ -320,7 +359,9 @@ class Moves:
             self._rest(failed)
         if move is not None:
             move.outcome = "went back" if move.outcome == "left" else "stayed"
-            move.why = "ranks failed before all had met" if move.generation else "ranks failed"
+            if not move.why:
+                met = "they had gone on with other layers" if move.of_layers else "all had met"
+                move.why = f"ranks failed before {met}" if move.generation else "ranks failed"
             if move.generation and move.of_layers:
                 self._refused.add(move.proposal.layout.layers)
         before = self.layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from pipemorph.local.results.history import Journal, View
 from pipemorph.local.status import RunStatus
 from pipemorph.local.watch import Told
 from pipemorph.top.job import job_page
-from pipemorph.top.page import Line, line
+from pipemorph.top.page import BARS, PLAIN_BARS, Line, line
 from pipemorph.top.seen import MOST_TIMES, Seen
 from pipemorph.wire import (
     AdaptationRecord,
@@ -169,6 +170,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            # What its encoding lacks is no reason to end a run.
+            stream.reconfigure(errors="replace")
         self._who = who
         self._on_closed = on_closed
         self._closed = False
@@ -251,6 +255,7 @@ class Progress:
     def _lines(self, view: View, width: int, height: int) -> list[Line]:
         """The page of the job."""
         now, told = time.time(), self.tell()
+        self._status.held = self.layers
         if not self._newest and told.state == "starting":
             return [line(f"{self._job.metadata.name}  the ranks start", "faint")]
         job = self._status.job(
@@ -261,7 +266,16 @@ class Progress:
             goodput=self._journal.useful.goodput(now - self._began),
             now=now,
         )
-        return [(), *job_page(job, self._seen, now, width=width, height=height - 1)]
+        bars = BARS if self._has(BARS) else PLAIN_BARS
+        return [(), *job_page(job, self._seen, now, width=width, bars=bars, height=height - 1)]
+
+    def _has(self, text: str) -> bool:
+        """Whether the stream can write these characters."""
+        try:
+            text.encode(self._stream.encoding or "utf-8")
+        except UnicodeEncodeError:
+            return False
+        return True
 
     def close(self) -> None:
         """Show the last iteration and end the live page or line. What is noted later is below."""

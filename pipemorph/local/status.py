@@ -50,6 +50,8 @@ class RunStatus:
         content["metadata"] = {"name": job.metadata.name, "namespace": ""}
         self._job = ClusterJob.model_validate(content)
         self._conditions: dict[str, Condition] = {}
+        self.held: tuple[int, ...] = ()
+        """How many layers each stage holds; empty: evenly many."""
 
     def job(
         self,
@@ -164,7 +166,7 @@ class RunStatus:
             found["RailsHealthy"] = ("False", reason, "; ".join(texts))
         if view.stragglers.slowest:
             texts = [each.text(self._mesh) for each in view.stragglers.slowest[:NAMED]]
-            split = view.stragglers.better_split(self._layers)
+            split = view.stragglers.better_split(self._layers, self.held)
             texts += [split.text()] if split is not None else []
             found["StagesEven"] = ("False", "SlowStages", "; ".join(texts))
         late = sorted((each for each in view.reductions if each.slow), key=lambda each: -each.delay)

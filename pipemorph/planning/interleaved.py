@@ -157,8 +157,8 @@ def _with_cap(stage: StageTimes, cap: int) -> StageTimes:
     """A stage with ``cap`` microbatches in flight; with a device limit only if it needs one."""
     limit = stage.device_limit
     if limit is None or cap <= limit:
-        # Its own limit in flight; where it may exceed the device's, that of the device.
-        least = stage.in_flight_limit if limit is None else limit
+        # The smaller of its limits: what is in flight is all on the device.
+        least = min((n for n in (stage.in_flight_limit, limit) if n is not None), default=None)
         off = {"in_flight_limit": least, "device_limit": None, "recompute": False}
         return stage.model_copy(update=off)
     if stage.recompute and stage.recompute_limit is not None:

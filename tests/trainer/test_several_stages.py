@@ -197,6 +197,7 @@ def test_what_does_not_fit() -> None:
         (lambda _: nn.Linear(1, 1), {**several, "stages": 3}, "expected a multiple of stages_per"),
         (lambda _: nn.Linear(1, 1), {**several, "policy": "1f1b"}, "policy 1f1b has one stage per"),
         (lambda _: nn.Linear(1, 1), {**several, "dispatch": "online"}, "dispatch is online; ranks"),
+        (lambda _: nn.Linear(1, 1), {**several, "dispatch": "guided"}, "dispatch is guided; ranks"),
     ):
         with pytest.raises(InputError, match=words):
             Pipeline(stages, **options)  # type: ignore[arg-type]

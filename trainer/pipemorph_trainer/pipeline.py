@@ -32,7 +32,7 @@ from pipemorph_trainer.settings import (
     RouteChoice,
 )
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
-from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
+from pipemorph_trainer.state.kept.resumed import Resumed, Word
 from pipemorph_trainer.steps.calls import Calls
 from pipemorph_trainer.steps.ending import Ending
 from pipemorph_trainer.steps.leaving import Departure, Leaving
@@ -200,6 +200,8 @@ class Pipeline:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._leaving.install()
         self._parts.reporter.publish(message=self._told(resumed))
+        self._word = self._word_of(resumed)
+        self._word.finished(self.iteration)
 
     # --- public methods -----------------------------------------------------------------
 
@@ -267,6 +269,7 @@ class Pipeline:
             )
             self.iteration += 1
             self._progress.finished(self.iteration)
+            self._word.finished(self.iteration)
             self._saving.synchronized = self._parts.iterations.synchronizes
             self._leaving.hear()
             self._mark()
@@ -514,6 +517,7 @@ class Pipeline:
             self._leave(self._leaving.saved_to_end(self.iteration))
             self._saving.finish_writing()
             self._parts.iterations.reports.finish()
+            self._word.leave()
         wanted = self.context.iterations
         early = ""
         if self.iteration < wanted:
@@ -561,8 +565,15 @@ class Pipeline:
             return None
         if context.kept_dir is not None and context.generation > 0:
             log.info("%s", resumed)
-            leave_word(context.kept_dir, context.generation, resumed)
         return str(resumed)
+
+    def _word_of(self, resumed: Resumed) -> Word:
+        context, keeper = self.context, self._parts.keeper
+        says = self.coordinate.rank == 0 and context.generation > 0
+        return Word(
+            context.kept_dir if says else None, context.generation, resumed,
+            -1 if keeper is None else keeper.counts_from,
+        )  # fmt: skip
 
     # --- taking down --------------------------------------------------------------------------
 

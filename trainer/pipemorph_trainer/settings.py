@@ -159,8 +159,8 @@ class Settings:
         if self.microbatches is None:
             raise InputError("microbatches is missing; without a job file give it to Pipeline()")
         several = self.stages_per_rank > 1
-        if several and self.dispatch is Dispatch.ONLINE:
-            raise InputError("dispatch is online; ranks with several stages need static")
+        if several and self.dispatch.varies:
+            raise InputError(f"dispatch is {self.dispatch}; ranks with several stages need static")
         problem = Problem(
             microbatches=self.microbatches,
             stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * self.stages,

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
+from math import isfinite
 from time import monotonic
 
 from pipemorph.api.layout import Layout
@@ -25,6 +26,7 @@ from pipemorph.control.decide.relayout import (
     Proposal,
     Score,
 )
+from pipemorph.control.memory_limits import room
 from pipemorph.planning import StageTimes
 from pipemorph.planning.analysis.partition import spread_layers
 from pipemorph.planning.analysis.what_if import shrunk, work
@@ -111,9 +113,16 @@ class Split:
         after = replace(self.layout, layers=layers).spread(self.total)
         factors = self._beside.factors(self.held, after)
         return tuple(
-            stage if factor == 1 else shrunk(stage, 1 / factor)
-            for stage, factor in zip(self._stages, factors, strict=True)
+            stage if factor == 1 else self._within(number, shrunk(stage, 1 / factor))
+            for number, (stage, factor) in enumerate(zip(self._stages, factors, strict=True))
         )
+
+    def _within(self, number: int, stage: StageTimes) -> StageTimes:
+        """A stage with the limits that plans would get: one that was stated in microbatches counts
+        whatever a microbatch takes."""
+        space = room(self.spec, number, stage.activation_bytes, stage.offload_copy)
+        in_flight, device = space.limits(self.spec.schedule.microbatches)
+        return stage.model_copy(update={"in_flight_limit": in_flight, "device_limit": device})
 
 
 def propose_layers(
@@ -140,6 +149,8 @@ def propose_layers(
     if best == layout:
         return None
     before, after = score.of(layout)[0], score.of(best)[0]
+    if not isfinite(before):
+        return None
     return Proposal(best, before, after, cost, network.left, spec.adaptation.min_gain)
 
 

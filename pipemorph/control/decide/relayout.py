@@ -20,6 +20,7 @@ from time import monotonic
 from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.spec import Adaptation, JobSpec
 from pipemorph.control.observed.links import Health, LinkHealth
+from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
 from pipemorph.wire import ReductionHealth
 
@@ -157,6 +158,8 @@ def propose(
     if found == layout:
         return None
     before, after = score.of(layout)[0], score.of(found)[0]
+    if not math.isfinite(before):
+        return None
     return Proposal(found, before, after, cost, network.left, spec.adaptation.min_gain)
 
 
@@ -292,7 +295,8 @@ class Score:
     def _iteration(
         self, delays: tuple[float, ...], reductions: tuple[float, ...], layers: tuple[int, ...]
     ) -> float:
-        """Seconds of an iteration with a plan for these delays and layers per stage."""
+        """Seconds of an iteration with a plan for these delays and layers per stage; infinite if
+        there is none."""
         key = (delays, reductions, layers)
         if key not in self._known:
             stages = [
@@ -308,7 +312,14 @@ class Score:
             )  # fmt: skip
             if not self._network.barrier:
                 problem = problem.model_copy(update={"objective": "period"})
-            self._known[key] = plan(problem, self._spec.schedule.policy_kind).objective
+            try:
+                fits = all(stage.in_flight_limit != 0 for stage in stages)
+                made = plan(problem, self._spec.schedule.policy_kind) if fits else None
+                found = math.inf if made is None else made.objective
+            except InputError:
+                # As where a stage may not hold as many microbatches as the policy needs.
+                found = math.inf
+            self._known[key] = found
         return self._known[key]
 
 

@@ -136,17 +136,39 @@ def test_a_split_that_failed_is_not_proposed_again() -> None:
     assert other is not None and other.layout != first.layout
 
 
-def test_memory_of_activations_scales_with_the_layers() -> None:
-    spec = job(2, 8)
-    limited = replace(
-        network(1, 2),
-        stages=tuple(
-            each.model_copy(update={"in_flight_limit": 4, "activation_bytes": 1000})
-            for each in network(1, 2).stages
-        ),
+@pytest.mark.parametrize(
+    ("limits", "more", "fewer"),
+    [
+        ({"activationMemory": 4000}, 2, 8),
+        ({"inFlightLimit": 4}, 4, 4),
+        ({"inFlightLimit": 4, "activationMemory": 4000}, 2, 4),
+    ],
+)
+def test_memory_in_bytes_scales_with_the_layers_and_a_stated_number_does_not(
+    limits: dict[str, int], more: int, fewer: int
+) -> None:
+    """As in the plans after the move."""
+    base = job(2, 8).model_dump(by_alias=True, exclude_unset=True, mode="json")
+    spec = JobSpec.model_validate(base | {"schedule": {"microbatches": 12, **limits}})
+    limited = tuple(
+        each.model_copy(update={"in_flight_limit": 4, "activation_bytes": 1000})
+        for each in network(1, 2).stages
     )
-    beside = seen(spec, 1, 1)
-    split = Split(spec, Layout.of(spec.parallelism), limited.stages, beside)
-    more, fewer = split.stages((6, 2))
-    assert (more.in_flight_limit, more.activation_bytes) == (2, 1500)
-    assert (fewer.in_flight_limit, fewer.activation_bytes) == (8, 500)
+    split = Split(spec, Layout.of(spec.parallelism), limited, seen(spec, 1, 1))
+    found = split.stages((6, 2))
+    assert [each.in_flight_limit for each in found] == [more, fewer]
+    assert [each.activation_bytes for each in found] == [1500, 500]
+
+
+@pytest.mark.parametrize("memory", [8000, 1000])
+def test_a_split_for_which_there_is_no_plan_is_not_proposed(memory: int) -> None:
+    """Policy gpipe holds all microbatches; with more layers a stage has no room for them."""
+    base = job(4, 16).model_dump(by_alias=True, exclude_unset=True, mode="json")
+    policy = "gpipe" if memory == 8000 else "pipemorph"
+    schedule = {"microbatches": 8, "policy": policy, "activationMemory": memory}
+    spec = JobSpec.model_validate(base | {"schedule": schedule})
+    found = network(1, 2, 1, 1)
+    limits = {"in_flight_limit": memory // 1000, "activation_bytes": 1000}
+    found = replace(found, stages=tuple(each.model_copy(update=limits) for each in found.stages))
+    layout = Layout.of(spec.parallelism)
+    assert proposed(spec, layout, found, seen(spec, 1, 1, 1, 1)) is None

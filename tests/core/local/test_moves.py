@@ -222,6 +222,7 @@ def test_a_run_that_is_interrupted_while_ranks_move_is_interrupted() -> None:
         ladder=Ladder(1, counted=1, best=9),
         hangs=SimpleNamespace(finished=5),
         moves=SimpleNamespace(settling=False),
+        kept=None,
         run=SimpleNamespace(
             attempts=[SimpleNamespace(end=lambda ending, at: ended.append(ending))]
         ),

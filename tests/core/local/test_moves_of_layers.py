@@ -58,6 +58,8 @@ class Run:
         """Look so many times, a second and two iterations apart, until a change pays."""
         for _ in range(times):
             self.now, self.left = self.now + 1.0, self.left - 2
+            # No two measurements are equal.
+            factors = tuple(factor * (1 + 1e-9) for factor in factors)
             found = self.moves.consider(network(*factors, left=self.left), COST)
             if found is not None:
                 return found
@@ -90,6 +92,49 @@ def test_a_slow_stage_has_to_stay_slow(run: Run) -> None:
         "stage 1 computes for 45.0 ms of a microbatch, the others for 30.0 ms; with 5, 3, 4, 4"
         " layers an iteration would take"
     )
+
+
+def test_noise_is_no_reason_to_move(run: Run) -> None:
+    """One stage after another seems slow, or one by very different times."""
+    run.looks(1, 1, 1, 1)
+    for _ in range(6):
+        assert run.looks(1, 1.5, 1, 1, times=2) is None
+        assert run.looks(1, 1, 1.5, 1, times=2) is None
+    for _ in range(6):
+        assert run.looks(1, 1.4, 1, 1) is None
+        assert run.looks(1, 2.6, 1, 1) is None
+
+
+def test_looks_without_a_new_measurement_do_not_count(run: Run) -> None:
+    run.looks(1, 1, 1, 1)
+    for _ in range(9):
+        run.now, run.left = run.now + 1.0, run.left - 2
+        assert run.moves.consider(network(1, 1.5, 1, 1, left=run.left), COST) is None
+    assert run.looks(1, 1.5, 1, 1, times=3) is not None
+
+
+def test_what_was_seen_before_a_pause_does_not_count(run: Run) -> None:
+    run.looks(1, 1, 1, 1)
+    assert run.looks(1, 1.5, 1, 1, times=2) is None
+    run.now += 1000.0
+    assert run.looks(1, 1.5, 1, 1, times=2) is None
+    assert run.looks(1, 1.5, 1, 1, times=2) is not None
+
+
+def test_a_failure_to_look_for_another_layout_is_told_once(run: Run) -> None:
+    class Site:
+        moves, kept, considered, failed_looks = run.moves, run.kept, 0.0, set[str]()
+        hangs = type("", (), {"longest_start": 2.0})
+        service = type("", (), {"network": staticmethod(lambda: None)})
+        progress = type("", (), {"note": staticmethod(run.told.append)})
+
+    site: Any = Site()
+    for _ in range(2):
+        run.now += 5.0
+        site.service.network = lambda: "not a network"
+        _Host._consider_layouts(site)
+    (told,) = run.told
+    assert told.startswith("no other layout can be looked for: AttributeError(")
 
 
 def test_what_does_not_pay_is_said_once(run: Run) -> None:
@@ -142,6 +187,22 @@ def test_parts_that_cannot_change_are_asked_once(run: Run, tmp_path: Path) -> No
     assert run.looks(1, 3, 1, 1, times=8) is None
 
 
+def test_parts_that_cannot_be_composed_are_not_tried_with_another_split(
+    run: Run, tmp_path: Path
+) -> None:
+    move = run.moves_layers()
+    run.moves.left(1)
+    why = f"{PARTS_STAY}the optimizer's group 1 has parameters of groups that differed"
+    (tmp_path / "stay.generation-1").write_text(why)
+    for _ in range(2):
+        run.moves.look(run.kept, 1)
+    assert run.moves.failed(attempt=False)
+    assert (run.moves.layout, move.outcome, move.why) == (FIRST, "went back", why)
+    assert run.told.count(why) == 1
+    run.now += 1000.0
+    assert run.looks(1, 3, 1, 1, times=8) is None
+
+
 def test_invalid_input_in_a_new_split_goes_back(run: Run) -> None:
     """Ranks end with 2 for what a restart does not change; the split before is no restart."""
     run.moves_layers()
@@ -152,7 +213,7 @@ def test_invalid_input_in_a_new_split_goes_back(run: Run) -> None:
         interrupts = type("", (), {"received": None})
         ladder = Ladder(1)
         hangs = type("", (), {"finished": 5})
-        moves = run.moves
+        moves, kept = run.moves, None
         _go_on = staticmethod(lambda *args: went_on.append(args))
 
     invalid = Ending(End.FAILED, "rank 0 exited with code 2", status=2, retry=False)

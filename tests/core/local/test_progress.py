@@ -21,6 +21,7 @@ from pipemorph.local.progress import (
     stragglers_phrase,
 )
 from pipemorph.local.results.history import Journal, View
+from pipemorph.top.page import PLAIN_BARS
 from pipemorph.wire import IterationSample, RailsView, Straggler, StragglersView, TransportsView
 
 
@@ -218,3 +219,23 @@ def test_a_slow_stage_is_shown_with_the_layers_it_should_have() -> None:
     assert stragglers_phrase(StragglersView(known=True), 16) == ""
     assert stragglers_phrase(found) == "slow stage 1 x1.5 and 1 more"
     assert stragglers_phrase(found, 16) == "slow stage 1 x1.5 (-17% with 3 layers) and 1 more"
+
+
+def test_a_terminal_without_bars_gets_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Ascii(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    written = io.BytesIO()
+    stream = Ascii(written, encoding="ascii")
+    journal = Journal(_unseen=[sample(i) for i in range(4)])
+    progress = Progress(stream, job(), journal)
+    progress.update()
+    progress.note("stage 1 has 3 \u2192 2 layers")
+    progress.close()
+    stream.flush()
+    shown = written.getvalue().decode("ascii")
+    assert "stage 1 has 3 ? 2 layers" in shown
+    assert PLAIN_BARS[-1] * 2 in shown

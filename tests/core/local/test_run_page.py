@@ -237,3 +237,16 @@ def test_a_terminal_that_is_gone_stops_the_run(terminal: Terminal) -> None:
     progress.update()
     progress.close()
     assert stopped == [True]
+
+
+def test_a_slow_stage_is_shown_with_the_layers_that_it_holds() -> None:
+    """After layers have moved, the stages hold other numbers of them."""
+    spec = job().model_dump(by_alias=True, exclude_unset=True, mode="json")
+    spec["spec"]["parallelism"] |= {"stages": 2, "layers": 8}
+    status = RunStatus(type(job()).model_validate(spec))
+    slow = Straggler(stage=1, column=0, seconds=0.02, usual=0.01)
+    view = View(stragglers=StragglersView(known=True, count=1, slowest=(slow,), paces=(0.01, 0.02)))
+    status.held = (6, 2)
+    found = status.job(view, TRAINS, [sample(7)], changes=0, goodput=None, now=NOW).status
+    (told,) = [each.message for each in found.conditions if each.type == "StagesEven"]
+    assert "with 7, 1 layers" in told

@@ -19,7 +19,7 @@ from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, plan, simulate, validate
 from pipemorph.planning.analysis.bubbles import explain_interleaved
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
-from pipemorph.planning.interleaved import SAME, plan_interleaved
+from pipemorph.planning.interleaved import SAME, _with_cap, plan_interleaved
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import device_peak, recompute_room
 from pipemorph.planning.search.variants import on_device
@@ -178,6 +178,17 @@ def test_activations_leave_the_device_where_that_pays(
     )
     longest = plan_interleaved(without).simulation.objective(given)
     assert ran.objective(given) <= longest * (1 + SAME)
+
+
+@pytest.mark.parametrize(("in_flight", "device"), [(2, 3), (3, 2), (None, 2)])
+def test_without_offload_a_stage_keeps_to_the_smaller_of_its_limits(
+    in_flight: int | None, device: int
+) -> None:
+    stage = StageTimes(
+        forward=1, backward_input=1, backward_weight=1, in_flight_limit=in_flight,
+        device_limit=device,
+    )  # fmt: skip
+    assert _with_cap(stage, 2).in_flight_limit == 2
 
 
 def test_a_plan_whose_activations_leave_is_written_and_read(tmp_path: Path, capsys: Any) -> None:

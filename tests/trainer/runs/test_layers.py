@@ -129,11 +129,13 @@ with Pipeline(
             killed()
         if victim and generation == 1 and how == "at once" and pipe.iteration == first:
             killed()
-        if victim and generation == 1 and how == "after" and pipe.iteration == first + 2:
+        if victim and generation == 1 and how == "after" and pipe.iteration == first + 4:
             killed()
         draw = torch.Generator().manual_seed(100 * pipe.iteration + place.replica)
         batch = torch.randn(16, 8, generator=draw)
         pipe.step(batch, target=batch.flip(1))
+        if victim and generation == 1 and how == "unable" and pipe.iteration == first + 1:
+            raise context_error()
         pipe.optimizer.step()
         schedule.step()
         pipe.optimizer.zero_grad()
@@ -215,7 +217,8 @@ OLD, NEW = [3, 3], LAYERS
         ("keeping the new part", [OLD, NEW, OLD], "went back"),
         ("kept the new part", [OLD, NEW, OLD], "went back"),
         ("no memory", [OLD, NEW, OLD], "went back"),
-        ("at once", [OLD, NEW, NEW], "moved"),
+        ("at once", [OLD, NEW, OLD], "went back"),
+        ("unable", [OLD, NEW, OLD], "went back"),
         ("after", [OLD, NEW, NEW], "moved"),
     ],
 )

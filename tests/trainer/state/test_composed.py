@@ -18,6 +18,7 @@ from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.names import clash
+from pipemorph_trainer.state.users import why_fixed as why_stays
 from pipemorph_trainer.topology.part import why_fixed
 
 TOTAL = 6
@@ -140,3 +141,104 @@ def test_parts_that_cannot_change_say_why() -> None:
     part.layers(6)
     assert why_fixed([part], 6) == ""
     assert "splits 6 layers, and spec.parallelism.layers is 8" in why_fixed([part], 8)
+
+
+class Rotary(nn.Module):
+    """A layer with a table that is not saved and has one name on all stages, as in models with
+    rotary embeddings."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): nn.Linear(3, 3) for n in numbers})
+        self.register_buffer("table", torch.rand(3), persistent=False)
+
+
+def test_buffers_that_are_not_saved_stay_as_they_were_built(tmp_path: Path) -> None:
+    sources = []
+    for stage, numbers in enumerate([(0, 1, 2), (3,)]):
+        module = Rotary(*numbers)
+        optimizer = torch.optim.AdamW(module.parameters())
+        sources.append(kept(tmp_path, stage, module, optimizer))
+    new = Rotary(2, 3)
+    built = new.table.clone()
+    mine = values(1, new, torch.optim.AdamW(new.parameters()))
+    assert "buffer.table" not in mine.wanted().tensors
+    found = compose(sources[1], sources[:1], mine.wanted())
+    assert isinstance(found, Composed)
+    assert not mine.misfit(found.form, found.object)
+    mine.apply(found, own=True)
+    assert torch.equal(new.table, built)
+    assert torch.equal(
+        new.layers["2"].weight, sources[0].copy.tensors["parameter.0.layers.2.weight"]
+    )
+
+
+class Holder:
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+
+def test_what_users_add_stays_only_if_it_is_of_no_part() -> None:
+    module, optimizer = of_rank(0, 1, seed=1, groups=in_two)
+    schedulers = torch.optim.lr_scheduler
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    same: Any = lambda epoch: 0.9**epoch  # noqa: E731
+    fine = {
+        "plain": schedulers.ExponentialLR(optimizer, 0.9),
+        "in turns": schedulers.SequentialLR(
+            optimizer,
+            [schedulers.LinearLR(optimizer), schedulers.CosineAnnealingLR(optimizer, 9)], [3],
+        ),
+        "same": schedulers.LambdaLR(optimizer, same),
+        "seen": Holder({"tokens": 7, "loss": torch.zeros(())}),
+    }  # fmt: skip
+    for name, value in fine.items():
+        assert why_stays({name: value}, optimizer, {"0.0.weight"}, set()) == "", name
+    refused: dict[str, tuple[Any, str]] = {
+        "optimizer": (other, "an optimizer"),
+        "averaged": (torch.optim.swa_utils.AveragedModel(module), "a module"),
+        "shadow": (Holder({"shadow": [torch.zeros(3)]}), "a tensor"),
+        "named": (Holder({"seen": {"0.0.weight": 1}}), "a value of 0.0.weight"),
+        "of other": (schedulers.ExponentialLR(other, 0.9), "another optimizer"),
+        "plateau": (schedulers.ReduceLROnPlateau(optimizer), "min_lrs, a value for each group"),
+        "several": (schedulers.LambdaLR(optimizer, [same, lambda _: 1.0]), "a function for each"),
+    }
+    for name, (value, why) in refused.items():
+        assert why in why_stays({name: value}, optimizer, {"0.0.weight"}, set()), name
+    # A loader has the state of its random numbers.
+    assert not why_stays({"shadow": refused["shadow"][0]}, optimizer, set(), {"shadow"})
+
+
+def test_a_schedule_goes_on_with_the_learning_rates_of_the_new_part(tmp_path: Path) -> None:
+    """Each layer has its own, and so a group."""
+
+    def rank(*numbers: int, stage: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Values]:
+        module, optimizer = of_rank(*numbers, seed=stage, groups=by_layer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+        place = MeshShape(stages=2).coordinate(stage)
+        extra = Extra({"schedule": schedule}, place, torch.device("cpu"))
+        return module, optimizer, schedule, Values({stage: module}, {}, optimizer, extra)
+
+    sources = []
+    for stage, numbers in enumerate([(0, 1, 2), (3, 4, 5)]):
+        _, optimizer, schedule, held = rank(*numbers, stage=stage)
+        optimizer.step()
+        schedule.step()
+        held.mark()
+        form, tensors, content = held.take()
+        copy = Copy.create(tmp_path / f"copy-{stage}", form, len(content))
+        copy.write(tensors)
+        copy.write_object(content)
+        copy.finish({})
+        sources.append(Source(Copy.open(copy.path) or copy, stage))
+    _, optimizer, schedule, new = rank(2, 3, 4, 5, stage=1)
+    found = compose(sources[1], sources[:1], new.wanted())
+    assert isinstance(found, Composed)
+    new.apply(found, own=True)
+    assert schedule.base_lrs == pytest.approx([1 / 3, 1 / 4, 1 / 5, 1 / 6])
+    schedule.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([1 / 12, 1 / 16, 1 / 20, 1 / 24])

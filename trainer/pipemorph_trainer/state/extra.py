@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipemorph.api.mesh import COLUMN, DATA, DIMENSIONS, Coordinate
 from pipemorph.errors import InputError
+from pipemorph_trainer.state.users import follow_groups, why_fixed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
@@ -48,6 +49,17 @@ class Extra:
         """Names of objects that batches are drawn from."""
         self._marked: dict[str, bytes] = {}
         self._marked_random: dict[str, Tensor] | None = None
+
+    def why_fixed(
+        self, optimizer: torch.optim.Optimizer | None, parameters: Collection[str]
+    ) -> str:
+        """Why these objects cannot go along to another part; empty if they can. ``parameters``:
+        names of the stage's."""
+        return why_fixed(self._state, optimizer, parameters, self._sources)
+
+    def follow_groups(self) -> None:
+        """See :func:`~.users.follow_groups`."""
+        follow_groups(self._state)
 
     def mark(self) -> None:
         """Take what drawing the next batch changes, before it is drawn."""

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph.api.mesh import DATA, DIMENSIONS
+from pipemorph.exits import PARTS_STAY, stay_file
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
@@ -56,8 +57,12 @@ log = logging.getLogger("pipemorph.trainer")
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
+TRIAL = 2
+"""Iterations that new parts of the model have to finish before they count. When the second is
+over, every rank has taken the optimizer's step after the first."""
 WRITE_SECONDS = 300.0
 """Longest wait for the copy before, which is being written beside."""
+DAMAGED = "its bytes are not those that the rank had when it left"
 _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
 
 _numbers = itertools.count(1)
@@ -122,6 +127,8 @@ class Keeper:
         self._late = late
         # A copy is finished later than its iteration begins, by up to one copy.
         self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
+        self._before: Slot | None = None
+        """The copy of the part before, until the new one counts."""
         self._writing: _Writing | None = None
         self._neighbour: Neighbour | None = None
         self._why = values.refusal(on_device=late is not None) or self._open(folder, mine)
@@ -129,6 +136,9 @@ class Keeper:
         self._inside = False
         """Whether an iteration runs, in which a step may be taken again."""
         self._due_next = True
+        self.counts_from = -1
+        """The iteration from which on this generation's parts count. If ranks fail before it, those
+        that follow may have the parts before, so their copies stay."""
         if self._why:
             self._tell()
         elif values.optimizer is not None:
@@ -157,9 +167,7 @@ class Keeper:
     def why_fixed(self) -> str:
         """Why the state of this rank's part is of no use to ranks with other parts; empty if it
         is."""
-        if self._values.loose:
-            return "the optimizer has parameters that are not of the stage"
-        return ""
+        return self._values.why_fixed()
 
     @property
     def neighbour(self) -> Neighbour | None:
@@ -177,7 +185,8 @@ class Keeper:
 
     def _due(self, iteration: int) -> bool:
         """Whether the state before an iteration is kept: the same on all ranks."""
-        if not self._every:
+        # Of new parts there is one already. No other takes the place of that of the parts before.
+        if not self._every or iteration <= self.counts_from:
             return False
         return iteration % self._every == 0 or iteration == self._began_with
 
@@ -246,6 +255,9 @@ class Keeper:
         if self._why:
             return
         self._inside = True
+        if self._before is not None and iteration > self.counts_from:
+            old, self._before = self._before, None
+            self._slots.remove(lambda slot: slot is old)
         self._await_neighbour(iteration)
         if self._why or (not moving and not self._due(iteration)):
             return
@@ -442,6 +454,9 @@ class Keeper:
         for each, why in enumerate(self._world.tell_all(misfit)):
             if why:
                 text = f"the kept state of rank {each} does not fit its stage: {why}"
+                if moved and relaid and why != DAMAGED and rank == 0:
+                    # So it would be with any other parts.
+                    (self._folder / stay_file(self._generation)).write_text(f"{PARTS_STAY}{why}")
                 if moved:
                     raise PipelineError(text)
                 self._remove()
@@ -472,7 +487,7 @@ class Keeper:
         """The state in a copy of this rank, composed anew if its part is another now (``relaid``);
         or why it does not fit."""
         if copy.mark.get("hash") not in (None, digest(copy)):
-            return "its bytes are not those that the rank had when it left"
+            return DAMAGED
         state = self._composed(copy, iteration) if relaid else copy
         if isinstance(state, str):
             return state
@@ -500,9 +515,9 @@ class Keeper:
     def _keep_new_part(
         self, old: Slot, iteration: int, unreported: Sequence[IterationSample]
     ) -> None:
-        """Copy the state of this rank's new part, before anybody says that all have met with it.
-        The copy of the part before stays until the next iteration, which nobody begins earlier: if
-        a rank fails now, all go on with that. Collective over all ranks.
+        """Copy the state of this rank's new part. The copy of the part before stays as well until
+        all know that rank 0 has said that the new parts count: if a rank fails earlier, all go on
+        with that. Collective over all ranks.
 
         Raises :class:`PipelineError` on all ranks if one of them cannot.
         """
@@ -516,6 +531,7 @@ class Keeper:
         else:
             self._write(slot, values, content, Offer(iteration))
             self._slots.keep_only(old, slot)
+            self._before, self.counts_from = old, iteration + TRIAL
         for rank, each in enumerate(self._world.tell_all(why)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")

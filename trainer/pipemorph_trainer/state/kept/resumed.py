@@ -42,6 +42,28 @@ class Resumed(NamedTuple):
         return f"{told} ({self.why})" if self.why else told
 
 
+class Word:
+    """What rank 0 says of the state of a generation, once it has finished as many iterations as
+    ``counts_from``: new parts of the model do not count before. ``folder``: None to say nothing."""
+
+    def __init__(
+        self, folder: Path | None, generation: int, resumed: Resumed, counts_from: int
+    ) -> None:
+        self._folder, self._generation, self._resumed = folder, generation, resumed
+        self._counts_from = counts_from
+
+    def finished(self, iterations: int) -> None:
+        """Leave the word if it is due. ``iterations``: number of finished ones."""
+        if iterations >= self._counts_from:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the word, unless that has been done."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            leave_word(folder, self._generation, self._resumed)
+
+
 def leave_word(folder: Path, generation: int, resumed: Resumed) -> None:
     """Write where the state of this generation comes from, for the host:
     ``resumed.generation-<G>``, JSON. In place of those of earlier generations: it takes memory."""

@@ -200,20 +200,36 @@ class Values:
             for group in self.optimizer.param_groups
         ]
 
+    def _not_saved(self) -> set[str]:
+        """The buffers that modules do not save. Their names need not be those of one stage alone,
+        and whoever builds a part makes them."""
+        return {
+            f"buffer.{stage}.{prefix}{'.' if prefix else ''}{name}"
+            for stage, whole in self._modules.items()
+            for prefix, module in whole.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+
     def wanted(self) -> Wanted:
-        """What the part of this rank, of one stage, is made of."""
+        """What the part of this rank, of one stage, is made of, but for buffers that modules do not
+        save."""
         (stage,) = self._modules or self._emulated
+        own = self._not_saved()
         tensors = [
             ".".join((kind, name))
-            for kind, _, name in (key.split(".", 2) for key, _ in self._held() if _of_stage(key))
+            for key, _ in self._held()
+            if _of_stage(key) and key not in own
+            for kind, _, name in (key.split(".", 2),)
         ]
         modules = [name for _, name in self._extra_states()]
         return Wanted(stage, tensors, modules, self._names_of_groups())
 
-    @property
-    def loose(self) -> bool:
-        """Whether the optimizer has parameters that are of no stage."""
-        return any(n.startswith(LOOSE) for group in self._names_of_groups() for n in group)
+    def why_fixed(self) -> str:
+        """Why this state is of no use to ranks with other parts; empty if it is."""
+        if any(n.startswith(LOOSE) for group in self._names_of_groups() for n in group):
+            return "the optimizer has parameters that are not of the stage"
+        names = {name for each in self._modules.values() for name, _ in each.named_parameters()}
+        return self._extra.why_fixed(self.optimizer, names)
 
     def _of_optimizer(self) -> Iterator[tuple[int, Tensor, str, Any]]:
         """The optimizer's state: number of the parameter, the parameter, key and value."""
@@ -260,6 +276,7 @@ class Values:
         """Why a copy does not fit this rank; empty if it does."""
         mine = {n: _entry(n, v) for n, v in self._held() if not n.startswith("optimizer.")}
         other = {e.name: e for e in form if not e.name.startswith(("optimizer.", "gradient."))}
+        mine = {n: entry for n, entry in mine.items() if n in other or n not in self._not_saved()}
         if set(mine) != set(other):
             (name, *_) = sorted(set(mine) ^ set(other))
             return f"{name} is only in {'the model' if name in mine else 'the kept state'}"
@@ -285,7 +302,8 @@ class Values:
         random state is not taken. Returns iterations that may not have been reported."""
         rest = pickle.loads(copy.object)
         for name, value in list(self._held()):
-            if not name.startswith("optimizer."):
+            # A composed state has no buffers that modules do not save.
+            if not name.startswith("optimizer.") and name in copy.tensors:
                 local(value).copy_(copy.tensors[name])
         for (stage, name), found in rest["modules"].items():
             self._modules[stage].get_submodule(name).set_extra_state(found)
@@ -300,6 +318,8 @@ class Values:
                 if kind == "value":
                     local(parameter.grad).copy_(copy.tensors[key])  # type: ignore[arg-type]
         self._extra.unpack_objects(rest["objects"])
+        if isinstance(copy, Composed):
+            self._extra.follow_groups()
         if own:
             set_random_state(rest["random"])
         unreported: Sequence[IterationSample] = rest["unreported"]

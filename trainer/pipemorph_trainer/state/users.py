@@ -1,0 +1,95 @@
+"""What of a user's objects (``state=``) a rank can take along to another part of the model.
+
+They stay with the rank, and are loaded as they were. So what they hold of single parameters, or of
+the optimizer's groups by position, would be loaded into those of another part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+OF_GROUPS = frozenset({"base_lrs", "_last_lr"})
+"""Lists of a scheduler, by the optimizer's groups, that are found again in those groups."""
+
+
+def why_fixed(
+    state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Collection[str],
+    sources: Collection[str],
+) -> str:
+    """Why a rank with these objects cannot have another part; empty if it can. ``parameters``:
+    names of the stage's; ``sources``: of objects that batches are drawn from, which may have
+    tensors."""
+    for name, value in state.items():
+        if isinstance(value, torch.optim.Optimizer | nn.Module):
+            kind = "an optimizer" if isinstance(value, torch.optim.Optimizer) else "a module"
+            return f"state has {name!r}, {kind}, whose values would be those of another part"
+        if isinstance(value, LRScheduler):
+            if value.optimizer is not optimizer:
+                return f"state has {name!r}, which schedules another optimizer than Pipeline's"
+            if why := _by_position(value):
+                return f"state has {name!r}, a {type(value).__name__}, with {why}"
+        elif name not in sources and (what := _of_parameters(value.state_dict(), parameters)):
+            return f"state has {name!r}, with {what}, which would be of another part"
+    return ""
+
+
+def _by_position(scheduler: LRScheduler) -> str:
+    """What a scheduler has by the positions of the optimizer's groups; empty if nothing that is
+    not in those groups."""
+    count = len(scheduler.optimizer.param_groups)
+    for each in _whole(scheduler):
+        base = getattr(each, "base_lrs", None)
+        begun = [group.get("initial_lr") for group in each.optimizer.param_groups]
+        if base is not None and list(base) != begun:
+            return "base_lrs that are not the initial_lr of the optimizer's groups"
+        if count < 2:
+            continue
+        for key, value in vars(each).items():
+            if key in OF_GROUPS or key in {"_schedulers", "_milestones", "lr_lambdas"}:
+                continue
+            if isinstance(value, list | tuple) and len(value) == count:
+                return f"{key}, a value for each group of the optimizer by its position"
+        lambdas = getattr(each, "lr_lambdas", [])
+        if any(one is not lambdas[0] for one in lambdas):
+            return "a function for each group of the optimizer by its position"
+    return ""
+
+
+def _whole(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """A scheduler, and those that it consists of."""
+    yield scheduler
+    for each in getattr(scheduler, "_schedulers", ()):
+        yield from _whole(each)
+
+
+def _of_parameters(value: Any, parameters: Collection[str]) -> str:
+    """What in a state is of single parameters, as far as that can be seen; empty if nothing."""
+    if isinstance(value, Tensor):
+        return "a tensor" if value.numel() > 1 else ""
+    if isinstance(value, Mapping):
+        found = next((key for key in value if isinstance(key, str) and key in parameters), None)
+        if found is not None:
+            return f"a value of {found}"
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return ""
+    return next(filter(None, (_of_parameters(each, parameters) for each in value)), "")
+
+
+def follow_groups(state: Mapping[str, Any]) -> None:
+    """Have schedulers go on from the learning rates of their optimizer's groups, which are those of
+    the new part."""
+    for value in state.values():
+        for each in _whole(value) if isinstance(value, LRScheduler) else ():
+            groups = each.optimizer.param_groups
+            if hasattr(each, "base_lrs"):
+                each.base_lrs = [group["initial_lr"] for group in groups]
+            if hasattr(each, "_last_lr"):
+                each._last_lr = [group["lr"] for group in groups]
