@@ -52,7 +52,7 @@ if victim and generation == 1 and how == "misread":
 if victim and generation == 1 and how == "gone":
     shutil.rmtree(context.kept_dir / "rank-1.generation-0")
 if victim and how == "refusing":
-    Keeper.seal = lambda *_: "it has no memory left"
+    Keeper.seal = lambda *_, **__: "it has no memory left"
 
 torch.manual_seed(context.coordinate().stage)
 stage = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
