@@ -197,7 +197,7 @@ def test_copies_that_are_not_those_that_were_left(
     assert json.loads(told[0]) == [0, 1, 2, 3]
     second = report["recoveries"][-1]
     if how == "gone":
-        assert "ranks do not have their copies at their new places" in report["said"]
+        assert "ranks do not have their copies in their new layout" in report["said"]
     else:
         assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
     if how == "misread":
