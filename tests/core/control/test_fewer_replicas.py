@@ -319,7 +319,7 @@ def test_a_second_loss_within_the_same_second_is_one() -> None:
 def test_pods_that_wait_hear_that_the_others_have_finished_from_rank_0s_agent() -> None:
     job = without(3)
     finished = {
-        "protocol": 3, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
         "sent_at": 1.0, "state": "finished", "iteration": 9, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip
