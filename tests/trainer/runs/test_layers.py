@@ -206,18 +206,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 OLD, NEW = [3, 3], LAYERS
 
 
+def soak(*values: Any) -> Any:
+    """A case for `make soak`: each takes some twenty seconds."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("how", "generations", "outcome"),
     [
         ("", [OLD, NEW], "moved"),
-        ("leaving", [OLD, OLD], "stayed"),
-        ("copying", [OLD, OLD], "stayed"),
+        soak("leaving", [OLD, OLD], "stayed"),
+        soak("copying", [OLD, OLD], "stayed"),
         ("refusing to build", [OLD, None, OLD], "went back"),
-        ("composing", [OLD, NEW, OLD], "went back"),
-        ("keeping the new part", [OLD, NEW, OLD], "went back"),
+        soak("composing", [OLD, NEW, OLD], "went back"),
+        soak("keeping the new part", [OLD, NEW, OLD], "went back"),
         ("kept the new part", [OLD, NEW, OLD], "went back"),
-        ("no memory", [OLD, NEW, OLD], "went back"),
-        ("at once", [OLD, NEW, OLD], "went back"),
+        soak("no memory", [OLD, NEW, OLD], "went back"),
+        soak("at once", [OLD, NEW, OLD], "went back"),
         ("unable", [OLD, NEW, OLD], "went back"),
         ("after", [OLD, NEW, NEW], "moved"),
     ],
@@ -251,7 +256,7 @@ def test_the_old_parts_or_the_new_ones(
     assert report["completed"]
 
 
-@pytest.mark.parametrize("how", ["changed", "gone"])
+@pytest.mark.parametrize("how", [soak("changed"), "gone"])
 def test_copies_that_are_not_those_that_were_left(
     tmp_path: Path, undisturbed: list[float], how: str
 ) -> None:
@@ -275,8 +280,8 @@ def test_copies_that_are_not_those_that_were_left(
     ("how", "why"),
     [
         ("module", "Pipeline was given a stage, and no function that builds it"),
-        ("deaf", "the function that builds a stage does not ask part.layers()"),
-        ("clashing", "stages 0 and 1 both have 'layers.x0.linear.bias'"),
+        soak("deaf", "the function that builds a stage does not ask part.layers()"),
+        soak("clashing", "stages 0 and 1 both have 'layers.x0.linear.bias'"),
     ],
 )
 def test_parts_that_cannot_change_say_so_once(
