@@ -65,7 +65,7 @@ MUTANTS = {
         INBOX,
         INBOX,
         (("if (s.serial != serial || s.state != State::held) return std::nullopt;", ""),),
-        "released twice",
+        "released twice|granted while it was granted",
     ),
     "inbox: sizes that grow for ever add up": Mutant(
         INBOX,
