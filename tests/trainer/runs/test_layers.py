@@ -194,12 +194,13 @@ def run(
     return report | {"said": done.stdout}
 
 
-def losses(report: dict[str, Any]) -> list[float]:
-    return [each["loss"] for each in report["iterations"]]
+def losses(report: dict[str, Any]) -> dict[int, float]:
+    """By iteration."""
+    return {each["index"]: each["loss"] for each in report["iterations"]}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run(tmp_path_factory.mktemp("runs") / "undisturbed", "", moves=()))
 
 
@@ -229,7 +230,7 @@ def soak(*values: Any) -> Any:
 )
 def test_the_old_parts_or_the_new_ones(
     tmp_path: Path,
-    undisturbed: list[float],
+    undisturbed: dict[int, float],
     how: str,
     generations: list[list[int] | None],
     outcome: str,
@@ -252,13 +253,16 @@ def test_the_old_parts_or_the_new_ones(
     assert (move["layers_before"], move["layers"], move["moved"]) == (OLD, NEW, [])
     if not how:
         assert move["seconds"] > 0
-    assert losses(report) == undisturbed
     assert report["completed"]
+    told = losses(report)
+    assert told.items() <= undisturbed.items()
+    # Ranks that are killed may have finished iterations that they could not report.
+    assert len(told) >= len(undisturbed) - 3
 
 
 @pytest.mark.parametrize("how", [soak("changed"), "gone"])
 def test_copies_that_are_not_those_that_were_left(
-    tmp_path: Path, undisturbed: list[float], how: str
+    tmp_path: Path, undisturbed: dict[int, float], how: str
 ) -> None:
     report = run(tmp_path, how)
     (move,) = report["relayouts"]
@@ -285,7 +289,7 @@ def test_copies_that_are_not_those_that_were_left(
     ],
 )
 def test_parts_that_cannot_change_say_so_once(
-    tmp_path: Path, undisturbed: list[float], how: str, why: str
+    tmp_path: Path, undisturbed: dict[int, float], how: str, why: str
 ) -> None:
     report = run(tmp_path, how)
     (move,) = report["relayouts"]
@@ -298,7 +302,7 @@ def test_parts_that_cannot_change_say_so_once(
 
 
 def test_a_checkpoint_of_the_new_parts_resumes_on_any_split(
-    tmp_path: Path, undisturbed: list[float]
+    tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     """A run that begins from it begins with the even split."""
     saved = {"directory": str(tmp_path / "saved"), "every": ITERATIONS - 8}
@@ -308,10 +312,10 @@ def test_a_checkpoint_of_the_new_parts_resumes_on_any_split(
     assert (folder / ".metadata").exists()
     again = run(tmp_path / "again", "", moves=(), checkpoint=saved)
     assert next(each["index"] for each in again["iterations"]) == ITERATIONS - 8
-    assert losses(again) == undisturbed[-8:]
+    assert losses(again).items() <= undisturbed.items() and len(losses(again)) == 8
 
 
-def test_layers_move_there_and_back(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_layers_move_there_and_back(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     report = run(tmp_path, "", moves=[LAYERS, OLD])
     moves = report["relayouts"]
     assert [move["outcome"] for move in moves] == ["moved"] * 2, report["said"]
