@@ -7,6 +7,7 @@ runs the first whose message has arrived.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from pipemorph.planning import Dispatch, Op, OpKind
@@ -24,7 +25,7 @@ class Candidate(NamedTuple):
     waits_for_send: bool = False
 
 
-class Chooser:
+class Chooser(ABC):
     """``forwards``, ``backwards``, ``weights``: how many of each have run; a fused backward counts
     as both of the latter."""
 
@@ -38,9 +39,9 @@ class Chooser:
         kind = GuidedChooser if dispatch is Dispatch.GUIDED else OnlineChooser
         return kind(mine, microbatches)
 
+    @abstractmethod
     def candidates(self, held: Residency) -> list[Candidate]:
         """The ops that may run now, the preferred one first. ``held``: what is on the device."""
-        raise NotImplementedError
 
     def ran(self, kind: OpKind) -> None:
         """Count an op that has run."""
