@@ -489,6 +489,7 @@ TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
     for (const bool offered : {false, true}) {
         Two two;
         Gate gate;
+        Gate ends;
         std::atomic<bool> over{false};
         const std::string ours = offered ? "fake0" : "fake1";
         two.fabric.intercept([&](const fake::Call& call) {
@@ -496,12 +497,13 @@ TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
                 gate.pass();
             if (!over || call.device != ours) return 0;
             if (call.name == "reg_mr") return ENOMEM;
-            return gone(call, ours.c_str()) ? EIO : 0;
+            if (gone(call, ours.c_str())) ends.pass();
+            return 0;
         });
         struct Open {
             Gate& gate;
             ~Open() { gate.open(); }
-        } open{gate};
+        } open_gate{gate}, open_ends{ends};
         two.link();
         if (offered)
             gate.until_stopped();  // the dialler has no answer yet
@@ -510,9 +512,10 @@ TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
         Link& link = offered ? *two.dialled : *two.accepted;
         over = true;
         link.die("it is over");
+        ends.until_stopped();
         link.reserve(offered, 1, kChunk);
         CHECK(link.alive() && link.stats().slots_granted == 0);
-        over = false;
+        ends.open();
         until("ended", [&] { return !link.alive(); });
         CHECK(link.error() == "it is over");
         CHECK(THROWS(EngineError, link.reserve(offered, 1, kChunk)) == "it is over");

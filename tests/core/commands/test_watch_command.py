@@ -293,6 +293,7 @@ def test_a_trace_goes_on_after_errors_that_pass(
     kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(reach, "PAUSE_SECONDS", 0.0)
     first, second = documents(3, 5)
     elsewhere = [(421, BUSY[421])] * reach.TRIES
     passing = [(status, BUSY[status]) for status in (502, 503, 504)]
