@@ -231,12 +231,20 @@ class JobController:
     def resized(self, spec: JobSpec) -> JobController:
         """A controller that goes on for this one with the replicas of ``spec``, which are numbered
         anew: links, reductions and stages have to be measured again. The plan in force stays,
-        unless it differs between replicas: then ranks begin with that of the spec."""
+        unless it differs between replicas or is for other microbatches: then ranks begin with that
+        of the spec."""
         saved = self.snapshot()
         for each in ("own_links", "slow_directions", "slow_since"):
             del saved[each]
-        if self._plans.directive is not None and self._plans.directive.plan.own:
-            del saved["directive"]
+        others = spec.schedule.microbatches != self.spec.schedule.microbatches
+        if others:
+            # Nor is it known what these iterations would have taken under the plan of the start.
+            del saved["baseline"]
+        directive = self._plans.directive
+        if others or (directive is not None and directive.plan.own):
+            # What was decided was decided for that plan.
+            for each in ("directive", "wire_times", "delays", "slow"):
+                del saved[each]
         made = JobController.restore(spec, saved, on_report=self._on_report)
         made._versions.adopt(self._versions)
         made._events = self._events

@@ -193,6 +193,11 @@ RULES: dict[str, list[Rule]] = {
             field_path=".minReplicas",
         ),
         Rule(
+            rule="self.batch == 'shrink' || has(self.minReplicas)",
+            message="batch keep needs minReplicas",
+            field_path=".batch",
+        ),
+        Rule(
             rule="self.stages % self.stagesPerRank == 0",
             message="stagesPerRank must divide stages",
             field_path=".stagesPerRank",
