@@ -37,7 +37,7 @@ from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
 from pipemorph.control.record.history import Decision, Finished, Ledger
 from pipemorph.control.record.worth import Worth
-from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
+from pipemorph.control.snapshot import DECIDED, OwnLinks, Snapshot, rounded, without
 from pipemorph.control.view import JobView
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
@@ -236,15 +236,11 @@ class JobController:
         saved = self.snapshot()
         for each in ("own_links", "slow_directions", "slow_since"):
             del saved[each]
-        others = spec.schedule.microbatches != self.spec.schedule.microbatches
-        if others:
-            # Nor is it known what these iterations would have taken under the plan of the start.
-            del saved["baseline"]
         directive = self._plans.directive
-        if others or (directive is not None and directive.plan.own):
-            # What was decided was decided for that plan.
-            for each in ("directive", "wire_times", "delays", "slow"):
-                del saved[each]
+        if spec.schedule.microbatches != self.spec.schedule.microbatches:
+            saved = without(saved, *DECIDED, "baseline")
+        elif directive is not None and directive.plan.own:
+            saved = without(saved, *DECIDED)
         made = JobController.restore(spec, saved, on_report=self._on_report)
         made._versions.adopt(self._versions)
         made._events = self._events
@@ -392,7 +388,7 @@ class JobController:
     ) -> JobController:
         """A controller that continues from a snapshot. The next reports restore the links' health.
         Raises :class:`InputError` if the snapshot cannot be used."""
-        saved = Snapshot.read(snapshot)
+        saved = Snapshot.read(snapshot).for_microbatches(spec.schedule.microbatches)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
         observed, plans = self._observed, self._plans
         judgement, versions = self._assessment.judgement, self._versions

@@ -410,6 +410,10 @@ def test_replicas_that_share_out_the_batch_begin_with_a_plan_for_it() -> None:
     left = Replicas(fewer, controller=plant.controller.resized(fewer))
     assert left.controller.wanted == initial_plan(fewer)
     assert left.controller.directive() is None
+    # As a host that starts again after only the smaller job was written.
+    restored = JobController.restore(fewer, plant.controller.snapshot())
+    assert restored.wanted == initial_plan(fewer) and restored.directive() is None
+    assert restored.plan_version == plant.plan.version
     left.now, left.iteration, left.sequence = plant.now, plant.iteration, plant.sequence
     left.delays_of[0][0] = 0.06
     left.run(12)
