@@ -109,7 +109,7 @@ TEST(planner_online_dispatch_runs_every_op) {
         if (rng.below(2))
             for (int i = 0; i + 1 < costs.stages; ++i)
                 rules.slots.push_back(std::max(1, rules.warmup[i] - rules.warmup[i + 1]));
-        FirstReady execution(costs, rules);
+        FirstReady execution(costs, rules, one_stage_each(costs.stages));
         execution.run();
         for (int i = 0; i < costs.stages; ++i) {
             const size_t ops = (rules.fused[i] ? 2 : kKinds) * costs.microbatches;
