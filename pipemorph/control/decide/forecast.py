@@ -434,8 +434,8 @@ class Forecast:
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
         problem, dispatch = self.problem(routes), self._dispatch
         if problem.ranks is not None:
-            found = plan_interleaved(problem, Policy.PIPEMORPH)
-            return [self.of(found.to_plan(0, routes, dispatch))]
+            several = plan_interleaved(problem, Policy.PIPEMORPH)
+            return [self.of(several.to_plan(0, routes, dispatch))]
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)

@@ -353,7 +353,9 @@ def _runner(
     ]
     if dispatch is Dispatch.ONLINE:
         rules = Rules.of(problem, per_stage.warmup(), fused=fused_stages(per_stage), slots=slots)
-        return lambda costs, *at: core.online(costs, rules, *at, stages_of)
+        return lambda costs, delay_at, transfer_at: core.online(
+            costs, rules, delay_at, transfer_at, stages_of
+        )
     if waits is None:
         waits = interleaved_waits(schedule, problem)
     held, n = list(map(frozenset, waits)), schedule.microbatches
@@ -366,7 +368,9 @@ def _runner(
         caps=per_stage.in_flight_peak(),
         slots=tuple(n if each is None else each for each in slots) if any(slots) else None,
     )
-    return lambda costs, *at: core.guided(costs, guide, *at, stages_of)
+    return lambda costs, delay_at, transfer_at: core.guided(
+        costs, guide, delay_at, transfer_at, stages_of
+    )
 
 
 def _after(schedule: InterleavedSchedule, problem: Problem) -> list[float]:
