@@ -624,20 +624,14 @@ class JobSpec(SpecModel):
                 "parallelism.stagePlacement",
                 f"is {cut.stage_placement}; policy {policy.value} needs {needs}",
             )
-        if not several:
-            return
-        if self.schedule.dispatch_kind.varies:
-            raise FieldError(
-                "schedule.dispatch",
-                f"is {self.schedule.dispatch_kind.value}; ranks with several stages need static, or"
-                " auto",
-            )
-        if self.schedule.warmup is not None:
+        if policy.interleaved and self.schedule.warmup is not None:
             raise FieldError(
                 "schedule.warmup",
-                f"is {self.schedule.warmup}; the plan sets that of ranks with several stages: leave"
-                " it out",
+                f"is {self.schedule.warmup}; policy {policy.value} sets its own: leave it out, or"
+                " use pipemorph",
             )
+        if not several:
+            return
         for i, fault in enumerate(self.faults):
             placed = cut.mesh.placed
             if fault.link is None:
