@@ -284,6 +284,8 @@ class Figures:
     late: float = 0.0
     reconnects: int = 0
     answers: list[float] = field(default_factory=list)
+    answered_at: list[float] = field(default_factory=list)
+    """When each of them came: seconds since all connections are open."""
     directives: list[tuple[int, float, float, float]] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     unasked: list[float] = field(default_factory=list)
@@ -348,6 +350,7 @@ class Fleet:
             if now < self._load.gone_at:
                 self._out.reports += 1
                 self._out.answers.append(took)
+                self._out.answered_at.append(self._now())
             elif away:
                 away = False
                 self._out.back.append(self._now() - self._load.gone_at)

@@ -76,11 +76,12 @@ def wait_for_kind(cluster: Cluster, kind: str) -> None:
 class Program:
     """One of the two processes; it can be killed and started again."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, kube: Path):
+    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, kube: Path,
+                 sources: Path = ROOT):  # fmt: skip
         self.metrics_port = free_port()
         command = [sys.executable, "-m", module, *arguments, "--host=127.0.0.1"]
         command.append(f"--metrics-port={self.metrics_port}")
-        path = f"{ROOT / 'operator'}:{ROOT / 'trainer'}:{ROOT}"
+        path = f"{sources / 'operator'}:{sources / 'trainer'}:{sources}"
         environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path}
         self.process = Process(name, command, folder / f"{name}.log", environment=environment)
 

@@ -15,7 +15,7 @@ from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import viewers
 from pipemorph_operator.ingest.auth import REVIEW_PATH
-from pipemorph_operator.ingest.viewers import ACCESS_PATH, ViewerAuthenticator
+from pipemorph_operator.ingest.viewers import ACCESS_PATH, ViewerAuthenticator, ViewerReviews
 
 AUDIENCE = audience("team", "gpt")
 USER = {
@@ -59,7 +59,8 @@ class Door:
     def __init__(self) -> None:
         self.api, self.now, self.located = Api(), 1000.0, 0
         self.elsewhere = False
-        self.authenticator = ViewerAuthenticator(self.api, self.locate, clock=lambda: self.now)
+        self.reviews = ViewerReviews(self.api, clock=lambda: self.now)
+        self.authenticator = ViewerAuthenticator(self.reviews, self.locate, clock=lambda: self.now)
 
     def locate(self, namespace: str, job: str) -> None:
         self.located += 1
@@ -198,7 +199,7 @@ def test_verdicts_are_bounded_and_bad_ones_push_out_nothing_that_is_good(
     assert [door.knock(token(good=n)) for n in (0, 2, 3)] == [200] * 3
     assert len(door.api.asked) == asked
     assert door.knock(token(good=1)) == 200 and len(door.api.asked) == asked + 2
-    for kept in (door.authenticator._good, door.authenticator._bad):
+    for kept in (door.reviews._good, door.reviews._bad):
         assert len(kept) == 3
 
 
