@@ -46,6 +46,7 @@ NAMES = (
     "observer_cost",
     "agent_tree",
     "ingest_cost",
+    "viewers",
     "attacks",
     "api_cost",
     "operator_scale",
@@ -55,7 +56,7 @@ NAMES = (
 CHECKED = {
     "agent_tree", "attacks", "compiled", "drain", "engine", "engine_idle", "ingest_cost",
     "large_jobs", "operator_scale", "optimistic_step", "plan_handout", "recovery", "relayout",
-    "saved", "slow_link",
+    "saved", "slow_link", "viewers",
 }  # fmt: skip
 """They hold their figures to their goals with --check only."""
 

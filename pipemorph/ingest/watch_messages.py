@@ -36,7 +36,8 @@ class Links(NamedTuple):
     """Transports that links fell back to."""
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """A finished iteration."""
 
     index: int
@@ -46,7 +47,7 @@ class Sample(NamedTuple):
     bubble_fraction: float
 
     def restored(self) -> IterationSample:
-        return IterationSample(**self._asdict())
+        return IterationSample.model_validate(vars(self))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from pipemorph.ingest.watch_messages import (
     News,
     Ops,
     Runs,
-    Sample,
     Sight,
     Taken,
     Tell,
@@ -290,7 +289,7 @@ class Viewing:
                 watching.follow(message.runs)
                 if message.links is not None:
                     watching.kept.take_links(message.links)
-                watching.kept.take_samples([Sample(*each).restored() for each in message.samples])
+                watching.kept.take_samples([each.restored() for each in message.samples])
         elif isinstance(message, Forget):
             if message.ops:
                 if message.number in self._jobs:
@@ -451,7 +450,8 @@ async def serve(check: Checker | None) -> None:
         waiting[number] = answer = loop.create_future()
         try:
             writer.write(frame((number, question)))
-            return await answer
+            sight: Sight | None = await answer
+            return sight
         finally:
             del waiting[number]
 
