@@ -167,6 +167,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request is answered with a new document, and all ops are read."""
     monkeypatch.setattr(documents, "EVERY", 0.0)
     monkeypatch.setattr(watching, "OPS_BURST", 1000.0)
+    monkeypatch.setattr(watching, "REQUEST_BURST", 1e6)
 
 
 def test_a_viewer_is_told_the_page_and_its_documents() -> None:
