@@ -167,34 +167,45 @@ def placed(body: str, part: int) -> dict[str, Any]:
 
 
 class Pods:
-    """Connections of the agents of all pods but the first, and of the ranks of the first."""
+    """Connections of the agents of pods, and of the ranks of those pods whose agents are real: of
+    the first, which has the job's agent, and maybe of others."""
 
     def __init__(self, seat: dict[str, Any]) -> None:
-        self._secret, self._port = bytes.fromhex(seat["secret"]), seat["port"]
-        self.parts = range(1, STAGES * REPLICAS // RANKS)
+        self._secret = bytes.fromhex(seat["secret"])
+        self._port = seat["port"]
+        real = {int(part): port for part, port in seat.get("parts", {}).items()}
+        self._ports = {0: self._port} | real
+        """Of the real agents, by pod."""
+        self._names = {"namespace": seat.get("namespace", NAMESPACE), "job": seat.get("job", JOB)}
+        pods = STAGES * REPLICAS // RANKS
+        self.parts = [part for part in range(pods) if part not in self._ports]
         self._recorded = [record(seed, seat["noise"]) for seed in range(TEMPLATES)]
         self._lines: dict[int, asyncio.StreamWriter] = {}
-        self._ranks: list[asyncio.StreamWriter] = []
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._sequence = dict.fromkeys(self.parts, 10_000)
         self._keep: list[Any] = []
         self._draw = random.Random(1)
         self.slow: frozenset[int] = frozenset()
-        """Columns of the first pod of which link 0 is slow."""
-        self.noise = seat["noise"]
+        """Columns of the first pods of which link 0 is slow."""
+        self.noise, self.iteration = seat["noise"], ITERATION
+        """Of the latter, seconds of the next iteration."""
         self.sent = self.messages = self.answered = 0
 
     async def connect(self) -> None:
         gate = asyncio.Semaphore(AT_A_TIME)
 
-        async def dial(side: frames.Side, number: int) -> asyncio.StreamWriter:
+        async def dial(side: frames.Side, number: int, port: int) -> asyncio.StreamWriter:
             async with gate:
-                reader, line = await asyncio.open_connection("127.0.0.1", self._port)
+                reader, line = await asyncio.open_connection("127.0.0.1", port)
                 await lines.introduce(reader, line, self._secret, side, number)
-            self._keep.append(asyncio.create_task(self._drain(reader)))
+            ranks = number if side == "rank" else number * RANKS
+            self._keep.append(asyncio.create_task(self._listen(reader, ranks)))
             return line
 
-        self._ranks = await asyncio.gather(*(dial("rank", rank) for rank in range(RANKS)))
-        found = await asyncio.gather(*(dial("part", number) for number in self.parts))
+        ranks = {part * RANKS + i: port for part, port in self._ports.items() for i in range(RANKS)}
+        found = await asyncio.gather(*(dial("rank", *each) for each in ranks.items()))
+        self._ranks = dict(zip(ranks, found, strict=True))
+        found = await asyncio.gather(*(dial("part", each, self._port) for each in self.parts))
         self._lines = dict(zip(self.parts, found, strict=True))
         self._keep.append(asyncio.create_task(self._train()))
         for number in self.parts:
@@ -203,9 +214,15 @@ class Pods:
             if number % AT_A_TIME == 0:
                 await asyncio.sleep(0.05)
 
-    async def _drain(self, reader: asyncio.StreamReader) -> None:
-        while data := await reader.read(1 << 16):
-            self.answered += len(data)
+    async def _listen(self, reader: asyncio.StreamReader, first: int) -> None:
+        """Hear what is told to one line. ``first``: its first rank."""
+        while True:
+            payload = await lines.read(reader)
+            self.answered += len(payload) + frames.HEADER_BYTES
+            self.hear(first, payload)
+
+    def hear(self, first: int, payload: bytes) -> None:
+        """Take what a line was told."""
 
     def _first(self, number: int) -> dict[str, Any]:
         stage, column = number * RANKS // REPLICAS, number * RANKS % REPLICAS
@@ -220,7 +237,7 @@ class Pods:
             for i in range(RANKS)
         ]
         base = {
-            "protocol": 4, "job": JOB, "namespace": NAMESPACE, "attempt": 0, "sent_at": 1.0,
+            "protocol": 4, "attempt": 0, "sent_at": 1.0,
             "state": "training", "iteration": 1, "observed_plan_version": 0,
             "applied_plan_version": 0, "part": number,
         }  # fmt: skip
@@ -231,28 +248,38 @@ class Pods:
 
     def _send(self, number: int, told: dict[str, Any]) -> None:
         self._sequence[number] += 1
-        told["sequence"] = self._sequence[number]
+        told |= self._names | {"sequence": self._sequence[number]}
         data = frames.frame(json.dumps(told).encode())
         self._lines[number].write(data)
         self.sent += len(data)
         self.messages += 1
 
     async def _train(self) -> None:
-        """The ranks of the first pod: windows each 50 ms, op times with each iteration."""
-        turn, began = 0, time.monotonic()
+        """The ranks: windows each 50 ms, op times with each iteration."""
+        turn, iteration, began = 0, 0, time.monotonic()
+        end = self.iteration
         while True:
             turn += 1
-            ends = turn % round(ITERATION / WINDOW) == 0
-            for rank, line in enumerate(self._ranks):
-                column = range(rank, rank + 1)
-                told = RankTelemetry(
-                    rank=rank, stage=0, replica=rank, state="training", iteration=turn // 10,
-                    applied_plan_version=0, prepared_plan_version=0, ports=0,
-                    links=windows(self._draw, self.noise, 0, column, self.slow),
-                    profile=profiles(self._draw, self.noise, 0, column)[0] if ends else None,
-                )  # fmt: skip
-                line.write(frames.encode(told))
+            if ends := turn * WINDOW >= end:
+                iteration, end = iteration + 1, end + self.iteration
+            for rank, line in self._ranks.items():
+                line.write(frames.encode(self.telemetry(rank, iteration, ends=ends)))
             await asyncio.sleep(max(0.0, began + turn * WINDOW - time.monotonic()))
+
+    def telemetry(self, rank: int, iteration: int, *, ends: bool) -> RankTelemetry:
+        """What a rank tells now. ``ends``: whether it has just finished the iteration before."""
+        stage, column = divmod(rank, REPLICAS)
+        columns = range(column, column + 1)
+        return RankTelemetry(
+            rank=rank, stage=stage, replica=column, state="training", iteration=iteration,
+            applied_plan_version=0, prepared_plan_version=0, ports=0,
+            links=windows(self._draw, self.noise, stage, columns, self.slow),
+            profile=profiles(self._draw, self.noise, stage, columns)[0] if ends else None,
+        )  # fmt: skip
+
+    def told(self) -> dict[str, Any]:
+        """What was sent and heard in the last phase."""
+        return {"sent": self.sent, "messages": self.messages, "answered": self.answered}
 
     async def play(self, what: str) -> None:
         """Replay what pods tell in a phase, at its times."""
@@ -289,8 +316,8 @@ class Pods:
         return recorded.all if 1 <= stage <= STAGES // 2 else []
 
 
-async def played(seat: dict[str, Any]) -> None:
-    pods = Pods(seat)
+async def played(pods: Pods) -> None:
+    """Play what standard input says, line by line, and tell of it on standard output."""
     print(json.dumps({"recorded": True}), flush=True)
     await pods.connect()
     print(json.dumps({"connected": len(pods.parts)}), flush=True)
@@ -300,9 +327,7 @@ async def played(seat: dict[str, Any]) -> None:
     while line := (await reader.readline()).decode().strip():
         pods.slow = frozenset({0}) if line in FAULTS[:2] else frozenset()
         await pods.play(line)
-        print(json.dumps({
-            "sent": pods.sent, "messages": pods.messages, "answered": pods.answered,
-        }), flush=True)  # fmt: skip
+        print(json.dumps(pods.told()), flush=True)
 
 
 # --- the measurement ------------------------------------------------------------------------------
@@ -420,7 +445,7 @@ async def one(phase: str, say: Any, hear: Any, host: Host, pid: int) -> dict[str
 
 def main() -> int:
     if "--pods" in sys.argv:
-        asyncio.run(played(json.loads(sys.stdin.readline())))
+        asyncio.run(played(Pods(json.loads(sys.stdin.readline()))))
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--noise", type=float, default=0.03, help="of wire and op times")

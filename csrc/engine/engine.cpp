@@ -129,7 +129,7 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
                               " is being accepted already");
     if (const auto it = links_.find(name); it != links_.end() && it->second->up())
         throw EngineError(it->second->describe() + " is up already");
-    const auto waiter = waiters_.insert(waiters_.end(), {name, nullptr});
+    const auto waiter = waiters_.insert(waiters_.end(), {name, nullptr, {}});
     struct Leave {
         std::list<Waiter>& list;
         std::list<Waiter>::iterator at;
@@ -139,6 +139,7 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
     for (;;) {
         if (waiter->link) return waiter->link;
         check_open();
+        if (!waiter->error.empty()) throw EngineError(waiter->error);
         const int64_t left = deadline - steady_ns();
         if (left <= 0) {
             std::string message = "link " + std::to_string(link) + ": " + rank_text(peer_rank) +
@@ -147,6 +148,9 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
                                   seconds_text(timeout);
             const auto refused = refusals_.list();
             if (!refused.empty()) message += "; last refused: " + refused.back();
+            if (const auto it = links_.find(name); it != links_.end())
+                if (const std::string why = it->second->error(); !why.empty())
+                    message += "; last that came: " + why;
             throw EngineTimeout(message);
         }
         wait(changed_, lock, std::min(left, kSlice));
@@ -223,7 +227,7 @@ void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
     {
         const std::lock_guard lock(mu_);
         for (const Waiter& w : waiters_) {
-            if (w.link) continue;
+            if (w.settled()) continue;
             expected = expected || w.name == name;
             if (w.name.first == h.from_rank && w.name.second != h.link)
                 other = std::to_string(w.name.second);
@@ -307,8 +311,8 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     terms.address = greeting->from().with_port(h.listen_port);
     if (!reply.rails.empty()) terms.rails.resize(pairs);
     link->set_terms(std::move(terms));
-    link->on_confirm = [this, weak = std::weak_ptr(link)] {
-        if (const auto confirmed = weak.lock()) link_confirmed(confirmed);
+    link->on_settled = [this, weak = std::weak_ptr(link)](const std::string& why) {
+        if (const auto settled = weak.lock()) link_settled(settled, why);
     };
     Fd fd = greeting->accept(reply);
     if (!fd) return;
@@ -338,13 +342,17 @@ void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
         link->attach_control(std::move(fd), greeting->handshake().keys(), h.epoch, h.received);
 }
 
-void Engine::link_confirmed(const std::shared_ptr<Link>& link) {
+void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& why) {
     const Link::Identity& id = link->identity();
+    const Name name{id.peer_rank, id.link};
     {
         const std::lock_guard lock(mu_);
+        // One that was replaced has ended, and the accept() is for the other.
+        if (const auto it = links_.find(name); it == links_.end() || it->second != link) return;
         for (Waiter& w : waiters_) {
-            if (w.link || w.name != Name{id.peer_rank, id.link}) continue;
-            w.link = link;
+            if (w.settled() || w.name != name) continue;
+            w.error = why;
+            if (why.empty()) w.link = link;
             changed_.notify_all();
             return;
         }
@@ -494,28 +502,36 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
         }
     }
     const Link::Identity& id = attempt->identity;
-    std::shared_ptr<Link> link;
-    if (error.empty()) {
-        link = std::make_shared<Link>(runtime_, id);
-        terms.transport = transport;
-        link->set_terms(std::move(terms));
-    }
+    const auto link = std::make_shared<Link>(runtime_, id);
+    terms.transport = transport;
+    link->set_terms(std::move(terms));
+    const std::string left = "connect() was left before it came up";
     std::shared_ptr<Link> before;
+    std::string why = error;
     {
         const std::lock_guard lock(mu_);
-        if (attempt->given_up || closed_) return;  // the connection closes, the peer notices
-        attempt->finished = true;
-        attempt->link = link;
-        attempt->error = error;
-        attempt->final = !error.empty();
-        if (link) before = std::exchange(links_[{id.peer_rank, id.link}], link);
-        changed_.notify_all();
+        if (attempt->given_up || closed_) why = left;
+        if (why.empty()) before = std::exchange(links_[{id.peer_rank, id.link}], link);
     }
-    if (!link) return;
     if (before) before->die(before->describe() + " was replaced by a new connection");
+    // Over this connection the acceptor hears of it.
+    if (!why.empty()) link->die(link->describe() + " is dead: " + why);
     link->attach_control(std::move(control.fd), control.keys, attempt->hello.epoch,
                          control.reply.received);
     link->confirm();
+    // Not before it is confirmed: whatever connect() has returned, accept() returns as well, also
+    // if it is closed at once.
+    bool orphan = false;
+    {
+        const std::lock_guard lock(mu_);
+        attempt->finished = true;
+        if (error.empty()) attempt->link = link;
+        attempt->error = error;
+        attempt->final = !error.empty();
+        orphan = attempt->given_up;
+        changed_.notify_all();
+    }
+    if (orphan) link->die(link->describe() + " is dead: " + left);
 }
 
 // --- Ending -----------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ class Engine {
     struct Waiter {
         Name name;
         std::shared_ptr<Link> link;
+        std::string error;  // the link ended before it was confirmed
+
+        bool settled() const { return link || !error.empty(); }
     };
 
     // Control thread.
@@ -49,7 +52,7 @@ class Engine {
     void decide_data(const std::shared_ptr<Greeting>& greeting);
     void begin_link(const std::shared_ptr<Greeting>& greeting);
     void resume_link(const std::shared_ptr<Greeting>& greeting, const std::shared_ptr<Link>& link);
-    void link_confirmed(const std::shared_ptr<Link>& link);
+    void link_settled(const std::shared_ptr<Link>& link, const std::string& why);
     void retry_parked();
     void tick();
 

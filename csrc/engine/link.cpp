@@ -142,9 +142,11 @@ std::string Link::without_name(const std::string& why) const {
 void Link::finish(State state, const std::string& why) {
     std::shared_ptr<Connection> connection;
     std::vector<std::shared_ptr<DataPath>> paths;
+    bool settles = false;
     {
         const Lock lock(mu_);
         if (over()) return;
+        settles = !identity_.dials && state_ == State::connecting && !never_came_;
         // What only this end knows: the peer would look for it, and wait, in vain.
         if (state == State::dead && !peer_left_) send_frame(ByeFrame{without_name(why), true});
         state_ = State::ending;
@@ -167,6 +169,7 @@ void Link::finish(State state, const std::string& why) {
             const Lock lock(self->mu_);
             connection->fd.reset();
         });
+    if (settles && on_settled) on_settled(why);
 }
 
 void Link::paths_closed(State state) {

@@ -119,10 +119,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     // A control connection is authenticated; `peer_received` says where to resume.
     void attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch, uint64_t peer_received);
     // The dialler's last word: the link is up on both sides. The acceptor is told by a frame, the
-    // first on every control connection since one may break before it was read, and calls
-    // `on_confirm` then.
+    // first on every control connection since one may break before it was read.
     void confirm();
-    std::function<void()> on_confirm;
+    // The acceptor's: it is confirmed, or has ended before it could be (`why`). Not called where
+    // the dialler may still come anew. No lock.
+    std::function<void(const std::string& why)> on_settled;
     uint32_t control_epoch() const;
     uint64_t control_received() const;
     // For an incoming data connection: why not, or nothing.
@@ -186,6 +187,12 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     bool ended() const { return state_ == State::dead || state_ == State::closed; }
     bool over() const { return state_ == State::ending || ended(); }
+    // Whether the peer is missed. An acceptor's link that is not confirmed is, too: its dialler may
+    // think that it is up, and come back.
+    bool without_control() const {
+        return !control_ &&
+               (state_ == State::reconnecting || (state_ == State::connecting && !identity_.dials));
+    }
     [[noreturn]] void throw_over() const;
     void act() { carry_out(core_.take_actions()); }
     void carry_out(const Actions& actions);
@@ -199,6 +206,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void flush();
     void send_frame(const Frame& frame);
     void send_confirm();
+    void send_last_words(Connection& connection);
     void send_ping(int64_t now_ns);
     void watch_write();
     void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
@@ -258,8 +266,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     std::shared_ptr<Connection> control_;
     uint32_t control_epoch_ = 0;
-    bool leaving_ = false;    // we said goodbye
-    bool peer_left_ = false;  // the peer did
+    bool leaving_ = false;     // we said goodbye
+    bool never_came_ = false;  // not confirmed, and its dialler may still connect another
+    bool peer_left_ = false;   // the peer did
     bool redialling_ = false;
     int64_t heard_ns_ = 0;   // the last time that anything came over control
     int64_t ticked_ns_ = 0;  // the last time that anybody looked

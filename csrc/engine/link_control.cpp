@@ -28,8 +28,11 @@ void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
     bool agreed = true;
     {
         const Lock lock(mu_);
-        if (over()) return;
         agreed = core_.stream().resume(peer_received);
+        if (over()) {
+            if (agreed) send_last_words(*connection);
+            return;
+        }
         before = std::exchange(control_, connection);
         control_epoch_ = epoch;
         heard_ns_ = steady_ns();
@@ -64,6 +67,16 @@ void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
     const Lock lock(mu_);
     flush();
     changed();
+}
+
+// It ended while this connection was being made, so its goodbye has not been said over any. A peer
+// that saw nothing but the end of the connection would wait for another.
+void Link::send_last_words(Connection& c) {
+    constexpr size_t kEnough = size_t{16} << 10;
+    core_.stream().write(c.out, kEnough, &c.says);
+    // A fresh socket has room for it. Where it is broken there is nobody to be told.
+    [[maybe_unused]] const ssize_t n =
+        ::send(c.fd.get(), c.out.data(), c.out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void Link::confirm() {
@@ -291,7 +304,7 @@ void Link::confirmed(Transport transport) {
         make_paths();
     }
     confirm();
-    if (on_confirm) on_confirm();
+    if (on_settled) on_settled({});
 }
 
 }  // namespace pipemorph

@@ -46,8 +46,7 @@ void Link::control_lost(const std::shared_ptr<Connection>& connection, const std
         at_once = connection->works;
         if (!at_once) back_off(now);
         changed();
-        // An acceptor's that is not confirmed: the dialler may think that it is, and come back.
-        if (state_ != State::reconnecting) return;
+        if (!without_control()) return;
     }
     if (!at_once) return;
     if (identity_.dials)
@@ -118,7 +117,7 @@ void Link::probe_peer() {
     Address address;
     {
         const Lock lock(mu_);
-        if (state_ != State::reconnecting || redialling_ || leaving_) return;
+        if (!without_control() || redialling_ || leaving_) return;
         redialling_ = true;
         address = terms_.address;
     }
@@ -182,19 +181,20 @@ void Link::tick() {
                 send_ping(now);
                 flush();
             }
-        } else if (state_ == State::reconnecting && !leaving_) {
+        } else if (without_control() && !leaving_) {
             const std::string peer = "rank " + std::to_string(identity_.peer_rank);
             // It was silent before it counted as down, so the whole silence counts.
             const int64_t since = std::min(down_since_ns_, heard_ns_ + deadline / 2);
             if (refused_since_ns_ != 0 && now - refused_since_ns_ > deadline * 2 / 5)
                 dead = peer + " is gone: nobody listens at " + terms_.address.text() + " any more";
-            else if (now - since > deadline)
+            else if (now - since > deadline && state_ == State::connecting) {
+                dead = "it never came up: " + last_trouble_ + refused_text();
+                never_came_ = true;
+            } else if (now - since > deadline)
                 dead = "no control connection to " + peer + " (" + terms_.address.text(false) +
                        ") for " + seconds_text(to_seconds(now - since)) +
                        " (last: " + last_trouble_ + refused_text() + ")";
             reconnect = now >= next_redial_ns_;
-        } else if (state_ == State::connecting && !control_ && now - down_since_ns_ > deadline) {
-            dead = "it never came up: " + last_trouble_ + refused_text();
         }
     }
     if (silent)

@@ -49,9 +49,9 @@ CHANGED = 0.25
 """A decision is made again when the lateness of a wire has changed by more than this part of it."""
 
 CONFIRM_SECONDS, CONFIRM_ITERATIONS, CONFIRM_LOOKS = 2.0, 4, 3
-"""For which another split of the layers must seem better in every look, and the newest looks with
-new measurements whose times are compared: op times are medians of some iterations, and those of all
-stages do not arrive at once."""
+"""For which another split of the layers must seem better in every look, and the newest looks after
+further iterations whose times are compared: op times are medians of some iterations, and those of
+all stages do not arrive at once."""
 
 PAUSE = 10.0
 """Seconds after which a look does not go on from the one before."""
@@ -63,19 +63,21 @@ class Uneven:
 
     def __init__(self, slowest: int, now: float, left: int) -> None:
         self.slowest, self._since, self._left = slowest, now, left
-        self._last = now
+        self._last, self._seen = now, left + 1
         self._looks: deque[tuple[float, ...]] = deque(maxlen=CONFIRM_LOOKS)
 
     def goes_on(self, slowest: int, now: float) -> bool:
         return slowest == self.slowest and now - self._last <= PAUSE
 
-    def see(self, times: tuple[float, ...], now: float) -> bool:
-        """Take the times of all stages. Returns whether they have been measured anew."""
+    def see(self, times: tuple[float, ...], now: float, left: int) -> bool:
+        """Take the times of all stages. Returns whether iterations were finished since the last
+        look. Ranks whose op times stay the same do not report them again."""
         self._last = now
-        new = not self._looks or self._looks[-1] != times
-        if new:
-            self._looks.append(times)
-        return new
+        if left >= self._seen:
+            return False
+        self._seen = left
+        self._looks.append(times)
+        return True
 
     def confirms(self, gain: float, now: float, left: int) -> bool:
         """Whether it was so for long enough, and ``gain`` is more than the slowest stage's time
@@ -218,7 +220,7 @@ class Moves:
         slowest = split.times.index(max(split.times))
         if self._uneven is None or not self._uneven.goes_on(slowest, now):
             self._uneven = Uneven(slowest, now, network.left)
-        new = self._uneven.see(split.times, now)
+        new = self._uneven.see(split.times, now, network.left)
         if not new or not self._uneven.confirms(split.gain, now, network.left):
             return None
         if not self._layers_have_news(split):

@@ -326,6 +326,66 @@ TEST(link_takes_no_data_connection_before_it_is_confirmed) {
     CHECK(late.fd);
 }
 
+// What a rank finds wrong right after it has connected, its neighbour has to find by itself.
+TEST(link_that_its_dialler_closes_at_once_is_accepted_all_the_same) {
+    for (int i = 0; i < 20; ++i) {
+        Engine high(config(1, Transport::tcp));
+        Engine low(config(0, Transport::tcp));
+        auto accepted =
+            std::async(std::launch::async, [&] { return high.accept(0, 7, 30.0, [] {}); });
+        low.connect(1, 7, "127.0.0.1", high.port(), 30.0, [] {});
+        low.close(0.0);
+        const std::shared_ptr<Link> link = accepted.get();
+        until("dead", [&] { return !link->alive(); });
+        CHECK(link->error() == "link 7 (rank 0 <-> 1) is dead: rank 0 closed it");
+    }
+}
+
+TEST(link_that_its_dialler_leaves_before_it_is_confirmed_ends_accept_in_words) {
+    Engine high(config(1, Transport::tcp));
+    Engine low(config(0, Transport::tcp));
+    // The connection waits there for accept(), and comes up for nobody.
+    THROWS(EngineError, low.connect(1, 7, "127.0.0.1", high.port(), 30.0,
+                                    [] { throw EngineError("interrupted"); }));
+    const std::string why = THROWS(EngineError, high.accept(0, 7, 30.0, [] {}));
+    CHECK(why ==
+          "link 7 (rank 0 <-> 1) is dead: rank 0 gave it up: connect() was left before it came up");
+}
+
+// Killed between its hello and its last word: nobody can say so, and nobody listens there any more.
+TEST(link_of_a_dialler_that_is_gone_before_it_is_confirmed_ends_accept) {
+    Config c = config(1, Transport::tcp);
+    c.peer_deadline = 1.0;
+    Engine engine(c);
+    auto accepted = std::async(
+        std::launch::async, [&] { return THROWS(EngineError, engine.accept(0, 7, 30.0, [] {})); });
+    const Fd nobody(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const auto address = resolve("127.0.0.1", 0, false).front();
+    CHECK(::bind(nobody.get(), address.get(), address.size) == 0);
+    Runtime runtime(config(0, Transport::tcp));
+    std::promise<DialResult> said;
+    runtime.control.post([&] {
+        Hello h;
+        h.job = "test";
+        h.to_rank = 1;
+        h.link = 7;
+        h.epoch = 1;
+        h.sockets = 1;
+        h.transport = Transport::tcp;
+        h.listen_port = local_port(nobody);
+        dial(runtime, resolve("127.0.0.1", engine.port(), false).front(), std::move(h),
+             60 * kSecond, [&](DialResult result) { said.set_value(std::move(result)); });
+    });
+    DialResult control = said.get_future().get();
+    runtime.stop();
+    CHECK(control.fd);
+    const int64_t start = steady_ns();
+    control.fd.reset();
+    const std::string why = accepted.get();
+    CHECK(why.find("is dead: rank 0 is gone: nobody listens at 127.0.0.1:") != std::string::npos);
+    CHECK(steady_ns() - start < 10 * kSecond);
+}
+
 TEST(link_tells_its_peer_what_it_died_of) {
     for (const bool dialler : {true, false}) {
         Two two(Transport::tcp);

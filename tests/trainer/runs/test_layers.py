@@ -344,6 +344,8 @@ def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
+    told = "\n".join(line for line in done.stdout.splitlines() if "s/it" not in line)
+    assert len(report["relayouts"]) == 1, told
     (move,) = report["relayouts"]
     assert move["outcome"] == "moved", done.stdout
     assert move["reason"].startswith("stage 1 computes for ")

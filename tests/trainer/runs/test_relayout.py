@@ -232,6 +232,8 @@ def test_a_late_wire_between_two_pods_goes_between_two_stages(tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
+    told = "\n".join(line for line in done.stdout.splitlines() if "s/it" not in line)
+    assert len(report["relayouts"]) == 1, told
     (move,) = report["relayouts"]
     assert move["outcome"] == "moved", done.stdout
     assert "pods 0 and 1" in move["reason"]

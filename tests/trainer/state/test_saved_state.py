@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pipemorph.api.spec import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.steps.parts import Parts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
@@ -153,7 +158,41 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     run_ranks(2, meanwhile, str(tmp_path))
 
 
-def with_little_room(context: TrainerContext, folder: str) -> None:
+def behind(told: Path) -> None:
+    """Keep this rank at the end of the last iteration until ``told`` exists."""
+    wait, calls = Mailbox.wait_until_taken, count(1)
+
+    def held(self: Mailbox) -> None:
+        if next(calls) == 4:
+            until = time.monotonic() + 60
+            while not told.exists():
+                assert time.monotonic() < until, "the other rank did not look at the write"
+                time.sleep(0.01)
+        wait(self)
+
+    Mailbox.wait_until_taken = held  # type: ignore[method-assign]
+
+
+def ahead(told: Path) -> None:
+    """Create ``told`` when this rank waits for the others after a failed write, or has ended."""
+    begin, close = Waiting.begin, Parts.close
+
+    def began(self: Waiting, what: Any) -> None:
+        begin(self, what)
+        if isinstance(what, str) and what.endswith("cannot be written"):
+            told.touch()
+
+    def closed(self: Parts, **options: Any) -> None:
+        close(self, **options)
+        told.touch()
+
+    Waiting.begin, Parts.close = began, closed  # type: ignore[method-assign]
+
+
+def with_little_room(context: TrainerContext, folder: str, late: int | None = None) -> None:
+    told = Path(folder) / "told"
+    if late is not None:
+        (behind if context.rank == late else ahead)(told)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if context.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
@@ -163,8 +202,10 @@ def with_little_room(context: TrainerContext, folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_write_that_fails_later_is_told_on_every_rank(tmp_path: Path) -> None:
-    for result in Ranks(2, with_little_room, str(tmp_path)).wait():
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_a_write_that_fails_later_is_told_on_every_rank(late: int | None, tmp_path: Path) -> None:
+    """Also if a rank finds it while another one, ``late``, is still in the iteration before."""
+    for result in Ranks(2, with_little_room, str(tmp_path), late).wait():
         last = result.error.strip().splitlines()[-1]
         assert "iteration-00000002 cannot be written: rank 1: " in last, result.error[-2000:]
         assert "too large" in last

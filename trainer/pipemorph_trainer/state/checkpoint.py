@@ -44,6 +44,7 @@ from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.names import clash, own_names
 from pipemorph_trainer.state.tied import Holder
@@ -65,6 +66,7 @@ class Checkpoints:
     ``stages``: the modules of this rank's stages, or the runners of emulated ones. ``aliases``:
     tied weights of these modules, with their first holder, under whose name they are saved.
     ``extra``: of the user. ``asked.keep`` finished checkpoints are kept, older ones are deleted.
+    ``wait``: waits for the other ranks before a failed write is raised.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class Checkpoints:
         *,
         aliases: Mapping[Holder, Holder],
         extra: Extra,
+        wait: CollectiveWait,
     ) -> None:
         self._directory, self._asked, self._world = Path(asked.directory), asked, world
-        self._extra = extra
+        self._extra, self._wait_for = extra, wait
         self._group = world.control
         if asked.asynchronous:
             # Its collectives run in another thread, at any time between those of the control group.
@@ -154,8 +157,23 @@ class Checkpoints:
             return
         (folder, written), self._writing = self._writing, None
         with _named(folder):
-            written.result()
+            try:
+                written.result()
+            except CheckpointException:
+                self._meet(folder)
+                raise
         self._remove_old()
+
+    def _meet(self, folder: Path) -> None:
+        """Wait until all ranks know that a checkpoint cannot be written. Each finds that at the
+        same point between two iterations, but others may not have come there: if this rank ended
+        its connections before, they would fail in the iteration, of a lost peer."""
+        work = dist.barrier(self._world.control, async_op=True)
+        try:
+            self._wait_for(work, f"all ranks to find that {folder} cannot be written")
+        except PipelineError as error:
+            # What is raised is why the write failed, whoever is lost besides.
+            log.warning("%s", error)
 
     def _remove_old(self) -> None:
         if self._world.coordinate.rank == 0:

@@ -313,6 +313,7 @@ class Parts:
             self.optimizer,
             aliases=aliases,
             extra=self.extra,
+            wait=self.wait_for,
         )
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
