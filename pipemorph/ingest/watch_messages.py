@@ -8,7 +8,7 @@ An answer has the number of its question.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipemorph.api.spec import PipeMorphJob
@@ -80,10 +80,16 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """The answer to a question that the process could not answer, for a reason that is in the
+    log."""
+
+
+@dataclass(frozen=True)
 class Check:
     """Asked: may the bearer of a token watch a job? Answered by a :class:`Verdict`."""
 
-    token: str
+    token: str = field(repr=False)
     namespace: str
     job: str
 
@@ -91,12 +97,14 @@ class Check:
 @dataclass(frozen=True)
 class Verdict:
     """``status``: 200, or of the refusal; then ``reason`` is for the metric, and ``said`` for who
-    asked. Else ``said`` is who it is. ``reviews``: made since the verdict before."""
+    asked. Else ``said`` is who it is. Since the verdict before: ``reviews`` that were made, and
+    ``requests`` to the Kubernetes API by verb and status."""
 
     status: int
     said: str
     reason: str = ""
     reviews: int = 0
+    requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

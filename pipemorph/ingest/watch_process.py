@@ -4,7 +4,7 @@ A document of a large job takes a fifth of a second of a processor, and megabyte
 compressed: in a thread of the ingest all reports would wait for that. The process is started when
 somebody watches, and ended when nobody has for some minutes. Where it ends by itself, those who
 wait are told to ask again, and the next one who asks starts another. What it is told beside
-questions is dropped while it lags.
+questions is dropped while it lags, but that a job need not be kept any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest import worker_process
-from pipemorph.ingest.watch_messages import Look, Sight
+from pipemorph.ingest.watch_messages import Failed, Look, Sight
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -55,8 +55,9 @@ class WatchProcess:
         self._heard_at = self._asked_at = 0.0
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
-        self._reader: asyncio.Task[None] | None = None
-        self._closed = False
+        self._readers: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
+        """One of each process that has not exited: the one that runs, and those that end."""
+        self._stopped = False
 
     @property
     def pid(self) -> int | None:
@@ -66,11 +67,13 @@ class WatchProcess:
     async def start(self) -> None:
         """Start it unless it runs. Raises :class:`WatchProcessLost` if that is too soon, or not
         possible."""
+        if self._stopped:
+            raise WatchProcessLost("the ingest stops; ask again")
         self._asked_at = time.monotonic()
         if self._process is not None:
             return
         if self._starting is None:
-            if self._closed or time.monotonic() - self._started_at < START_SECONDS:
+            if time.monotonic() - self._started_at < START_SECONDS:
                 raise WatchProcessLost("the process that makes pages starts again; ask again")
             self._started_at = time.monotonic()
             self._starting = asyncio.create_task(self._start())
@@ -80,6 +83,8 @@ class WatchProcess:
     async def ask(self, question: object) -> Any:
         """Its answer. Raises :class:`WatchProcessLost`."""
         await self.start()
+        if self._process is None:  # It has ended since.
+            raise WatchProcessLost("the process that makes pages ended; ask again")
         if self._lags():
             raise WatchProcessLost("the process that makes pages is too busy; ask again")
         number = next(self._numbers)
@@ -89,7 +94,10 @@ class WatchProcess:
             self._write((number, question))
             while True:
                 with contextlib.suppress(TimeoutError):
-                    return await asyncio.wait_for(asyncio.shield(answer), ANSWER_SECONDS)
+                    found = await asyncio.wait_for(asyncio.shield(answer), ANSWER_SECONDS)
+                    if isinstance(found, Failed):
+                        raise WatchProcessLost("no page could be made; see the log of the ingest")
+                    return found
                 if time.monotonic() - max(asked_at, self._heard_at) >= ANSWER_SECONDS:
                     log.error("the process that makes pages does not answer; ending it")
                     await self.end()
@@ -99,9 +107,10 @@ class WatchProcess:
                 answer.exception()
             answer.cancel()
 
-    def tell(self, message: object) -> bool:
-        """Whether it was told that: not while it lags or does not run."""
-        if self._process is None or self._lags():
+    def tell(self, message: object, *, always: bool = False) -> bool:
+        """Whether it was told that: not while it does not run, nor while it lags, unless
+        ``always``."""
+        if self._process is None or (self._lags() and not always):
             return False
         self._write((0, message))
         return True
@@ -122,14 +131,20 @@ class WatchProcess:
             self._lose()
             await worker_process.end(process)
 
+    def stop(self) -> None:
+        """Start no other, and tell those who wait that it is lost."""
+        self._stopped = True
+        self._lose()
+
     async def close(self) -> None:
         """Kill it, and start no other."""
-        self._closed = True
+        self.stop()
         if self._starting is not None:
             await asyncio.wait([self._starting])
         await self.end()
-        if self._reader is not None:
-            await asyncio.wait([self._reader])
+        for process, reader in list(self._readers.items()):
+            await worker_process.end(process)
+            await asyncio.wait([reader])
 
     async def _start(self) -> None:
         try:
@@ -141,7 +156,7 @@ class WatchProcess:
             self._starting = None
         self._process = process
         self.life += 1
-        self._reader = asyncio.create_task(self._read(process))
+        self._readers[process] = asyncio.create_task(self._read(process))
 
     def _lags(self) -> bool:
         assert self._process is not None and self._process.stdin is not None
@@ -152,14 +167,16 @@ class WatchProcess:
         self._process.stdin.write(frame(message))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
             while True:
                 length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
                 number, message = pickle.loads(await process.stdout.readexactly(length))
+                if self._process is not process:  # Nobody waits for one that is to end.
+                    continue
                 self._heard_at = time.monotonic()
                 if number < 0:
-                    self._write((number, self.on_look(message)))
+                    process.stdin.write(frame((number, self.on_look(message))))
                 elif (answer := self._open.get(number)) is not None and not answer.done():
                     answer.set_result(message)
         except (asyncio.IncompleteReadError, OSError):
@@ -171,6 +188,7 @@ class WatchProcess:
             self._process = None
             self._lose()
         await worker_process.end(process)
+        del self._readers[process]
         if unasked:
             log.error(
                 "the process that makes pages ended (%s); it starts again when somebody watches",

@@ -35,6 +35,7 @@ from pipemorph.ingest.watch_messages import (
     Begin,
     ChangeKey,
     Check,
+    Failed,
     Forget,
     Links,
     Look,
@@ -373,7 +374,9 @@ class Viewing:
         body, packed = made.body(page=asked.page, after=asked.after), False
         if body is not NOTHING_NEW:
             packed = asked.packed
-            body = body if packed else gzip.decompress(body)
+            if not packed:
+                with documents.budget.counted():
+                    body = gzip.decompress(body)
         self._drop_documents()
         return Told(200, body, packed, newest)
 
@@ -438,8 +441,9 @@ async def serve(check: Checker | None) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin,
-                                                        os.fdopen(os.dup(1), "wb"))  # fmt: skip
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What anything prints is no frame.
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, answers)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     waiting: dict[int, asyncio.Future[Sight | None]] = {}
     numbers = iter(range(-1, -(1 << 62), -1))
@@ -458,7 +462,14 @@ async def serve(check: Checker | None) -> None:
     viewing = Viewing(look, check)
 
     async def answer(number: int, question: object) -> None:
-        writer.write(frame((number, await viewing.asked(question))))
+        try:
+            found = await viewing.asked(question)
+        except MemoryError:
+            raise  # The process ends, and what it keeps with it.
+        except Exception:  # Told to who asked: other jobs are none the worse for it.
+            log.exception("a %s could not be answered", type(question).__name__)
+            found = Failed()
+        writer.write(frame((number, found)))
         await writer.drain()
 
     failed: asyncio.Future[None] = loop.create_future()

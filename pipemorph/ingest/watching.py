@@ -450,15 +450,15 @@ class WatchDesk:
                 del self._watching[key]
                 self._forget(each)
             elif each.ops_kept and each.asked_at < now - OPS_SECONDS:
-                each.ops_kept = not self._forget(each, ops=True)
+                each.ops_kept = False
+                self._forget(each, ops=True)
 
-    def _forget(self, watching: _Watching, *, ops: bool = False) -> bool:
-        """Whether the process was told, or need not be."""
-        if watching.life != self._process.life or self._process.pid is None:
-            return True
-        return self._process.tell(Forget(watching.number, ops))
+    def _forget(self, watching: _Watching, *, ops: bool = False) -> None:
+        if watching.life == self._process.life:
+            self._process.tell(Forget(watching.number, ops), always=True)
 
     def close(self) -> None:
-        """Make no more documents, and drop what was kept for them."""
+        """Make no more documents, and drop what was kept for them. Who waits is answered."""
         self._closed = True
+        self._process.stop()
         self._watching.clear()

@@ -35,6 +35,6 @@ class PagesHere(WatchProcess):
         await self.start()
         return _sent(await self.viewing.asked(_sent(question)))
 
-    def tell(self, message: object) -> bool:
+    def tell(self, message: object, *, always: bool = False) -> bool:
         self.viewing.told(_sent(message))
         return True

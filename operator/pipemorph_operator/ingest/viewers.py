@@ -26,7 +26,12 @@ from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, reason_of
 from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.ingest.auth import REVIEW_PATH, keep
-from pipemorph_operator.metrics import VIEWER_REVIEWS, VIEWERS_REFUSED
+from pipemorph_operator.metrics import (
+    API_REQUESTS,
+    VIEWER_REVIEWS,
+    VIEWERS_REFUSED,
+    api_requests,
+)
 from pipemorph_operator.names import API_GROUP, PLURAL
 
 KEPT_SECONDS, KEPT_BAD_SECONDS = 30.0, 10.0
@@ -85,6 +90,8 @@ class ViewerAuthenticator:
         except WatchProcessLost as lost:
             self._refuse(503, "lost", str(lost))
         VIEWER_REVIEWS.inc(verdict.reviews)
+        for (verb, code), count in verdict.requests.items():
+            API_REQUESTS.labels(verb=verb, code=code).inc(count)
         if verdict.status != 200:
             self._refuse(verdict.status, verdict.reason, verdict.said)
         self._locate(namespace, job)
@@ -108,15 +115,19 @@ class ViewerReviews:
         self._reviews = asyncio.Semaphore(MOST_REVIEWS)
         self._untold = 0
         """Reviews of which no verdict has told."""
+        self._requests = api_requests()
+        """As told by verdicts."""
 
     async def __call__(self, asked: Check) -> Verdict:
         """The verdict."""
         verdict = await self._verdict(asked)
         reviews, self._untold = self._untold, 0
+        before, self._requests = self._requests, api_requests()
+        requests = self._requests - before
         if isinstance(verdict, Identity):
-            return Verdict(200, verdict.subject, reviews=reviews)
+            return Verdict(200, verdict.subject, "", reviews, requests)
         status, reason, said = verdict
-        return Verdict(status, said, reason, reviews)
+        return Verdict(status, said, reason, reviews, requests)
 
     async def _verdict(self, asked: Check) -> Identity | Refusal:
         wanted = audience(asked.namespace, asked.job)

@@ -30,12 +30,13 @@ from pipemorph.ingest import (
     Watch,
     WatchDesk,
     WatchProcess,
+    WatchProcessLost,
     watch_process,
     watch_worker,
     watching,
 )
 from pipemorph.ingest.app import Timeouts
-from pipemorph.ingest.watch_messages import Look, Marks
+from pipemorph.ingest.watch_messages import Check, Forget, Look, Marks, Sight
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
@@ -168,6 +169,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "EVERY", 0.0)
     monkeypatch.setattr(watching, "OPS_BURST", 1000.0)
     monkeypatch.setattr(watching, "REQUEST_BURST", 1e6)
+    # On a busy machine it would take minutes to start.
+    monkeypatch.setattr(watch_process, "NICE", 0)
 
 
 def test_a_viewer_is_told_the_page_and_its_documents() -> None:
@@ -692,6 +695,97 @@ def test_a_process_that_lags_is_told_nothing_more(monkeypatch: pytest.MonkeyPatc
         assert (await site.get())[0] == 503 and await site.ops(ops_of(1)) == 503
         monkeypatch.undo()
         assert (await site.view()).steps.index == [0]
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        monkeypatch.setattr(watch_process, "ANSWER_SECONDS", 0.2)
+        os.kill(site.process.pid or 0, signal.SIGSTOP)
+        assert (await site.get())[0] == 503
+        assert site.process.pid is None
+
+    serve(look, own_process=True)
+
+
+def test_what_the_process_cannot_answer_ends_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        pid = site.process.pid
+        with pytest.raises(WatchProcessLost, match="see the log of the ingest"):
+            await site.process.ask(Check("a token", "default", "gpt"))
+        assert (await site.get())[0] == 200 and site.process.pid == pid
+
+    serve(look, own_process=True)
+    log = capfd.readouterr().err
+    assert "a Check could not be answered" in log and "its host does" in log
+    assert "a token" not in log
+
+
+def test_an_ingest_that_stops_does_not_wait_for_the_process() -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        os.kill(site.process.pid or 0, signal.SIGSTOP)
+        waits = asyncio.create_task(site.get())
+        await until(lambda: bool(site.process._open))
+        began = time.monotonic()
+        await site.server.stop()
+        assert time.monotonic() - began < PATIENCE / 2, "less than requests in progress may take"
+        assert (await waits)[0] == 503
+        with pytest.raises(WatchProcessLost, match="the ingest stops"):
+            await site.process.ask(Look(1, Marks(), outlook=False))
+        await site.process.close()
+        assert site.process.pid is None
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_is_to_end_is_told_nothing_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is the next one told what this one has asked."""
+    monkeypatch.setattr(watch_process, "START_SECONDS", 0.0)
+
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        answers = site.process.on_look
+
+        def end_meanwhile(asked: Look) -> Sight | None:
+            site.process.on_look = answers
+            site.process.end_idle(-1.0)
+            return answers(asked)
+
+        site.process.on_look = end_meanwhile
+        assert (await site.get())[0] == 503
+        assert (await site.view()).steps.index == [0]
+
+    serve(look, own_process=True)
+    assert not [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def test_a_process_that_lags_is_told_nevertheless_what_it_need_not_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await site.ops(ops_of(1)) == 200
+        told: list[Any] = []
+        monkeypatch.setattr(site.process, "_write", told.append)
+        monkeypatch.setattr(watch_process, "MOST_UNREAD", -1)
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        monkeypatch.setattr(watching, "OPS_SECONDS", -1.0)
+        desk.sweep()
+        monkeypatch.setattr(watching, "KEPT_SECONDS", -1.0)
+        desk.sweep()
+        assert told == [(0, Forget(1, ops=True)), (0, Forget(1, ops=False))]
 
     serve(look, own_process=True)
 
