@@ -93,7 +93,8 @@ def ingest_of(
         "--address=127.0.0.1",
     ]  # fmt: skip
     name, kube = f"ingest-{number}", folder / "kube"
-    return Program(name, "pipemorph_operator.ingest", arguments, folder, kube, sources), port
+    module = "pipemorph_operator.ingest"
+    return Program(name, module, arguments, folder, kube, sources=sources), port
 
 
 def wait_until_all_serve(ingests: Sequence[Program]) -> None:

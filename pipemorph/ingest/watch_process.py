@@ -172,10 +172,9 @@ class WatchProcess:
             while True:
                 length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
                 number, message = pickle.loads(await process.stdout.readexactly(length))
-                if self._process is not process:  # Nobody waits for one that is to end.
-                    continue
                 self._heard_at = time.monotonic()
                 if number < 0:
+                    # To the one that asks: another may run already.
                     process.stdin.write(frame((number, self.on_look(message))))
                 elif (answer := self._open.get(number)) is not None and not answer.done():
                     answer.set_result(message)
