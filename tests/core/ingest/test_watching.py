@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -21,6 +24,7 @@ from watched_jobs import NOW, record, watched
 
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.control import JobController
+from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest import (
     BearerAuthenticator,
     Followed,
@@ -36,7 +40,7 @@ from pipemorph.ingest import (
     watching,
 )
 from pipemorph.ingest.app import Timeouts
-from pipemorph.ingest.watch_messages import Check, Forget, Look, Marks, Sight
+from pipemorph.ingest.watch_messages import Check, Forget, Look, Marks, Sight, Verdict
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
@@ -854,3 +858,37 @@ def test_ops_are_unpacked_no_further_than_they_may_be(packed: bytes, status: int
             assert answer.status == status
 
     serve(look)
+
+
+def worker(script: str) -> subprocess.Popen[bytes]:
+    script = f"from pipemorph.ingest import watch_messages, watch_worker\n{script}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
+
+
+def test_a_process_that_takes_too_much_memory_ends() -> None:
+    script = """
+async def serving():
+    bytearray(watch_worker.MEMORY_BYTES)
+watch_worker.run(serving)
+"""
+    with worker(script) as process:
+        _, said = process.communicate(timeout=4 * PATIENCE)
+    assert process.returncode == 1 and b"MemoryError" in said
+
+
+def test_what_is_printed_in_the_process_is_no_answer() -> None:
+    script = """
+async def check(asked):
+    print("printed", flush=True)
+    return watch_messages.Verdict(200, "me")
+watch_worker.run(lambda: watch_worker.serve(check))
+"""
+    with worker(script) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(frame((7, Check("token", "default", "gpt"))))
+        process.stdin.flush()
+        length = int.from_bytes(process.stdout.read(HEADER_BYTES), "big")
+        assert pickle.loads(process.stdout.read(length)) == (7, Verdict(200, "me"))
+        rest, said = process.communicate(timeout=4 * PATIENCE)
+    assert (process.returncode, rest) == (0, b"") and b"printed" in said
