@@ -219,13 +219,19 @@ def pages_of(pid: int) -> int | None:
 @dataclass
 class Span:
     """A turn, in seconds since all report; processor seconds of the ingest, and of its process that
-    makes pages."""
+    makes pages. ``waited``: seconds in which the ingest had to run, and had no processor."""
 
     with_them: bool
     start: float
     end: float
     own: float
     pages: float
+    waited: float
+
+
+def waited_seconds(pid: int) -> float:
+    """How long a process's main thread has waited for a processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def measured(sources: Path, viewers: int, rounds: int, jobs: dict[str, dict[str, Any]]) -> Result:
@@ -267,12 +273,14 @@ def measured(sources: Path, viewers: int, rounds: int, jobs: dict[str, dict[str,
                     (watch.looking.set if looks else watch.looking.clear)()
                     time.sleep(APART)
                     pages = pages_of(pid)
+                    lacked = waited_seconds(pid)
                     own, theirs = cpu_seconds(pid), cpu_seconds(pages) if pages else 0.0
                     end = start + TURN
                     time.sleep(max(0.0, began + end - 0.3 - time.monotonic()))
                     own = cpu_seconds(pid) - own
                     theirs = cpu_seconds(pages) - theirs if pages else 0.0
-                    spans.append(Span(looks, start + APART, end, own, theirs))
+                    lacked = waited_seconds(pid) - lacked
+                    spans.append(Span(looks, start + APART, end, own, theirs, lacked))
                     memory = max(memory, resident_bytes(pid))
                     if pages is not None:
                         pages_memory = max(pages_memory, resident_bytes(pages))
@@ -292,6 +300,7 @@ def measured(sources: Path, viewers: int, rounds: int, jobs: dict[str, dict[str,
         "documents": answers["200"],
         "refused": answers.total() - answers["200"],
         "late_ms": 1e3 * found["late"],
+        "stalled_ms": 1e3 * found["stalled"],
         "megabytes": watch.bytes / 1e6,
         "memory_mib": memory / 2**20,
         "pages_memory_mib": pages_memory / 2**20,
@@ -307,7 +316,11 @@ def processors(spans: list[Span], viewers: int) -> Result:
     own = {kind: fmean(each.own for each in spans if each.with_them is kind) / wall
            for kind in (False, True)}  # fmt: skip
     pages = fmean(each.pages for each in spans if each.with_them) / wall
+    lacked = {kind: fmean(each.waited for each in spans if each.with_them is kind) / wall
+              for kind in (False, True)}  # fmt: skip
     return {
+        "lacked_without": lacked[False],
+        "lacked_with": lacked[True],
         "cores_without": own[False],
         "cores_with": own[True],
         "cores_pages": pages,
@@ -367,6 +380,10 @@ def table(found: dict[str, Result], viewers: int) -> str:
          f" {e['cores_per_viewer']:.4f}"),
         ("memory: ingest; its process of pages", lambda e:
          f"{e['memory_mib']:.0f} MiB; {e['pages_memory_mib']:.0f} MiB"),
+        ("part of the time in which the ingest waited for a processor", lambda e:
+         f"{e['lacked_without']:.2f} → {e['lacked_with']:.2f}"),
+        ("the longest that the agents' own process did not run", lambda e:
+         f"{e['stalled_ms']:.0f} ms"),
         ("answers with a document or page; others; sent", lambda e:
          f"{e['documents']:.0f}; {e['refused']:.0f}; {e['megabytes']:.0f} MB"),
     ]  # fmt: skip
