@@ -47,6 +47,7 @@ NAMES = (
     "agent_tree",
     "whole_job",
     "ingest_cost",
+    "viewers",
     "attacks",
     "api_cost",
     "operator_scale",
@@ -56,7 +57,7 @@ NAMES = (
 CHECKED = {
     "agent_tree", "attacks", "compiled", "drain", "engine", "engine_idle", "ingest_cost",
     "large_jobs", "operator_scale", "optimistic_step", "plan_handout", "recovery", "relayout",
-    "saved", "slow_link", "whole_job",
+    "saved", "slow_link", "viewers", "whole_job",
 }  # fmt: skip
 """They hold their figures to their goals with --check only."""
 

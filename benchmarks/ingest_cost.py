@@ -81,8 +81,11 @@ def played_api(api: PlayedApi, crt: Path, key: Path) -> Iterator[int]:
         thread.join(30)
 
 
-def ingest_of(folder: Path, number: int, replicas: int) -> tuple[Program, int]:
-    """A replica of the ingest, and its port. The folder has its certificate and kubeconfig."""
+def ingest_of(
+    folder: Path, number: int, replicas: int, sources: Path = ROOT
+) -> tuple[Program, int]:
+    """A replica of the ingest, and its port. The folder has its certificate and kubeconfig;
+    ``sources``: of which version."""
     port = free_port()
     arguments = [
         f"--port={port}", f"--tls-cert={folder / 'tls.crt'}", f"--tls-key={folder / 'tls.key'}",
@@ -90,7 +93,8 @@ def ingest_of(folder: Path, number: int, replicas: int) -> tuple[Program, int]:
         "--address=127.0.0.1",
     ]  # fmt: skip
     name, kube = f"ingest-{number}", folder / "kube"
-    return Program(name, "pipemorph_operator.ingest", arguments, folder, kube), port
+    module = "pipemorph_operator.ingest"
+    return Program(name, module, arguments, folder, kube, sources=sources), port
 
 
 def wait_until_all_serve(ingests: Sequence[Program]) -> None:

@@ -76,6 +76,7 @@ class PlayedApi:
             ("POST", LEASES_URL, self._put_lease),
             ("PUT", f"{LEASES_URL}/{{name}}", self._put_lease),
             ("POST", "/apis/authentication.k8s.io/v1/tokenreviews", self._review),
+            ("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", self._access),
             ("GET", f"/api/v1{one}/pods/{{name}}", self._pod),
             ("POST", f"/api/v1{one}/events", self._event),
         ):
@@ -164,6 +165,9 @@ class PlayedApi:
         user = {"username": f"system:serviceaccount:{NAMESPACE}:default", "extra": extra}
         status = {"authenticated": True, "audiences": asked["audiences"], "user": user}
         return web.json_response({"status": status})
+
+    async def _access(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": {"allowed": True}})
 
     async def _pod(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"].removesuffix("-0")

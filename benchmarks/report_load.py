@@ -35,6 +35,8 @@ OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
 BEGAN = "began"
 """What it says on standard error once everybody is connected: its time begins."""
+OWN_SECONDS = 0.05
+"""From one look at whether this process runs to the next."""
 DEADLINE = 1800.0
 """Seconds until it has ended."""
 
@@ -273,17 +275,22 @@ class _Gate:
 class Figures:
     """What was seen. Seconds. ``directives``: stages, when the link turned slow, from when the
     alarm was sent to the directive at the agent, and when that was. ``late``: most seconds that a
-    report left after it was due: above some ms, this process is the bound. ``back``: from
-    ``gone_at`` until a report was answered again, per job that was not answered meanwhile.
-    ``reconnects``: of agents that were hung up on before that. ``wall``, ``own_cpu``: since all
-    connections are open until the ingest may be away; what this process takes of a processor."""
+    report left after it was due: above some ms, this process is the bound, or an answer came late.
+    ``stalled``: most seconds that this process did not run although it had to, as if the machine
+    had stopped. ``back``: from ``gone_at`` until a report was answered again, per job that was not
+    answered meanwhile. ``reconnects``: of agents that were hung up on before that. ``wall``,
+    ``own_cpu``: since all connections are open until the ingest may be away; what this process
+    takes of a processor."""
 
     reports: int = 0
     wall: float = 0.0
     own_cpu: float = 0.0
     late: float = 0.0
+    stalled: float = 0.0
     reconnects: int = 0
     answers: list[float] = field(default_factory=list)
+    answered_at: list[float] = field(default_factory=list)
+    """When each of them came: seconds since all connections are open."""
     directives: list[tuple[int, float, float, float]] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     unasked: list[float] = field(default_factory=list)
@@ -301,9 +308,18 @@ class Fleet:
         self._cpu = 0.0
 
     async def run(self) -> None:
+        watching = asyncio.create_task(self._watch_own_loop())
         async with asyncio.TaskGroup() as tasks:
             for number, reporter in enumerate(self._reporters):
                 tasks.create_task(self._one(number, reporter))
+        watching.cancel()
+
+    async def _watch_own_loop(self) -> None:
+        while True:
+            due = time.monotonic() + OWN_SECONDS
+            await asyncio.sleep(OWN_SECONDS)
+            if self._began:
+                self._out.stalled = max(self._out.stalled, time.monotonic() - due)
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -348,6 +364,7 @@ class Fleet:
             if now < self._load.gone_at:
                 self._out.reports += 1
                 self._out.answers.append(took)
+                self._out.answered_at.append(self._now())
             elif away:
                 away = False
                 self._out.back.append(self._now() - self._load.gone_at)

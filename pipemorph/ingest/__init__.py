@@ -4,7 +4,8 @@
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
 of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
 ``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
-pods, ``watching`` users who look at a job.
+pods, ``watching`` users who look at a job: with a process of its own (``watch_process``,
+``watch_worker``; what they tell each other is in ``watch_messages``).
 """
 
 from pipemorph.ingest.app import IngestServer, Join, Watch, make_app
@@ -24,6 +25,7 @@ from pipemorph.ingest.plan_versions import Versions
 from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
 from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
 from pipemorph.ingest.processors import most_planners
+from pipemorph.ingest.watch_process import WatchProcess, WatchProcessLost
 from pipemorph.ingest.watching import Followed, WatchDesk, WatchStore
 
 __all__ = [
@@ -53,6 +55,8 @@ __all__ = [
     "Versions",
     "Watch",
     "WatchDesk",
+    "WatchProcess",
+    "WatchProcessLost",
     "WatchStore",
     "make_app",
     "most_planners",

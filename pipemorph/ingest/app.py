@@ -155,6 +155,8 @@ def make_app(
     async def read(request: web.BaseRequest, what: str, most: int) -> bytes | Reply:
         """The body, of at most ``most`` bytes, or the error to answer."""
         too_long = Reply.error(413, f"the {what} is larger than {most} bytes")
+        if what != "ops" and request.headers.get("Content-Encoding", "identity") != "identity":
+            return Reply.error(415, f"the {what} is compressed; expected one that is not")
         if (request.content_length or 0) > most:
             return too_long
         try:
@@ -221,7 +223,8 @@ def make_app(
         page = request.path.endswith("/")
         if isinstance(caller, Reply):
             return caller
-        return await watch.desk.tell(namespace, name, request.query, page=page)
+        packed = "gzip" in request.headers.get("Accept-Encoding", "")
+        return await watch.desk.tell(namespace, name, request.query, page=page, packed=packed)
 
     async def ops(request: web.Request) -> Reply:
         assert watch is not None
@@ -233,7 +236,10 @@ def make_app(
         async def body(most: int) -> bytes | Reply:
             return await read(request.clone(client_max_size=most), "ops", most)
 
-        return await watch.desk.take(namespace, name, body)
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding not in ("identity", "deflate"):
+            return Reply.error(415, "the ops are compressed otherwise than by deflate")
+        return await watch.desk.take(namespace, name, body, packed=encoding == "deflate")
 
     async def job(request: web.Request) -> Reply:
         assert join is not None
@@ -303,7 +309,7 @@ async def _release_polls(app: web.Application) -> None:
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)  # Of which one may be the type of the body.
-    if reply.hangs_up or reply.status in (400, 404, 408, 413):
+    if reply.hangs_up or reply.status in (400, 404, 408, 413, 415):
         response.force_close()  # Do not read the rest of the body.
     return response
 
@@ -379,6 +385,8 @@ class IngestServer:
             app,
             access_log=None,
             logger=_http_log,
+            # How large a body may be uncompressed, only its reader knows.
+            auto_decompress=False,
             keepalive_timeout=self._timeouts.keep_alive,
             lingering_time=min(1.0, self._timeouts.body),
             shutdown_timeout=self._timeouts.shutdown,

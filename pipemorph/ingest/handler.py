@@ -17,6 +17,7 @@ status meaning
 409    a sequence number that was used before; ``last`` is the highest used one. For a plan: none is
        wanted
 413    more than ``MAX_REPORT_BYTES`` or ``MAX_PLAN_BYTES``
+415    a compressed report or plan
 421    another replica serves the job; ``owner`` is its ``host:port``, if it is known
 422    JSON that is not a report of this job, or no plan for it; ``field`` names the field
 429    more reports or polls than the limits allow

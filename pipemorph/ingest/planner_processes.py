@@ -7,11 +7,7 @@ blocks the event loop just as the loop's own code would.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import pickle
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,6 +20,7 @@ from pipemorph.control.first_plan import (
 )
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.errors import InputError
+from pipemorph.ingest import worker_process
 
 NICE = 5
 """Of worker processes that make long plans: the event loop, which answers reports, goes first."""
@@ -107,24 +104,11 @@ class PlannerProcesses:
         self._idle.clear()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pipemorph.control.planner_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        with contextlib.suppress(ProcessLookupError):  # Told by the request that it fails.
-            os.setpriority(os.PRIO_PROCESS, process.pid, os.nice(0) + self._nice)
-        return process
+        return await worker_process.start("pipemorph.control.planner_worker", self._nice)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         self._busy.discard(process)
-        if process.returncode is None:
-            # Not process.kill(): it polls, and could reap the exit status that asyncio waits for.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
+        await worker_process.end(process)
 
 
 async def _ask(

@@ -9,12 +9,13 @@ from pipemorph.discovery.cgroup import CGROUP, CGROUPS, memory_limit, processors
 
 PLANNER_BYTES = 64 << 20
 """Memory of one planner process: 40 MB to begin with, and that of a large problem."""
-MEMORY_SHARE = 0.5
-"""Part of the memory limit that planner processes may take."""
+MEMORY_SHARE = 1 / 3
+"""Part of the memory limit that planner processes may take: a third is the host's, another that of
+the process that makes pages."""
 
 
 def most_planners(root: Path = CGROUPS, own: Path = CGROUP) -> int:
-    """As many as the processors that this process may use, within half of its control group's
+    """As many as the processors that this process may use, within a third of its control group's
     memory limit; at least one."""
     most, memory = ceil(processors(root, own)), memory_limit(root, own)
     if memory is not None:

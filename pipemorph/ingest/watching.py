@@ -6,96 +6,76 @@ times of iterations are kept, until nobody has asked for some minutes. The answe
 reports ask for the ops of one iteration a second, of the column that somebody looks at, as long as
 somebody does.
 
-Documents are made in a thread of their own, one after the other, so that reports and directives do
-not wait for them; ops are checked in another one. What they cost and what is kept is bounded for
-each job and for all together.
+All of that is kept and made in a process of its own (:mod:`pipemorph.ingest.watch_process`), so
+that reports and directives do not wait for it: it is told of reports and given ops as they came,
+asks how a job is when it makes a document, and its answers are passed on.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
 import time
-import zlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import Protocol
-
-from pydantic import ValidationError
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import JobSpec, PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
+from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.errors import one_line
 from pipemorph.ingest.handler import Reply
 from pipemorph.ingest.token_bucket import TokenBucket
-from pipemorph.watch.build import (
-    MOST_AVAILABLE,
-    MOST_STEPS,
-    NEWEST,
-    Watched,
-    watch_view,
-    worst_column,
+from pipemorph.ingest.watch_messages import (
+    Begin,
+    ChangeKey,
+    Forget,
+    Links,
+    Look,
+    Marks,
+    News,
+    Ops,
+    Sample,
+    Sight,
+    Taken,
+    Tell,
+    Told,
 )
-from pipemorph.watch.document import Recovered, WatchView
-from pipemorph.watch.documents import BURST, SHARE, Budget, Documents, number
+from pipemorph.ingest.watch_process import WatchProcess, WatchProcessLost
+from pipemorph.watch.document import Recovered
+from pipemorph.watch.documents import number
 from pipemorph.watch.door import HEADERS
-from pipemorph.watch.lanes import LaneLog
-from pipemorph.wire import (
-    IterationSample,
-    LinkHealthReport,
-    OpsReport,
-    OpsTrace,
-    OpsWanted,
-)
-from pipemorph.wire.ops import OPS_OF_MICROBATCH, most_ops_bytes
+from pipemorph.wire import AdaptationRecord, LinkHealthReport, OpsWanted
+from pipemorph.wire.ops import most_ops_bytes
 
 log = logging.getLogger("pipemorph.ingest")
 
-JOBS_AT_ONCE = 5
-"""So many jobs may take their whole share of a core at once; more take less each."""
 KEPT_SECONDS = 300.0
 """After so long without a viewer, what was kept for them is dropped."""
 MOST_WATCHED = 256
 """Jobs that may be watched at once, since what is kept of one may take a megabyte."""
 MOST_WAITING = 64
-"""Requests that wait for the thread that makes documents."""
+"""Requests that wait for documents."""
 REQUESTS_PER_SECOND, REQUEST_BURST = 40.0, 80.0
 """Of one job: its viewers ask once a second, and again where another replica serves the job."""
-LOOK_SECONDS = 10.0
-"""How long the thread waits for the event loop."""
 
 WATCHED_SECONDS = 8.0
 """Who has asked within so many seconds watches. Browsers ask once a second, or take their time."""
 LEASE_SECONDS = 10.0
 """For how long the answer to a report asks for ops: longer than it is to the next report."""
-UNHEARD_SECONDS = 30.0
-"""After so long without ops, it is said that the trainer sends none."""
-MOST_KEPT_BYTES, MOST_KEPT_IN_ALL = 16 << 20, 128 << 20
-"""Of the ops of one job, and of all together, compressed: the newest iterations."""
-MOST_KEPT_OPS = MOST_AVAILABLE
-"""Iterations of one job, in all columns."""
-ENTRY_BYTES = 256
-"""That the ops of one iteration take beside themselves."""
 OPS_SECONDS = WATCHED_SECONDS + LEASE_SECONDS
 """After so long without a viewer no more ops come, and those that are kept are dropped."""
 OPS_PER_SECOND, OPS_BURST = 2.0, 4.0
 """Of one job: its agent sends those of about one iteration a second."""
 MOST_READING = 8
 """Jobs whose ops are read at once. Up to 4 MB each."""
-OPS_SHARE, OPS_CPU_BURST = 0.1, 1.0
-"""Part of a core, and seconds of it at once, that checking the ops of all jobs may take."""
-APART_SECONDS, APART = 30.0, 16
-"""How far ops may be from the iteration in progress, by its report: by so much time, and by so many
-iterations more."""
+LINKS_SECONDS = 0.5
+"""Least time from telling of the links of a job to telling of them again."""
 
 STATES = {"finished": "completed"}
 """What the page calls a state that an agent reports; the others have the same name."""
 GONE = "the job was deleted, or its ranks have ended"
-
 
 ReadOps = Callable[[int], Awaitable[bytes | Reply]]
 """Reads the body of a request, of at most so many bytes. A reply: why it could not be read."""
@@ -132,144 +112,101 @@ class WatchStore(Protocol):
         """The job; None if the host has no such job."""
 
 
-@dataclass
-class _Kept:
-    """What is kept of a job that is watched."""
+class _Numbered:
+    """Numbers what seldom changes: anew whenever it is another object."""
 
-    samples: deque[IterationSample] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
-    lanes: LaneLog = field(default_factory=LaneLog)
-    ops: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """By column and iteration: an :class:`~pipemorph.wire.OpsReport`, compressed; oldest first."""
-    ops_bytes: int = 0
-    """With :data:`ENTRY_BYTES` for each."""
+    def __init__(self) -> None:
+        self._value: tuple[object, ...] = ()
+        self._number = 0
 
-    def take_ops(self, ops: OpsReport, packed: bytes) -> None:
-        # Iterations are told in order: what is after this one is of ranks that have ended.
-        self.drop_ops_from(ops.iteration + 1)
-        self._drop((ops.column, ops.iteration))
-        self.ops[ops.column, ops.iteration] = packed
-        self.ops_bytes += len(packed) + ENTRY_BYTES
-        while len(self.ops) > 1 and (
-            self.ops_bytes > MOST_KEPT_BYTES or len(self.ops) > MOST_KEPT_OPS
-        ):
-            self.drop_oldest_ops()
+    def of(self, *value: object) -> int:
+        same = len(value) == len(self._value) and all(map(_is, value, self._value))
+        if not same:
+            self._value, self._number = value, self._number + 1
+        return self._number
 
-    def drop_oldest_ops(self) -> None:
-        self._drop(next(iter(self.ops)))
 
-    def drop_ops_from(self, iteration: int) -> None:
-        """Drop the ops of this iteration and all after it; from 0 on: all."""
-        for key in [key for key in self.ops if key[1] >= iteration]:
-            self._drop(key)
+def _is(one: object, other: object) -> bool:
+    return one is other
 
-    def _drop(self, key: tuple[int, int]) -> None:
-        packed = self.ops.pop(key, None)
-        if packed is not None:
-            self.ops_bytes -= len(packed) + ENTRY_BYTES
 
-    def traces(self, column: int, iteration: int) -> list[OpsTrace]:
-        packed = self.ops.get((column, iteration))
-        if packed is None:
-            return []
-        return OpsReport.model_validate_json(zlib.decompress(packed)).stages
+class _Changes:
+    """Changes of plan, and at which number each came to be as it is: figures after a change are
+    added as they arrive."""
 
-    @staticmethod
-    def of(controller: JobController, now: float) -> _Kept:
-        """What the controller remembers from before."""
-        kept = _Kept()
-        kept.samples.extend(
-            IterationSample(
-                index=each.index, seconds=each.seconds, loss=each.loss,
-                plan_version=each.plan_version, bubble_fraction=each.bubble_fraction,
-            )
-            for each in controller.finished
-        )  # fmt: skip
-        kept._take_links(controller, controller.view(now).iteration, now)
-        return kept
+    def __init__(self) -> None:
+        self.newest = 0
+        self._known: dict[ChangeKey, tuple[int, AdaptationRecord]] = {}
 
-    def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
-        if report.state != "starting":  # Which iteration they go on with is not known yet.
-            self._take_links(controller, report.iteration, now)
-        first: int | None = None
-        for sample in report.iterations:
-            # Ranks that started again may repeat iterations.
-            while self.samples and self.samples[-1].index >= sample.index:
-                again = self.samples.pop().index
-                first = again if first is None else min(first, again)
-            self.samples.append(sample)
-        if first is not None:
-            self.drop_ops_from(first)
+    def take(self, records: Sequence[AdaptationRecord]) -> None:
+        before, self._known = self._known, {}
+        for each in records:
+            key = each.plan_version, each.detected_at
+            known = before.get(key)
+            if known is None or known[1] != each:
+                self.newest += 1
+                known = self.newest, each.model_copy()
+            self._known[key] = known
 
-    def is_far(self, iteration: int, controller: JobController, now: float) -> bool:
-        """Whether the ranks cannot be at this iteration, as far as reports tell."""
-        newest = [each.seconds for each in list(self.samples)[-NEWEST:]]
-        seconds = max(1e-3, median(newest)) if newest else 1.0
-        apart = abs(iteration - controller.view(now).iteration)
-        return apart > APART + APART_SECONDS / seconds
+    @property
+    def order(self) -> list[ChangeKey]:
+        return list(self._known)
 
-    def _take_links(self, controller: JobController, iteration: int, now: float) -> None:
-        fallen = {each.link: each.transport for each in controller.transports().fallen}
-        routes = controller.running.all_routes
-        self.lanes.take(iteration, now, controller.links(now), routes, fallen)
+    def since(self, number: int) -> dict[ChangeKey, AdaptationRecord]:
+        return {key: record for key, (at, record) in self._known.items() if at > number}
 
 
 class _Watching:
-    """A job that is watched: a :class:`~pipemorph.watch.documents.Source`."""
+    """A job that is watched. ``number``: by which the process knows it."""
 
-    def __init__(self, followed: Followed, budget: Budget, loop: asyncio.AbstractEventLoop) -> None:
-        self.followed = followed
-        self._loop = loop
-        self.kept = _Kept.of(followed.controller, time.time())
-        self.documents = Documents(self, Budget(within=budget))
-        self.asked_at = self.began_at = now = time.monotonic()
+    def __init__(self, followed: Followed, number: int, newest: int) -> None:
+        self.followed, self.number = followed, number
+        self.newest = newest
+        """Number of the newest document: pages ask for one after the number that they have."""
+        self.asked_at = now = time.monotonic()
         self.allowed = TokenBucket(REQUESTS_PER_SECOND, REQUEST_BURST, now)
         self.ops_allowed = TokenBucket(OPS_PER_SECOND, OPS_BURST, now)
         self.gone = False
         self.column: int | None = None
         """The one that was looked at last; None: that with the slowest link."""
-        self.ops_at: float | None = None
-        """When ops came last."""
         self.reading = False
-        self._runs = followed.runs
+        self.life = 0
+        """The process that was told of it: another one knows nothing."""
+        self.ops_kept = False
+        self._links_at = float("-inf")
+        self._job, self._rules, self._start, self._running = (_Numbered() for _ in range(4))
+        self._changes = _Changes()
 
-    def follow(self, found: Followed) -> None:
-        """The host has the job so now."""
-        self.followed = found
-        if found.runs != self._runs:
-            self._runs = found.runs
-            self.kept.drop_ops_from(0)
-
-    def document(
-        self, column: int | None, iteration: int | None, *, number: int, live: bool
-    ) -> WatchView:
-        # The controller is the event loop's.
-        look = asyncio.run_coroutine_threadsafe(self._look(column), self._loop)
-        known, column = look.result(LOOK_SECONDS)
-        if iteration not in known.available:
-            iteration = known.available[-1] if known.available else None
-        traces = [] if iteration is None else self.kept.traces(column, iteration)
-        return watch_view(known, traces, column=column, number=number, live=live)
-
-    def wanted(self, now: float) -> OpsWanted | None:
-        """Whether somebody watches, and whose ops."""
+    def wanted(self, now: float, slowest: int | None = None) -> OpsWanted | None:
+        """Whether somebody watches, and whose ops. ``slowest``: the column with the slowest
+        link."""
         if self.gone or now - self.asked_at > WATCHED_SECONDS:
             return None
-        slow = self.kept.lanes.slow()
-        worst = slow[0][0].link.replica if slow else 0
-        return OpsWanted(
-            column=worst if self.column is None else self.column, seconds=LEASE_SECONDS
-        )
+        column = slowest or 0 if self.column is None else self.column
+        return OpsWanted(column=column, seconds=LEASE_SECONDS)
 
-    def _no_ops(self, state: str) -> str:
-        """Why there are none."""
-        if state == "training" and time.monotonic() - self.began_at > UNHEARD_SECONDS:
-            return "this trainer sends no ops of its iterations"
-        return "the ops of an iteration have been asked for, and have not come yet"
+    def begin(self) -> Begin:
+        """What the controller remembers from before."""
+        controller, now = self.followed.controller, time.time()
+        samples = [_sample(each) for each in controller.finished]
+        iteration = controller.view(now).iteration
+        self._links_at = time.monotonic()
+        links = _links(controller, iteration, now, controller.links(now))
+        return Begin(self.number, self.newest, samples, links)
 
-    async def _look(self, column: int | None) -> tuple[Watched, int]:
-        """What is known, and the column to show."""
+    def news(self, report: LinkHealthReport, links: Sequence[LinkHealth]) -> News:
+        now, told = time.monotonic(), None
+        # Ranks that start do not know yet with which iteration they go on.
+        if report.state != "starting" and now - self._links_at >= LINKS_SECONDS:
+            self._links_at = now
+            told = _links(self.followed.controller, report.iteration, time.time(), links)
+        samples = [_sample(each) for each in report.iterations]
+        return News(self.number, self.followed.runs, samples, told)
+
+    def sight(self, asked: Look) -> Sight:
+        """The job as it is now, for a process that has what ``asked`` says."""
         now, found, controller = time.time(), self.followed, self.followed.controller
-        view, meta = controller.view(now), found.job.metadata
+        view = controller.view(now)
         state, reason = STATES.get(view.state, view.state), ""
         if state == "failed":
             reason = view.message or ""
@@ -279,45 +216,78 @@ class _Watching:
             state, reason = "interrupted", GONE
         decisions = (each for each in reversed(controller.decisions) if each.kind != "outcome")
         newest = next(decisions, None)
-        known = Watched(
-            job=found.job.model_copy(update={"spec": controller.spec}),
-            now=now,
+        outlook = controller.outlook(now) if asked.outlook else None
+        self._changes.take(controller.records)
+        has, job = asked.has, self._job.of(found.job, controller.spec)
+        if outlook is None:
+            marks = Marks(job, has.rules, has.start, has.running, self._changes.newest)
+        else:
+            marks = Marks(
+                job,
+                self._rules.of(outlook.rules),
+                self._start.of(outlook.start),
+                self._running.of(outlook.running),
+                self._changes.newest,
+            )
+        return Sight(
+            marks=marks,
+            runs=found.runs,
+            at=now,
             state=state,
             reason=reason,
-            samples=list(self.kept.samples),
-            changes=[each.model_copy() for each in controller.records],
-            lanes=self.kept.lanes.copy(),
+            links=_links(controller, view.iteration, now, view.links),
             worth=view.worth,
             plan_version=controller.running.version,
             wanted_version=controller.wanted.version,
             recoveries=found.recoveries,
-            result=f"its status: kubectl describe pmj {meta.name} -n {meta.namespace}",
             peak_memory=controller.peak_memory,
             kept=newest.reason if newest is not None and newest.kind == "keep" else "",
-            no_ops="" if self.ops_at is not None else self._no_ops(state),
+            order=self._changes.order,
+            changes=self._changes.since(has.changes),
+            situation=None if outlook is None else outlook.situation,
+            job=_unless(has.job == job, found.job.model_copy(update={"spec": controller.spec})),
+            rules=None if outlook is None else _unless(has.rules == marks.rules, outlook.rules),
+            start=None if outlook is None else _unless(has.start == marks.start, outlook.start),
+            running=None
+            if outlook is None
+            else _unless(has.running == marks.running, outlook.running),
         )
-        if column is None or not 0 <= column < known.job.spec.parallelism.mesh.columns:
-            column = worst_column(known)
-        available = sorted(i for whose, i in self.kept.ops if whose == column)
-        # What it would be under another plan takes a while to prepare, and needs a picture.
-        outlook = controller.outlook(now) if available else None
-        return replace(known, available=available, outlook=outlook), column
+
+
+Value = TypeVar("Value")
+
+
+def _unless(known: bool, value: Value) -> Value | None:
+    return None if known else value
+
+
+def _sample(each: Any) -> Sample:
+    return Sample(each.index, each.seconds, each.loss, each.plan_version, each.bubble_fraction)
+
+
+def _links(
+    controller: JobController, iteration: int, now: float, links: Sequence[LinkHealth]
+) -> Links:
+    fallen = {each.link: each.transport for each in controller.transports().fallen}
+    return Links(iteration, now, tuple(links), controller.running.all_routes, fallen)
+
+
+def _slowest_column(links: Sequence[LinkHealth]) -> int | None:
+    slow = [each for each in links if each.health is Health.SLOW]
+    return max(slow, key=lambda each: each.delay).replica if slow else None
 
 
 class WatchDesk:
-    """Answers who watches jobs of a host. For use in one event loop."""
+    """Answers who watches jobs of a host. For use in one event loop. ``process``: makes the pages;
+    whoever made it closes it."""
 
-    def __init__(self, store: WatchStore) -> None:
-        self._store = store
+    def __init__(self, store: WatchStore, process: WatchProcess) -> None:
+        self._store, self._process = store, process
+        process.on_look = self._sight
         self._watching: dict[tuple[str, str], _Watching] = {}
-        self._budget = Budget(JOBS_AT_ONCE * SHARE, JOBS_AT_ONCE * BURST)
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="watch-documents")
-        self._waiting = 0
+        self._numbers = itertools.count(1)
+        self._waiting = self._reading = 0
         self._closed = False
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="watch-ops")
-        self._ops_budget = Budget(OPS_SHARE, OPS_CPU_BURST)
-        """For use in that thread alone."""
-        self._reading = 0
 
     def reported(
         self, namespace: str, name: str, report: LinkHealthReport, controller: object
@@ -326,12 +296,15 @@ class WatchDesk:
         watching = self._current(namespace, name)
         if watching is None or not isinstance(controller, JobController):
             return None
-        watching.kept.take(report, controller, time.time())
-        return watching.wanted(time.monotonic())
+        links = controller.links(time.time())
+        if watching.life == self._process.life:
+            self._process.tell(watching.news(report, links))
+        return watching.wanted(time.monotonic(), _slowest_column(links))
 
-    async def take(self, namespace: str, name: str, read: ReadOps) -> Reply:
+    async def take(self, namespace: str, name: str, read: ReadOps, *, packed: bool) -> Reply:
         """Answer ``POST …/ops``. They are read only while somebody watches, once at a time, and no
-        more often and no more than the job has reason to send."""
+        more often and no more than the job has reason to send. ``packed``: whether they are
+        compressed as they are read."""
         watching = self._current(namespace, name)
         now = time.monotonic()
         if watching is None or watching.wanted(now) is None or watching.reading:
@@ -342,67 +315,46 @@ class WatchDesk:
             return Reply.error(429, "ops of other jobs are being read; send some later")
         watching.reading, self._reading = True, self._reading + 1
         try:
-            checked = await self._checked(watching.followed, read)
+            return await self._taken(watching, read, packed)
+        except WatchProcessLost as lost:
+            return Reply.error(503, str(lost))
         finally:
             watching.reading, self._reading = False, self._reading - 1
-        if isinstance(checked, Reply):
-            return checked
-        ops, packed = checked
-        if self._current(namespace, name) is not watching:
-            return Reply.error(409, "nobody watches")
-        followed = watching.followed
-        if (ops.namespace, ops.job, ops.attempt) != (namespace, name, followed.controller.attempt):
-            return Reply.error(403, "these ops are of another job or attempt")
-        why = _misfit(ops, followed.controller.spec)
-        if not why and watching.kept.is_far(ops.iteration, followed.controller, time.time()):
-            why = f"iteration {ops.iteration} is far from the one that the ranks are in"
-        if why:
-            return Reply.error(422, why)
-        watching.kept.take_ops(ops, packed)
-        self._make_room()
-        watching.ops_at = now
-        return Reply(200, b"{}")
 
-    async def _checked(self, followed: Followed, read: ReadOps) -> tuple[OpsReport, bytes] | Reply:
-        """Ops, and as they are kept; or the error to answer."""
-        spec, loop = followed.controller.spec, asyncio.get_running_loop()
-        budget, now = self._ops_budget, time.monotonic()
-        if await loop.run_in_executor(self._checker, budget.is_spent, now):
-            return Reply.error(429, "to check more ops would cost too much now; send some later")
-        body = await read(most_ops_bytes(followed.mesh.stages, spec.schedule.microbatches))
+    async def _taken(self, watching: _Watching, read: ReadOps, packed: bool) -> Reply:
+        spec = watching.followed.controller.spec
+        most = most_ops_bytes(watching.followed.mesh.stages, spec.schedule.microbatches)
+        body = await read(most)
         if isinstance(body, Reply):
             return body
-        try:
-            # In a thread: a large job's take some ten milliseconds.
-            return await loop.run_in_executor(self._checker, _parsed, body, budget)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            return Reply.error(422, f"no ops of an iteration: {first['msg']}")
-
-    def _make_room(self) -> None:
-        """Keep what all jobs may together, at the cost of those that have most."""
-        whole = sum(each.kept.ops_bytes for each in self._watching.values())
-        while whole > MOST_KEPT_IN_ALL:
-            largest = max((each.kept for each in self._watching.values()), key=_ops_bytes)
-            whole -= largest.ops_bytes
-            largest.drop_oldest_ops()
-            whole += largest.ops_bytes
-
-    def _current(self, namespace: str, name: str) -> _Watching | None:
-        """The job if it is watched, as its host has it now; not one of before with its name."""
-        watching = self._watching.get((namespace, name))
-        found = self._store.followed(namespace, name) if watching is not None else None
-        if watching is None or found is None:
-            return watching
-        if found.uid != watching.followed.uid:
-            return None
-        watching.follow(found)
-        return watching
+        await self._introduce(watching)
+        found, controller = watching.followed, watching.followed.controller
+        watching.ops_kept = True
+        taken: Taken = await self._process.ask(
+            Ops(
+                number=watching.number,
+                runs=found.runs,
+                job=found.job.model_copy(update={"spec": controller.spec}),
+                attempt=controller.attempt,
+                iteration=controller.view(time.time()).iteration,
+                body=body,
+                packed=packed,
+                most=most,
+            )
+        )
+        return Reply.error(taken.status, taken.error) if taken.error else Reply(200, b"{}")
 
     async def tell(
-        self, namespace: str, name: str, query: Mapping[str, str], *, page: bool
+        self,
+        namespace: str,
+        name: str,
+        query: Mapping[str, str],
+        *,
+        page: bool,
+        packed: bool = False,
     ) -> Reply:
-        """Answer ``GET …/watch/`` with the page, or ``GET …/watch/view`` with a document."""
+        """Answer ``GET …/watch/`` with the page, or ``GET …/watch/view`` with a document.
+        ``packed``: whether who asks takes gzip."""
         if self._closed:
             return Reply.error(503, "the ingest stops; ask again")
         watching = self._find(namespace, name)
@@ -412,92 +364,101 @@ class WatchDesk:
         if self._waiting >= MOST_WAITING or not watching.allowed.take(now):
             return Reply.error(429, "too many requests for pages of jobs; ask again later")
         watching.asked_at = now
-        asked = number(query.get("column")), number(query.get("iteration"))
+        column, iteration = number(query.get("column")), number(query.get("iteration"))
         columns = watching.followed.mesh.columns
-        watching.column = asked[0] if asked[0] is not None and asked[0] < columns else None
+        watching.column = column if column is not None and column < columns else None
+        after = number(query.get("after"))
         self._waiting += 1
         try:
-            made = await asyncio.get_running_loop().run_in_executor(
-                self._maker, watching.documents.get, asked, page
+            await self._introduce(watching)
+            told: Told = await self._process.ask(
+                Tell(watching.number, column, iteration, after, page, packed, watching.gone)
             )
-        except TimeoutError:
-            return Reply.error(503, "the ingest is too busy to make a document; ask again")
+        except WatchProcessLost as lost:
+            return Reply.error(503, str(lost))
         finally:
             self._waiting -= 1
-        if made is None:
-            return Reply.error(429, "another document would cost too much now; ask again later")
+            watching.asked_at = time.monotonic()  # Who has waited has watched meanwhile.
+        watching.newest = max(watching.newest, told.newest)
+        if told.status != 200:
+            return Reply.error(told.status, told.body.decode())
         kind = "text/html" if page else "application/json"
-        headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
-        body = made.body(page=page, after=number(query.get("after")))
-        return Reply(200, body, tuple(headers.items()))
+        headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Vary": "Accept-Encoding"}
+        if told.packed:
+            headers["Content-Encoding"] = "gzip"
+        return Reply(200, told.body, tuple(headers.items()))
+
+    async def _introduce(self, watching: _Watching) -> None:
+        """Tell the process of a job that it does not know. Raises :class:`WatchProcessLost`."""
+        await self._process.start()
+        if watching.life != self._process.life:
+            if not self._process.tell(watching.begin()):
+                raise WatchProcessLost("the process that makes pages is too busy; ask again")
+            watching.life = self._process.life
+
+    def _sight(self, asked: Look) -> Sight | None:
+        for (namespace, name), each in self._watching.items():
+            if each.number == asked.number:
+                self._current(namespace, name)  # As its host has it now.
+                return each.sight(asked)
+        return None
+
+    def _current(self, namespace: str, name: str) -> _Watching | None:
+        """The job if it is watched, as its host has it now; not one of before with its name."""
+        watching = self._watching.get((namespace, name))
+        found = self._store.followed(namespace, name) if watching is not None else None
+        if watching is None or found is None:
+            return watching
+        if found.uid != watching.followed.uid:
+            return None
+        watching.followed = found
+        return watching
 
     def _find(self, namespace: str, name: str) -> _Watching | Reply:
         """The job as it is watched. One that has ended is shown as it was, to who has watched."""
-        self.sweep()
+        self._forget_some()
         key, found = (namespace, name), self._store.followed(namespace, name)
         watching = self._watching.get(key)
         if found is None:
             if watching is None:
                 return Reply.error(404, f"there is no job {namespace}/{name} here that runs")
             watching.gone = True
-            watching.documents.finish()
             return watching
         before = watching
         if watching is None or watching.gone or watching.followed.uid != found.uid:
             if watching is None and len(self._watching) >= MOST_WATCHED:
                 return Reply.error(429, f"{MOST_WATCHED} jobs are watched here already")
-            loop = asyncio.get_running_loop()
-            watching = self._watching[key] = _Watching(found, self._budget, loop)
+            newest = 0 if before is None else before.newest
+            watching = self._watching[key] = _Watching(found, next(self._numbers), newest)
             if before is not None:
-                # Pages ask for a document after the number that they have.
-                watching.documents.number = before.documents.number
+                self._forget(before)
             log.info("%s/%s is watched", namespace, one_line(name))
-        watching.follow(found)
+        watching.followed = found
         return watching
 
     def sweep(self) -> None:
-        """Drop what was kept for viewers who do not come any more: ops soon, all else later. The
-        host calls this now and then."""
+        """Drop what was kept for viewers who do not come any more: ops soon, all else later, and
+        the process when there are none. The host calls this now and then."""
+        self._forget_some()
+        if not self._watching:
+            self._process.end_idle(KEPT_SECONDS)
+
+    def _forget_some(self) -> None:
         now = time.monotonic()
         for key, each in list(self._watching.items()):
-            if each.asked_at < now - OPS_SECONDS:
-                each.kept.drop_ops_from(0)
             if each.asked_at < now - KEPT_SECONDS:
                 del self._watching[key]
+                self._forget(each)
+            elif each.ops_kept and each.asked_at < now - OPS_SECONDS:
+                each.ops_kept = False
+                self._forget(each, ops=True)
+
+    def _forget(self, watching: _Watching, *, ops: bool = False) -> None:
+        if watching.life == self._process.life:
+            self._process.tell(Forget(watching.number, ops), always=True)
 
     def close(self) -> None:
-        """Make no more documents, and drop what was kept for them."""
+        """Make no more documents, and drop what was kept for them. Who waits is answered."""
         self._closed = True
+        self._process.stop()
         self._watching.clear()
-        self._maker.shutdown(wait=False, cancel_futures=True)
-        self._checker.shutdown(wait=False, cancel_futures=True)
-
-
-def _ops_bytes(kept: _Kept) -> int:
-    return kept.ops_bytes
-
-
-def _parsed(body: bytes, budget: Budget) -> tuple[OpsReport, bytes]:
-    """Ops, and as they are kept. Raises ValidationError."""
-    with budget.counted():
-        return OpsReport.model_validate_json(body), zlib.compress(body, 1)
-
-
-def _misfit(ops: OpsReport, spec: JobSpec) -> str:
-    """What of it does not fit the job that runs; empty if all does."""
-    mesh, most = spec.parallelism.mesh, OPS_OF_MICROBATCH * spec.schedule.microbatches
-    if ops.column >= mesh.columns:
-        return f"ops of column {ops.column}; the job has {mesh.columns}"
-    found = [each.stage for each in ops.stages]
-    if found != list(range(mesh.stages)):
-        return "these are not the ops of each stage once, in order"
-    for each in ops.stages:
-        if (each.column, each.iteration) != (ops.column, ops.iteration):
-            return f"ops of stage {each.stage} are of another column or iteration"
-        if each.rank != mesh.rank(each.stage, ops.column):
-            return f"stage {each.stage} is not of rank {each.rank}"
-        if not len(each.kinds) == len(each.microbatches) == len(each.gaps) == len(each.durations):
-            return f"ops of stage {each.stage} are not whole"
-        if len(each.kinds) > most:
-            return f"stage {each.stage} has {len(each.kinds)} ops; expected at most {most}"
-    return ""

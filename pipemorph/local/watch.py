@@ -169,6 +169,6 @@ class WatchServer:
             return door.failed()
         if made is None:
             return door.busy()
-        if not made.view.live:
+        if not made.live:
             self._loop.call_later(0.1, self._last_word.set)  # When this answer is on its way.
         return door.told(made.body(page=page, after=number(query.get("after"))), page=page)

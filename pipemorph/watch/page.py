@@ -29,5 +29,10 @@ STYLE = {
 
 def render_page(view: WatchView) -> str:
     """The page with a document, from which it goes on by itself where that is ``live``."""
-    data = f'{{"style":{json.dumps(STYLE)},"view":{view.model_dump_json()}}}'
+    return page_of(view.model_dump_json())
+
+
+def page_of(view: str) -> str:
+    """The same of a document as JSON."""
+    data = f'{{"style":{json.dumps(STYLE)},"view":{view}}}'
     return fill(Path(__file__).with_name("page.html"), data)

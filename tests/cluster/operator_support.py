@@ -76,12 +76,24 @@ def wait_for_kind(cluster: Cluster, kind: str) -> None:
 class Program:
     """One of the two processes; it can be killed and started again."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, kube: Path):
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        folder: Path,
+        kube: Path,
+        *,
+        sources: Path = ROOT,
+    ) -> None:
+        """``sources``: checkout of the version to run; another one has its own ``.venv``."""
         self.metrics_port = free_port()
-        command = [sys.executable, "-m", module, *arguments, "--host=127.0.0.1"]
+        python = sys.executable if sources == ROOT else str(sources / ".venv/bin/python")
+        command = [python, "-m", module, *arguments, "--host=127.0.0.1"]
         command.append(f"--metrics-port={self.metrics_port}")
-        path = f"{ROOT / 'operator'}:{ROOT / 'trainer'}:{ROOT}"
-        environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path}
+        path = f"{sources / 'operator'}:{sources / 'trainer'}:{sources}"
+        # Not what the present folder has, which may be of another version.
+        environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         self.process = Process(name, command, folder / f"{name}.log", environment=environment)
 
     def start(self) -> None:

@@ -28,6 +28,7 @@ from pipemorph.ingest import (
     Refused,
     Watch,
     WatchDesk,
+    WatchProcess,
     most_planners,
 )
 from pipemorph.log_level import log_level
@@ -217,7 +218,8 @@ async def run(options: argparse.Namespace) -> None:
             return store.expected(namespace, job)
 
         desk = GenerationDesk(store)
-        viewers = ViewerAuthenticator(cluster, partial(locate, counter=VIEWERS_REFUSED))
+        pages = WatchProcess("pipemorph_operator.ingest.viewing")
+        viewers = ViewerAuthenticator(pages.ask, partial(locate, counter=VIEWERS_REFUSED))
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, expected, share.arrival, share.may_come),
@@ -231,7 +233,7 @@ async def run(options: argparse.Namespace) -> None:
             ),
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
             desk=desk,
-            watch=Watch(WatchDesk(store), viewers),
+            watch=Watch(WatchDesk(store, pages), viewers),
         )
 
         def dropped(job: JobController, generations: Generations) -> None:
@@ -322,6 +324,7 @@ async def run(options: argparse.Namespace) -> None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             await planner.close()
+            await pages.close()
             await first.close()
             await http.cleanup()
 

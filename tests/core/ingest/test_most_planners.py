@@ -21,7 +21,7 @@ GIB = 1 << 30
         ({"cpu.max": "10000 100000"}, 1),
         ({"pod/cpu.max": "400000 100000"}, 4),
         ({"pod/cpu.max": "200000 100000", "pod/c/cpu.max": "800000 100000"}, 2),
-        ({"pod/c/memory.max": str(GIB)}, GIB // 2 // PLANNER_BYTES),
+        ({"pod/c/memory.max": str(GIB)}, GIB // 3 // PLANNER_BYTES),
         ({"memory.max": "max"}, 16),
         ({"memory.max": "1000000"}, 1),
         ({"other/cpu.max": "100000 100000"}, 16),

@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -14,10 +19,12 @@ from typing import Any
 import aiohttp
 import pytest
 from ingest_client import PATIENCE, TOKEN, body, controller, until
-from watched_jobs import NOW, watched
+from pages_here import PagesHere
+from watched_jobs import NOW, record, watched
 
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.control import JobController
+from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest import (
     BearerAuthenticator,
     Followed,
@@ -26,9 +33,14 @@ from pipemorph.ingest import (
     Refused,
     Watch,
     WatchDesk,
+    WatchProcess,
+    WatchProcessLost,
+    watch_process,
+    watch_worker,
     watching,
 )
 from pipemorph.ingest.app import Timeouts
+from pipemorph.ingest.watch_messages import Check, Forget, Look, Marks, Sight, Verdict
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
@@ -68,8 +80,15 @@ class Viewers(BearerAuthenticator):
 
 
 class Site:
-    def __init__(self, session: aiohttp.ClientSession, server: IngestServer, store: Store) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        server: IngestServer,
+        store: Store,
+        pages: WatchProcess,
+    ) -> None:
         self.session, self.url, self.store, self.server = session, server.url, store, server
+        self.process = pages
         self.sequence = 0
 
     async def get(self, what: str = "view", **headers: str) -> tuple[int, bytes, Any]:
@@ -100,9 +119,14 @@ class Site:
             return DirectiveEnvelope.model_validate_json(await answer.read())
 
     @property
-    def kept(self) -> watching._Kept:
+    def pages(self) -> PagesHere:
+        assert isinstance(self.process, PagesHere)
+        return self.process
+
+    @property
+    def kept(self) -> watch_worker._Kept:
         """Of the one job that is watched."""
-        (found,) = self.server._watch.desk._watching.values()  # type: ignore[union-attr]
+        (found,) = self.pages.viewing._jobs.values()
         return found.kept
 
     async def ops(self, report: OpsReport | bytes, token: str = TOKEN) -> int:
@@ -124,18 +148,21 @@ def ops_of(iteration: int) -> OpsReport:
     return OpsReport.model_validate({**values, "iteration": iteration, "stages": stages})
 
 
-def serve(test: Callable[[Site], Awaitable[None]]) -> None:
+def serve(test: Callable[[Site], Awaitable[None]], *, own_process: bool = False) -> None:
     async def run() -> None:
-        store = Store()
+        store, pages = Store(), WatchProcess() if own_process else PagesHere()
         store.add("default", "gpt", controller())
         server = IngestServer(
             store,
             BearerAuthenticator(TOKEN),
             timeouts=Timeouts(shutdown=PATIENCE, refusal=0.01),
-            watch=Watch(WatchDesk(store), Viewers("viewer")),
+            watch=Watch(WatchDesk(store, pages), Viewers("viewer")),
         )
-        async with server, aiohttp.ClientSession() as session:
-            await asyncio.wait_for(test(Site(session, server, store)), 4 * PATIENCE)
+        try:
+            async with server, aiohttp.ClientSession() as session:
+                await asyncio.wait_for(test(Site(session, server, store, pages)), 4 * PATIENCE)
+        finally:
+            await pages.close()
 
     asyncio.run(run())
 
@@ -145,6 +172,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request is answered with a new document, and all ops are read."""
     monkeypatch.setattr(documents, "EVERY", 0.0)
     monkeypatch.setattr(watching, "OPS_BURST", 1000.0)
+    monkeypatch.setattr(watching, "REQUEST_BURST", 1e6)
+    # On a busy machine it would take minutes to start.
+    monkeypatch.setattr(watch_process, "NICE", 0)
 
 
 def test_a_viewer_is_told_the_page_and_its_documents() -> None:
@@ -289,7 +319,7 @@ def test_a_job_that_is_not_here_is_said_to_who_may_know() -> None:
 def test_reports_and_directives_do_not_wait_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that makes them is held up; ten viewers wait, reports are answered."""
     held, go_on = threading.Event(), threading.Event()
-    made = watching.watch_view
+    made = watch_worker.watch_view
 
     def hold(*args: Any, **more: Any) -> WatchView:
         held.set()
@@ -297,7 +327,7 @@ def test_reports_and_directives_do_not_wait_for_documents(monkeypatch: pytest.Mo
         return made(*args, **more)
 
     async def look(site: Site) -> None:
-        monkeypatch.setattr(watching, "watch_view", hold)
+        monkeypatch.setattr(watch_worker, "watch_view", hold)
         viewers = [asyncio.create_task(site.get()) for _ in range(10)]
         await until(held.is_set)
         for i in range(5):
@@ -351,7 +381,7 @@ def test_ops_are_asked_for_while_somebody_watches_and_not_otherwise(
         assert found.measured is None and "have been asked for" in found.no_alternative
         wanted = (await site.report(1, iteration=2)).ops
         assert wanted is not None and (wanted.column, wanted.seconds) == (0, watching.LEASE_SECONDS)
-        monkeypatch.setattr(watching, "UNHEARD_SECONDS", 0.0)
+        monkeypatch.setattr(watch_worker, "UNHEARD_SECONDS", 0.0)
         assert "this trainer sends no ops" in (await site.view()).no_alternative
         assert await site.ops(ops_of(1)) == 200
         found = await site.view()
@@ -372,18 +402,18 @@ def test_earlier_iterations_are_there_within_a_bound(monkeypatch: pytest.MonkeyP
         assert await site.ops(ops_of(2)) == 200
         kept = site.kept
         one = kept.ops_bytes
-        monkeypatch.setattr(watching, "MOST_KEPT_BYTES", 3 * one + one // 2)
+        monkeypatch.setattr(watch_worker, "MOST_KEPT_BYTES", 3 * one + one // 2)
         for i in range(3, 9):
             assert await site.ops(ops_of(i)) == 200
         assert (await site.view()).available == [6, 7, 8]
         found = await site.view("view?iteration=7")
         assert found.measured is not None and found.measured.iteration == 7
-        entries = watching.ENTRY_BYTES * len(kept.ops)
+        entries = watch_worker.ENTRY_BYTES * len(kept.ops)
         assert kept.ops_bytes == sum(map(len, kept.ops.values())) + entries <= 3.5 * one
-        monkeypatch.setattr(watching, "MOST_KEPT_OPS", 2)
+        monkeypatch.setattr(watch_worker, "MOST_KEPT_OPS", 2)
         assert await site.ops(ops_of(9)) == 200
         assert (await site.view()).available == [8, 9]
-        assert kept.ops_bytes == sum(map(len, kept.ops.values())) + 2 * watching.ENTRY_BYTES
+        assert kept.ops_bytes == sum(map(len, kept.ops.values())) + 2 * watch_worker.ENTRY_BYTES
 
     serve(look)
 
@@ -397,10 +427,10 @@ def test_ops_of_all_jobs_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) 
         one = site.kept.ops_bytes
         site.store.add("default", "other", controller())
         assert (await desk.tell("default", "other", {}, page=False)).status == 200
-        mine, other = (each.kept for each in desk._watching.values())
+        mine, other = (each.kept for each in site.pages.viewing._jobs.values())
         for i in range(4):
-            other.take_ops(ops_of(i), b"x" * (one - watching.ENTRY_BYTES))
-        monkeypatch.setattr(watching, "MOST_KEPT_IN_ALL", 4 * one + one // 2)
+            other.take_ops(ops_of(i), b"x" * (one - watch_worker.ENTRY_BYTES))
+        monkeypatch.setattr(watch_worker, "MOST_KEPT_IN_ALL", 4 * one + one // 2)
         assert await site.ops(ops_of(2)) == 200
         # Those who have most lose their oldest.
         assert [i for _, i in mine.ops] == [1, 2] and [i for _, i in other.ops] == [2, 3]
@@ -515,7 +545,7 @@ def test_a_job_sends_ops_no_more_often_and_no_more_than_it_may(
             return whole
 
         desk = site.server._watch.desk  # type: ignore[union-attr]
-        assert (await desk.take("default", "gpt", body)).status == 429
+        assert (await desk.take("default", "gpt", body, packed=False)).status == 429
         assert read == [], "it is refused unread"
 
     serve(look)
@@ -524,7 +554,7 @@ def test_a_job_sends_ops_no_more_often_and_no_more_than_it_may(
 def test_ops_of_few_jobs_are_read_at_once_and_within_a_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watching, "OPS_CPU_BURST", 0.0)
+    monkeypatch.setattr(watch_worker, "OPS_CPU_BURST", 0.0)
 
     async def too_much(site: Site) -> None:
         await site.report(0, iteration=1)
@@ -547,8 +577,8 @@ def test_ops_of_an_iteration_that_the_ranks_cannot_be_in_are_refused() -> None:
         await site.report(*range(5), iteration=5)
         await site.view()
         # Half a second each: 30 s are 60 of them.
-        assert await site.ops(ops_of(5 + watching.APART + 60)) == 200
-        assert await site.ops(ops_of(6 + watching.APART + 60)) == 422
+        assert await site.ops(ops_of(5 + watch_worker.APART + 60)) == 200
+        assert await site.ops(ops_of(6 + watch_worker.APART + 60)) == 422
         assert await site.ops(ops_of(2**40)) == 422
         full = ops_of(5)
         first = full.stages[0]
@@ -607,3 +637,258 @@ def test_the_column_that_is_looked_at_is_asked_for() -> None:
         assert asked is not None and asked.column == 0, "there is no such column"
 
     serve(look)
+
+
+# --- the process that makes pages -------------------------------------------------------------
+
+
+def test_a_process_of_its_own_makes_the_documents_and_takes_ops() -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, 1, iteration=2)
+        assert site.process.pid is None, "while nobody watches there is none"
+        status, page, headers = await site.get("")
+        assert status == 200 and b"gpt" in page and headers["Content-Encoding"] == "gzip"
+        assert await site.ops(ops_of(1)) == 200
+        await site.report(2, iteration=3, directions=SLOW, links=LINKS)
+        plain = {HEADER: "viewer", "Accept-Encoding": "identity"}
+        while True:  # Documents are made once a second.
+            status, found, headers = await site.get("view", **plain)
+            assert status == 200 and "Content-Encoding" not in headers
+            view = WatchView.model_validate_json(found)
+            if view.steps.index == [0, 1, 2]:
+                break
+        assert view.links[1].kind == "slow" and view.measured is not None
+        assert await site.ops(b"[" * 5000) == 422
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_is_killed_is_started_again_and_viewers_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(site: Site) -> None:
+        await site.report(*range(4), iteration=4)
+        before = await site.view()
+        pid = site.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waits = asyncio.create_task(site.get())
+        await until(lambda: bool(site.process._open))
+        os.kill(pid, signal.SIGKILL)
+        status, said, _ = await waits
+        assert status == 503 and b"ask again" in said
+        assert await site.report(4, iteration=5), "reports go on"
+        monkeypatch.setattr(watch_process, "START_SECONDS", 3600.0)
+        assert (await site.get())[0] == 503, "not started again and again"
+        assert site.process.pid is None
+        monkeypatch.setattr(watch_process, "START_SECONDS", 0.0)
+        found = await site.view()
+        assert site.process.pid not in (None, pid)
+        assert found.steps.index == [*range(5)], "what the controller remembers is told anew"
+        assert found.number > before.number, "a page knows that it is another document"
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_lags_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        before, most = await site.view(), watch_process.MOST_UNREAD
+        monkeypatch.setattr(watch_process, "MOST_UNREAD", -1)
+        assert await site.report(1, iteration=2)
+        assert (await site.get())[0] == 503 and await site.ops(ops_of(1)) == 503
+        monkeypatch.setattr(watch_process, "MOST_UNREAD", most)
+        while (found := await site.view()).number == before.number:
+            pass  # Documents are made once a second.
+        assert found.steps.index == [0]
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        monkeypatch.setattr(watch_process, "ANSWER_SECONDS", 0.2)
+        os.kill(site.process.pid or 0, signal.SIGSTOP)
+        assert (await site.get())[0] == 503
+        assert site.process.pid is None
+
+    serve(look, own_process=True)
+
+
+def test_what_the_process_cannot_answer_ends_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        pid = site.process.pid
+        with pytest.raises(WatchProcessLost, match="see the log of the ingest"):
+            await site.process.ask(Check("a token", "default", "gpt"))
+        assert (await site.get())[0] == 200 and site.process.pid == pid
+
+    serve(look, own_process=True)
+    log = capfd.readouterr().err
+    assert "a Check could not be answered" in log and "its host does" in log
+    assert "a token" not in log
+
+
+def test_an_ingest_that_stops_does_not_wait_for_the_process() -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        os.kill(site.process.pid or 0, signal.SIGSTOP)
+        waits = asyncio.create_task(site.get())
+        await until(lambda: bool(site.process._open))
+        began = time.monotonic()
+        await site.server.stop()
+        assert time.monotonic() - began < PATIENCE / 2, "less than requests in progress may take"
+        assert (await waits)[0] == 503
+        with pytest.raises(WatchProcessLost, match="the ingest stops"):
+            await site.process.ask(Look(1, Marks(), outlook=False))
+        await site.process.close()
+        assert site.process.pid is None
+
+    serve(look, own_process=True)
+
+
+def test_a_process_that_is_to_end_is_told_nothing_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is the next one told what this one has asked."""
+    monkeypatch.setattr(watch_process, "START_SECONDS", 0.0)
+
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        answers = site.process.on_look
+
+        def end_meanwhile(asked: Look) -> Sight | None:
+            site.process.on_look = answers
+            site.process.end_idle(-1.0)
+            return answers(asked)
+
+        site.process.on_look = end_meanwhile
+        assert (await site.get())[0] == 503
+        assert (await site.view()).steps.index == [0]
+
+    serve(look, own_process=True)
+    assert not [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def test_a_process_that_lags_is_told_nevertheless_what_it_need_not_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        assert await site.ops(ops_of(1)) == 200
+        told: list[Any] = []
+        monkeypatch.setattr(site.process, "_write", told.append)
+        monkeypatch.setattr(watch_process, "MOST_UNREAD", -1)
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        monkeypatch.setattr(watching, "OPS_SECONDS", -1.0)
+        desk.sweep()
+        monkeypatch.setattr(watching, "KEPT_SECONDS", -1.0)
+        desk.sweep()
+        assert told == [(0, Forget(1, ops=True)), (0, Forget(1, ops=False))]
+
+    serve(look, own_process=True)
+
+
+def test_the_process_ends_when_nobody_watches_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        desk.sweep()
+        running = site.process._process
+        assert running is not None
+        monkeypatch.setattr(watching, "KEPT_SECONDS", -1.0)
+        desk.sweep()
+        assert site.process.pid is None
+        assert await asyncio.wait_for(running.wait(), PATIENCE) == 0, "it ends with its input"
+
+    serve(look, own_process=True)
+
+
+def test_what_seldom_changes_is_told_once_and_changes_of_plan_as_they_are() -> None:
+    async def look(site: Site) -> None:
+        await site.report(0, iteration=1)
+        await site.view()
+        desk = site.server._watch.desk  # type: ignore[union-attr]
+        (each,) = desk._watching.values()
+        running = site.store.lookup("default", "gpt")
+        assert isinstance(running, JobController)
+        change = record(1, "adapt", 3, running.running)
+        running._ledger.records.append(change)
+        first = each.sight(Look(each.number, Marks(), outlook=False))
+        (told,) = first.changes.values()
+        assert first.job is not None and told.plan_version == 1
+        again = each.sight(Look(each.number, first.marks, outlook=False))
+        assert again.job is None and not again.changes and again.order == first.order
+        change.measured = 0.25
+        (told,) = each.sight(Look(each.number, first.marks, outlook=False)).changes.values()
+        assert told.measured == 0.25
+        assert [each.measured for each in (await site.view()).changes] == [0.25]
+
+    serve(look)
+
+
+def test_a_compressed_report_is_refused_unread() -> None:
+    async def look(site: Site) -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "deflate"}
+        where = f"{site.url}/v1/jobs/default/gpt/reports"
+        async with site.session.post(where, data=zlib.compress(b"{}"), headers=headers) as answer:
+            assert answer.status == 415
+
+    serve(look)
+
+
+@pytest.mark.parametrize(
+    ("packed", "status"),
+    [(b"no zlib at all", 400), (zlib.compress(b" " * (MAX_OPS_BYTES + 1)), 413)],
+)
+def test_ops_are_unpacked_no_further_than_they_may_be(packed: bytes, status: int) -> None:
+    async def look(site: Site) -> None:
+        await site.view()
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "deflate"}
+        where = f"{site.url}/v1/jobs/default/gpt/ops"
+        async with site.session.post(where, data=packed, headers=headers) as answer:
+            assert answer.status == status
+
+    serve(look)
+
+
+def worker(script: str) -> subprocess.Popen[bytes]:
+    script = f"from pipemorph.ingest import watch_messages, watch_worker\n{script}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
+
+
+def test_a_process_that_takes_too_much_memory_ends() -> None:
+    script = """
+async def serving():
+    bytearray(watch_worker.MEMORY_BYTES)
+watch_worker.run(serving)
+"""
+    with worker(script) as process:
+        _, said = process.communicate(timeout=4 * PATIENCE)
+    assert process.returncode == 1 and b"MemoryError" in said
+
+
+def test_what_is_printed_in_the_process_is_no_answer() -> None:
+    script = """
+async def check(asked):
+    print("printed", flush=True)
+    return watch_messages.Verdict(200, "me")
+watch_worker.run(lambda: watch_worker.serve(check))
+"""
+    with worker(script) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(frame((7, Check("token", "default", "gpt"))))
+        process.stdin.flush()
+        length = int.from_bytes(process.stdout.read(HEADER_BYTES), "big")
+        assert pickle.loads(process.stdout.read(length)) == (7, Verdict(200, "me"))
+        rest, said = process.communicate(timeout=4 * PATIENCE)
+    assert (process.returncode, rest) == (0, b"") and b"printed" in said

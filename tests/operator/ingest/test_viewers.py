@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from pipemorph.ingest import Refused
+from pipemorph.ingest import Refused, WatchProcessLost
+from pipemorph.ingest.watch_messages import Check, Verdict
 from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import viewers
 from pipemorph_operator.ingest.auth import REVIEW_PATH
-from pipemorph_operator.ingest.viewers import ACCESS_PATH, ViewerAuthenticator
+from pipemorph_operator.ingest.viewers import ACCESS_PATH, ViewerAuthenticator, ViewerReviews
+from pipemorph_operator.metrics import API_REQUESTS
 
 AUDIENCE = audience("team", "gpt")
 USER = {
@@ -59,7 +61,8 @@ class Door:
     def __init__(self) -> None:
         self.api, self.now, self.located = Api(), 1000.0, 0
         self.elsewhere = False
-        self.authenticator = ViewerAuthenticator(self.api, self.locate, clock=lambda: self.now)
+        self.reviews = ViewerReviews(self.api, clock=lambda: self.now)
+        self.authenticator = ViewerAuthenticator(self.reviews, self.locate, clock=lambda: self.now)
 
     def locate(self, namespace: str, job: str) -> None:
         self.located += 1
@@ -198,7 +201,7 @@ def test_verdicts_are_bounded_and_bad_ones_push_out_nothing_that_is_good(
     assert [door.knock(token(good=n)) for n in (0, 2, 3)] == [200] * 3
     assert len(door.api.asked) == asked
     assert door.knock(token(good=1)) == 200 and len(door.api.asked) == asked + 2
-    for kept in (door.authenticator._good, door.authenticator._bad):
+    for kept in (door.reviews._good, door.reviews._bad):
         assert len(kept) == 3
 
 
@@ -229,3 +232,37 @@ def test_what_viewers_do_is_not_counted_as_of_pods(
     assert door.knock(text) in (401, 429)
     assert of_viewers() == (refused + 1, reviewed + reviews)
     assert of_pods() == pods
+
+
+def test_requests_of_the_process_that_reviews_are_counted_where_they_are_scraped() -> None:
+    class Counted(Api):
+        async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+            API_REQUESTS.labels(verb="POST", code="201").inc()  # As the client of a cluster does.
+            return await super().post(url, body)
+
+    reviews = ViewerReviews(Counted(), clock=lambda: 1000.0)
+    asked = Check(token(), "team", "gpt")
+    made = [asyncio.run(reviews(asked)) for _ in range(2)]
+    assert [each.requests for each in made] == [{("POST", "201"): 2}, {}]
+
+    async def ask(_: Check) -> Verdict:
+        return made[0]
+
+    def counted() -> float:
+        where = {"verb": "POST", "code": "201"}
+        return REGISTRY.get_sample_value("pipemorph_api_requests_total", where) or 0.0
+
+    before = counted()
+    viewer = ViewerAuthenticator(ask, lambda *_: None, clock=lambda: 1000.0)
+    asyncio.run(viewer.authenticate(token(), "team", "gpt"))
+    assert counted() == before + 2
+
+
+def test_who_cannot_be_checked_now_is_told_to_ask_again() -> None:
+    async def lost(_: Check) -> Verdict:
+        raise WatchProcessLost("the process that makes pages ended; ask again")
+
+    viewer = ViewerAuthenticator(lost, lambda *_: None, clock=lambda: 1000.0)
+    with pytest.raises(Refused, match="ask again") as refused:
+        asyncio.run(viewer.authenticate(token(), "team", "gpt"))
+    assert refused.value.status == 503
