@@ -168,7 +168,8 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             rule=f"!has(self.schedule.warmup) || !(self.schedule.policy in [{SEVERAL}])",
-            message="policies 1f1b-interleaved and zero-bubble-v set their own warmup: leave it out",
+            message="schedule.warmup: policies 1f1b-interleaved and zero-bubble-v set their own;"
+            " leave it out",
             field_path=".schedule.warmup",
         ),
         Rule(

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SLOW_FROM, ITERATIONS = 5, 16
 
 
-def run(folder: Path, *, adapts: bool) -> dict[str, Any]:
+def run(folder: Path, *, adapts: bool, **schedule: Any) -> dict[str, Any]:
     folder.mkdir()
     op = {"forward": 6, "backwardInput": 6, "backwardWeight": 6}
     manifest = {
@@ -25,7 +25,7 @@ def run(folder: Path, *, adapts: bool) -> dict[str, Any]:
         "metadata": {"name": "several"},
         "spec": {
             "parallelism": {"stages": 4, "stagesPerRank": 2, "stagePlacement": "interleaved"},
-            "schedule": {"microbatches": 8, "policy": "pipemorph"},
+            "schedule": {"microbatches": 8, "policy": "pipemorph", **schedule},
             "adaptation": {"enabled": adapts},
             "emulation": {"stageTimes": [op], "messageBytes": 4096},
             "faults": [{"link": 0, "fromIteration": SLOW_FROM, "delayMs": 25}],
@@ -49,6 +49,10 @@ def run(folder: Path, *, adapts: bool) -> dict[str, Any]:
     return report
 
 
+def of(report: dict[str, Any], what: str) -> list[float]:
+    return [each[what] for each in report["iterations"]]
+
+
 def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
     static = run(tmp_path / "static", adapts=False)
     adaptive = run(tmp_path / "adaptive", adapts=True)
@@ -56,8 +60,16 @@ def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
     assert changes, adaptive["told"]
     assert any("link 0 is slow by" in each["reason"] for each in changes), adaptive["told"]
 
-    def of(report: dict[str, Any], what: str) -> list[float]:
-        return [each[what] for each in report["iterations"]]
-
     assert of(adaptive, "loss") == of(static, "loss")
     assert median(of(adaptive, "seconds")[-5:]) < 0.9 * median(of(static, "seconds")[-5:])
+
+
+@pytest.mark.parametrize("dispatch", ["guided", "online"])
+def test_other_stages_go_on_while_a_message_is_late(dispatch: str, tmp_path: Path) -> None:
+    """With a given warm-up, and without a new plan."""
+    warmup = [6, 5, 3, 1]
+    static = run(tmp_path / "static", adapts=False, warmup=warmup)
+    varying = run(tmp_path / dispatch, adapts=False, warmup=warmup, dispatch=dispatch)
+
+    assert of(varying, "loss") == of(static, "loss")
+    assert median(of(varying, "seconds")[-5:]) < 0.9 * median(of(static, "seconds")[-5:])
