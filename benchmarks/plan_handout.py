@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import JobSpec
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
 from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, StageTimes, plan
 from pipemorph.wire import Directive, DirectiveEnvelope, PlanMessage
@@ -102,7 +102,14 @@ class Scripted:
 
     attempt = 0
     replan, wants_plan = None, False
-    spec = SimpleNamespace(adaptation=SimpleNamespace(enabled=False))
+    spec = JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 2},
+            "trainer": {"module": "none", "iterations": 1},
+            "adaptation": {"enabled": False},
+        }
+    )
     """As far as it is asked for: no versions for the agent."""
 
     def __init__(self) -> None:

@@ -115,7 +115,7 @@ class Whole(Pods):
         # Of the others this rank knows what it knew before.
         well = windows(self._draw, self.noise, stage, range(column, column + 1), frozenset())
         links = [
-            slow if slow.link == SLOW_LINK else other
+            (slow if slow.link == SLOW_LINK else other).model_copy(update={"iteration": iteration})
             for slow, other in zip(told.links, well, strict=True)
         ]
         mine = {"applied_plan_version": self._version, "prepared_plan_version": self._version}

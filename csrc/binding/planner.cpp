@@ -77,10 +77,7 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     return costs;
 }
 
-// Every stage on one rank, and per kind no more ops than microbatches: what the core indexes by.
-Order to_ranks(const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& stages_of,
-               const Costs& costs) {
-    expect(ranks.size() == stages_of.size(), "expected ops for every rank");
+void check_placed(const std::vector<std::vector<int>>& stages_of, const Costs& costs) {
     std::vector<int> seen(costs.stages);
     for (const auto& stages : stages_of)
         for (const int stage : stages) {
@@ -89,6 +86,16 @@ Order to_ranks(const std::vector<nb::bytes>& ranks, const std::vector<std::vecto
         }
     expect(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }),
            "expected each stage on one rank");
+    const auto codes = [](const auto& stages) { return stages.size() <= 64; };
+    expect(std::all_of(stages_of.begin(), stages_of.end(), codes),
+           "expected at most 64 stages on a rank");
+}
+
+// Every stage on one rank, and per kind no more ops than microbatches: what the core indexes by.
+Order to_ranks(const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& stages_of,
+               const Costs& costs) {
+    check_placed(stages_of, costs);
+    expect(ranks.size() == stages_of.size(), "expected ops for every rank");
     Order order;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
         const auto* data = static_cast<const unsigned char*>(ranks[rank].data());
@@ -168,33 +175,38 @@ Ran to_ran(const Execution& execution) {
 }
 
 Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
-           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots, DelayAt delay_at,
-           DelayAt transfer_at) {
+           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots,
+           const std::vector<std::vector<int>>& stages_of, DelayAt delay_at, DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     expect(!costs.warmup.empty(), "expected a warm-up per stage");
     expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
     expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
     const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
-    FirstReady execution(costs, rules);
+    check_placed(stages_of, costs);
+    FirstReady execution(costs, rules, stages_of);
     execution.run(std::move(delay_at), std::move(transfer_at));
     return to_ran(execution);
 }
 
 // The order and what limits ops out of turn, checked.
 Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vector<int>>& waits,
-               std::vector<int> slots, const Costs& costs) {
-    expect(waits.size() == costs.caps.size(), "expected for every stage where it waits");
+               std::vector<int> slots, const std::vector<std::vector<int>>& stages_of,
+               const Costs& costs) {
+    expect(waits.size() == stages_of.size(), "expected for every rank where it waits");
     expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
-    Guide guide{
-        to_ranks(order, one_stage_each(costs.stages), costs), {}, costs.caps, std::move(slots)};
-    for (const auto& kinds : guide.order) {
-        const auto count = [&](int kind) { return std::count(kinds.begin(), kinds.end(), kind); };
-        const long whole = count(kFused);
-        expect(count(kForward) == costs.microbatches &&
-                   count(kBackward) + whole == costs.microbatches &&
-                   count(kWeight) + whole == costs.microbatches,
-               "expected each kind once per microbatch in the order");
-    }
+    Guide guide{to_ranks(order, stages_of, costs), {}, costs.caps, std::move(slots)};
+    for (size_t rank = 0; rank < stages_of.size(); ++rank)
+        for (size_t place = 0; place < stages_of[rank].size(); ++place) {
+            const auto count = [&](int kind) {
+                return std::count(guide.order[rank].begin(), guide.order[rank].end(),
+                                  static_cast<unsigned char>(4 * place + kind));
+            };
+            const long whole = count(kFused);
+            expect(count(kForward) == costs.microbatches &&
+                       count(kBackward) + whole == costs.microbatches &&
+                       count(kWeight) + whole == costs.microbatches,
+                   "expected each kind once per microbatch in the order");
+        }
     for (const auto& positions : waits)
         guide.waits.emplace_back(positions.begin(), positions.end());
     return guide;
@@ -202,10 +214,11 @@ Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vecto
 
 Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
            const std::vector<std::vector<int>>& waits, std::vector<int> caps,
-           std::vector<int> slots, DelayAt delay_at, DelayAt transfer_at) {
+           std::vector<int> slots, const std::vector<std::vector<int>>& stages_of, DelayAt delay_at,
+           DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, std::move(slots), costs);
-    Guided execution(costs, guide);
+    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
+    Guided execution(costs, guide, stages_of);
     execution.run(std::move(delay_at), std::move(transfer_at));
     return to_ran(execution);
 }
@@ -216,7 +229,8 @@ std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          std::vector<int> caps, std::vector<int> slots, double most,
                                          int draws) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, std::move(slots), costs);
+    const Guide guide =
+        to_guide(order, waits, std::move(slots), one_stage_each(costs.stages), costs);
     expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
     const nb::gil_scoped_release release;
     return jittered(costs, guide, most, draws);
@@ -296,9 +310,9 @@ NB_MODULE(_planner, module) {
                "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
-               "fused"_a, "slots"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+               "fused"_a, "slots"_a, "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
-               "delay_at"_a.none(), "transfer_at"_a.none());
+               "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
                "slots"_a, "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,

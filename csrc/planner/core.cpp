@@ -8,6 +8,16 @@ std::vector<std::vector<int>> one_stage_each(int stages) {
     return stages_of;
 }
 
+std::vector<int> places(const std::vector<std::vector<int>>& stages_of) {
+    size_t stages = 0;
+    for (const auto& mine : stages_of) stages += mine.size();
+    std::vector<int> found(stages);
+    for (const auto& mine : stages_of)
+        for (size_t place = 0; place < mine.size(); ++place)
+            found[mine[place]] = static_cast<int>(place);
+    return found;
+}
+
 Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
     : costs_(costs),
       delay_(&costs.delay),

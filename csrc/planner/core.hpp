@@ -105,6 +105,8 @@ class Agenda {
 
 // Stage i on rank i.
 std::vector<std::vector<int>> one_stage_each(int stages);
+// Where each stage is among the stages of its rank: the high bits of the codes of its ops.
+std::vector<int> places(const std::vector<std::vector<int>>& stages_of);
 
 // One iteration. Keeps its memory between runs.
 class Core {

@@ -5,54 +5,55 @@
 
 namespace pipemorph::planner {
 
-Guided::Guided(const Costs& costs, const Guide& guide)
+Guided::Guided(const Costs& costs, const Guide& guide, std::vector<std::vector<int>> stages_of)
     : guide_(guide),
-      core_(costs, one_stage_each(costs.stages)),
+      stages_of_(std::move(stages_of)),
+      place_of_(places(stages_of_)),
+      core_(costs, stages_of_),
       stages_(costs.stages),
-      ran_(costs.stages) {
-    for (int i = 0; i < costs.stages; ++i) {
-        Stage& stage = stages_[i];
-        std::array<int, kKinds> done{};
-        for (const unsigned char code : guide.order[i]) {
-            const int counted = code == kFused ? int{kBackward} : code;
-            if (counted == kBackward) stage.backward.push_back(code);
-            stage.position[counted].push_back(static_cast<int>(stage.ops.size()));
+      ranks_(stages_of_.size()),
+      ran_(stages_of_.size()) {
+    std::vector<std::array<int, kKinds>> done(costs.stages);
+    for (size_t rank = 0; rank < ranks_.size(); ++rank)
+        for (const unsigned char code : guide.order[rank]) {
+            const int of = stages_of_[rank][code >> 2], kind = code & 3;
+            const int counted = kind == kFused ? int{kBackward} : kind;
+            Stage& stage = stages_[of];
+            auto& ops = ranks_[rank].ops;
+            if (counted == kBackward) stage.backward.push_back(kind);
+            stage.position[counted].push_back(static_cast<int>(ops.size()));
             // The W of a fused backward has its place, too: positions are by microbatch.
-            if (code == kFused) {
-                stage.position[kWeight].push_back(static_cast<int>(stage.ops.size()));
-                ++done[kWeight];
+            if (kind == kFused) {
+                stage.position[kWeight].push_back(static_cast<int>(ops.size()));
+                ++done[of][kWeight];
             }
-            stage.ops.push_back({i, code, done[counted]++});
+            ops.push_back({of, kind, done[of][counted]++});
         }
-    }
 }
 
 void Guided::run(DelayAt delay_at, DelayAt transfer_at) {
-    for (Stage& stage : stages_) stage.next = 0;
+    for (Rank& rank : ranks_) rank.next = 0;
     for (auto& ran : ran_) ran = {};
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
     core_.run_in_time(*this);
 }
 
-Choice Guided::choose(const Core& core, int stage, double now) {
-    Stage& its = stages_[stage];
+Choice Guided::choose(const Core& core, int rank, double now) {
+    Rank& its = ranks_[rank];
     const int size = static_cast<int>(its.ops.size());
-    const auto has_run = [&](const Op& op) { return core.done(op.kind, stage) > op.microbatch; };
+    const auto has_run = [&](const Op& op) { return core.done(op.kind, op.stage) > op.microbatch; };
     while (its.next < size && has_run(its.ops[its.next])) ++its.next;
     if (its.next == size) return {};
     const Op& turn = its.ops[its.next];
     // Where the device has no room for it, a W has to make some.
     const bool waits =
-        guide_.waits[stage].count(its.next) && core.fits(stage, turn.kind, turn.microbatch);
+        guide_.waits[rank].count(its.next) && core.fits(turn.stage, turn.kind, turn.microbatch);
 
-    const int n = core.costs().microbatches;
-    const int f = core.done(kForward, stage), b = core.done(kBackward, stage),
-              w = core.done(kWeight, stage);
     int first = std::numeric_limits<int>::max();
     Op found{};
     double until = kNever;
-    const auto consider = [&](int kind, int microbatch, bool may_go_first) {
-        const int position = its.position[kind == kFused ? kBackward : kind][microbatch];
+    const auto consider = [&](int stage, int kind, int microbatch, bool may_go_first) {
+        const int position = stages_[stage].position[kind == kFused ? kBackward : kind][microbatch];
         const bool in_turn = position == its.next;
         if (!in_turn && (waits || !may_go_first)) return;
         if (kind != kWeight && !core.fits(stage, kind, microbatch)) return;
@@ -67,24 +68,32 @@ Choice Guided::choose(const Core& core, int stage, double now) {
             found = {stage, kind, microbatch};
         }
     };
-    if (f < n) {
-        const bool full = !guide_.slots.empty() && stage < core.last_stage() &&
-                          f - core.done(kForward, stage + 1) >= guide_.slots[stage];
-        consider(kForward, f, f - w < guide_.caps[stage] && !full);
+    const int n = core.costs().microbatches;
+    for (const int stage : stages_of_[rank]) {
+        const int f = core.done(kForward, stage), b = core.done(kBackward, stage),
+                  w = core.done(kWeight, stage);
+        if (f < n) {
+            const bool full = !guide_.slots.empty() && stage < core.last_stage() &&
+                              f - core.done(kForward, stage + 1) >= guide_.slots[stage];
+            consider(stage, kForward, f, f - w < guide_.caps[stage] && !full);
+        }
+        if (b < f) {
+            const int backward = stages_[stage].backward[b];
+            if (backward == kBackward || w == b) consider(stage, backward, b, true);
+        }
+        if (w < b) consider(stage, kWeight, w, true);
     }
-    if (b < f && (its.backward[b] == kBackward || w == b)) consider(its.backward[b], b, true);
-    if (w < b) consider(kWeight, w, true);
     if (first < std::numeric_limits<int>::max()) return {true, found};
     return {false, {}, until};
 }
 
-void Guided::began(Core& core, int stage, const Op& op, double now, double end) {
-    FirstReady::Ran& ran = ran_[stage];
-    ran.codes.push_back(static_cast<unsigned char>(op.kind));
+void Guided::began(Core& core, int rank, const Op& op, double now, double end) {
+    FirstReady::Ran& ran = ran_[rank];
+    ran.codes.push_back(static_cast<unsigned char>(4 * place_of_[op.stage] + op.kind));
     ran.start.push_back(now);
     ran.end.push_back(end);
     // Its input is used now, which frees a slot.
-    if (!guide_.slots.empty() && op.kind == kForward && stage > 0) core.wake(stage - 1, now);
+    if (!guide_.slots.empty() && op.kind == kForward && op.stage > 0) core.wake(op.stage - 1, now);
 }
 
 namespace {
@@ -103,7 +112,7 @@ double drawn(double sent, double most, int link, int draw) {
 
 std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws) {
     InOrder in_order(costs);
-    Guided guided(costs, guide);
+    Guided guided(costs, guide, one_stage_each(costs.stages));
     std::array<double, 2> sum{};
     for (int draw = 0; draw < draws; ++draw) {
         const DelayAt delay_at = [&](int link, double sent) {

@@ -10,7 +10,8 @@
 
 namespace pipemorph::planner {
 
-// A plan's order, and what limits ops out of their turn; one entry per stage, `slots` per link.
+// A plan's order, and what limits ops out of their turn; one entry per rank, `caps` per stage,
+// `slots` per link.
 struct Guide {
     Order order;
     std::vector<std::set<int>> waits;  // positions before which nothing runs in their turn
@@ -20,7 +21,7 @@ struct Guide {
 
 class Guided {
   public:
-    Guided(const Costs& costs, const Guide& guide);
+    Guided(const Costs& costs, const Guide& guide, std::vector<std::vector<int>> stages_of);
 
     void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
 
@@ -29,26 +30,32 @@ class Guided {
 
     // As the core's chooser.
     static constexpr bool kForesees = false;
-    Choice choose(const Core& core, int stage, double now);
-    void began(Core& core, int stage, const Op& op, double now, double end);
-    void ended(int stage, double free) { ran_[stage].free.push_back(free); }
+    Choice choose(const Core& core, int rank, double now);
+    void began(Core& core, int rank, const Op& op, double now, double end);
+    void ended(int rank, double free) { ran_[rank].free.push_back(free); }
 
   private:
     struct Stage {
-        std::array<std::vector<int>, kKinds> position;  // of each op; a fused backward's: of its B
-        std::vector<int> backward;                      // kind of each backward
+        // Of each op in the order of its rank; a fused backward's: of its B.
+        std::array<std::vector<int>, kKinds> position;
+        std::vector<int> backward;  // kind of each backward
+    };
+    struct Rank {
         std::vector<Op> ops;
         int next = 0;  // position of the first op that has not run
     };
 
     const Guide& guide_;
+    std::vector<std::vector<int>> stages_of_;
+    std::vector<int> place_of_;
     Core core_;
     std::vector<Stage> stages_;
+    std::vector<Rank> ranks_;
     std::vector<FirstReady::Ran> ran_;
 };
 
-// Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
-// message comes up to `most` late, at random by the moment of its send.
+// Mean makespans, with one stage per rank, of the order itself and of guided dispatch, over `draws`
+// iterations in which each message comes up to `most` late, at random by the moment of its send.
 std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws);
 
 }  // namespace pipemorph::planner

@@ -1,5 +1,6 @@
-// Online dispatch: every rank runs its first ready op of B, F, W. Run before the iteration, its
-// order is the paper's "full schedule". See pipemorph/planning/simulation/online.py.
+// Online dispatch: every rank runs its first ready op of B, F, W, of two stages that of the later
+// one. Run before the iteration, its order is the paper's "full schedule". See
+// pipemorph/planning/simulation/online.py.
 #pragma once
 
 #include "planner/core.hpp"
@@ -22,7 +23,7 @@ class FirstReady {
         std::vector<double> start, end, free;
     };
 
-    FirstReady(const Costs& costs, const Rules& rules);
+    FirstReady(const Costs& costs, const Rules& rules, std::vector<std::vector<int>> stages_of);
 
     void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
 
@@ -31,12 +32,14 @@ class FirstReady {
 
     // As the core's chooser.
     static constexpr bool kForesees = false;
-    Choice choose(const Core& core, int stage, double now) const;
-    void began(Core& core, int stage, const Op& op, double now, double end);
-    void ended(int stage, double free) { ran_[stage].free.push_back(free); }
+    Choice choose(const Core& core, int rank, double now) const;
+    void began(Core& core, int rank, const Op& op, double now, double end);
+    void ended(int rank, double free) { ran_[rank].free.push_back(free); }
 
   private:
     const Rules& rules_;
+    std::vector<std::vector<int>> stages_of_;
+    std::vector<int> place_of_;
     Core core_;
     std::vector<Ran> ran_;
 };

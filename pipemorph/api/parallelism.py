@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from pipemorph.api.base import FieldError, SpecModel
@@ -37,9 +39,14 @@ class Parallelism(SpecModel):
         default=None,
         ge=1,
         description="Replicas that train on while pods of the others are lost, until these are "
-        "back; gradients are averaged over those that run, so the global batch is smaller "
-        "meanwhile. Needs a cluster, failurePolicy.maxRestarts and state in memory. Default: all "
-        "wait for a lost pod.",
+        "back; gradients are averaged over those that run. Needs a cluster, "
+        "failurePolicy.maxRestarts and state in memory. Default: all wait for a lost pod.",
+    )
+    batch: Literal["shrink", "keep"] = Field(
+        default="shrink",
+        description="With minReplicas, what becomes of the global batch while fewer replicas "
+        "train. shrink: each has as many microbatches as before, so the batch is smaller "
+        "meanwhile. keep: they share out the microbatches of all, so each iteration takes longer.",
     )
     shard: int = Field(
         default=1,
@@ -105,6 +112,10 @@ class Parallelism(SpecModel):
     def _check_min_replicas(self) -> None:
         least = self.min_replicas
         if least is None:
+            if self.batch != "shrink":
+                raise FieldError(
+                    "batch", f"is {self.batch}, without minReplicas: set that, or leave it out"
+                )
             return
         if least > self.replicas:
             raise FieldError(

@@ -57,12 +57,16 @@ class Running:
         return (outer * len(self.replicas) + self._number[replica]) * stride + inner
 
     def spec(self, whole: JobSpec) -> JobSpec:
-        """The smaller job. Each replica has the part of a batch that it has in the whole one."""
+        """The smaller job. Each replica has the part of a batch that it has in the whole one; with
+        ``batch: keep`` it has more microbatches of the same size, which make the same batch."""
         if not self.left_out:
             return whole
         count = len(self.replicas)
         schedule, batch = whole.schedule, whole.schedule.global_batch_size
-        if batch is not None:
+        if self.cut.batch == "keep":
+            microbatches = schedule.microbatches * self.cut.replicas // count
+            schedule = schedule.model_copy(update={"microbatches": microbatches})
+        elif batch is not None:
             schedule = schedule.model_copy(
                 update={"global_batch_size": batch * count // self.cut.replicas}
             )

@@ -7,6 +7,7 @@ Fields that end in ``Ms`` are milliseconds, other times are seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -623,20 +624,14 @@ class JobSpec(SpecModel):
                 "parallelism.stagePlacement",
                 f"is {cut.stage_placement}; policy {policy.value} needs {needs}",
             )
-        if not several:
-            return
-        if self.schedule.dispatch_kind.varies:
-            raise FieldError(
-                "schedule.dispatch",
-                f"is {self.schedule.dispatch_kind.value}; ranks with several stages need static, or"
-                " auto",
-            )
-        if self.schedule.warmup is not None:
+        if policy.interleaved and self.schedule.warmup is not None:
             raise FieldError(
                 "schedule.warmup",
-                f"is {self.schedule.warmup}; the plan sets that of ranks with several stages: leave"
-                " it out",
+                f"is {self.schedule.warmup}; policy {policy.value} sets its own: leave it out, or"
+                " use pipemorph",
             )
+        if not several:
+            return
         for i, fault in enumerate(self.faults):
             placed = cut.mesh.placed
             if fault.link is None:
@@ -745,6 +740,28 @@ class JobSpec(SpecModel):
         ):
             if wrong:
                 raise FieldError(where, why)
+        if self.parallelism.batch == "keep":
+            self._check_kept_batch(self.parallelism.min_replicas)
+
+    def _check_kept_batch(self, least: int) -> None:
+        cut, each = self.parallelism, self.schedule.microbatches
+        whole = cut.replicas * each
+        for count in range(least, cut.replicas):
+            if whole % count:
+                raise FieldError(
+                    "parallelism.batch",
+                    f"is keep, and {count} replicas cannot share out {whole} microbatches, those of"
+                    f" {cut.replicas} × {each}; use a multiple of"
+                    f" {count // gcd(count, cut.replicas)} microbatches, a larger minReplicas, or"
+                    " shrink",
+                )
+        if cut.stages * whole > MAX_CELLS * least:
+            raise FieldError(
+                "parallelism.batch",
+                f"is keep, and of {least} replicas each would have {whole // least} microbatches;"
+                f" at {cut.stages} stages at most {MAX_CELLS // cut.stages} can be planned; use a"
+                " larger minReplicas, or shrink",
+            )
 
     def _check_hang(self) -> None:
         hang, deadline = self.failure_policy.hang_seconds, self.transport.deadline_seconds

@@ -14,6 +14,7 @@ from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, load_problem, shown
 from pipemorph.planning.search.exact import TIME_LIMIT
+from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph.planning.simulation.simulator import simulate
 
 
@@ -55,11 +56,6 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
     several = problem.ranks is not None and problem.ranks != problem.stage_count
     if policy.interleaved or (several and policy is Policy.PIPEMORPH):
-        if dispatch.varies:
-            raise InputError(
-                f"dispatch is {dispatch}; policy {policy.value} has several stages per rank and"
-                " runs in a static order"
-            )
         _plan_interleaved(problem, policy, args)
         return 0
     if several:
@@ -90,14 +86,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace) -> None:
     planned = plan_interleaved(problem, policy)
+    problem, ran = planned.problem, planned.simulation
+    if problem.dispatch is Dispatch.ONLINE:
+        ran = simulate_interleaved(planned.schedule, problem, problem.dispatch)
     fields = report_interleaved(
-        planned.simulation,
-        planned.problem,
+        ran,
+        problem,
         policy=policy,
-        lower_bound=planned.lower_bound,
+        lower_bound=min(planned.lower_bound, ran.objective(problem)),
         planning_seconds=planned.planning_seconds,
+        dispatch=problem.dispatch,
     )
-    write(fields, planned.simulation, planned.problem, args)
+    write(fields, ran, problem, args)
 
 
 def parse_warmup(text: str) -> list[int]:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     problem = load_problem(args.problem)
     dispatch = Dispatch(args.dispatch) if args.dispatch else loaded.dispatch
     if loaded.interleaved is not None:
-        _simulate_interleaved(loaded, loaded.interleaved, problem, args)
+        _simulate_interleaved(loaded, loaded.interleaved, problem, dispatch, args)
         return 0
     assert loaded.schedule is not None
     if loaded.device_limits is not None:
@@ -65,21 +65,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate_interleaved(
-    loaded: LoadedPlan, order: InterleavedSchedule, problem: Problem, args: argparse.Namespace
+    loaded: LoadedPlan,
+    order: InterleavedSchedule,
+    problem: Problem,
+    dispatch: Dispatch,
+    args: argparse.Namespace,
 ) -> None:
-    if args.dispatch and Dispatch(args.dispatch).varies:
-        raise InputError(
-            f"--dispatch {args.dispatch} needs a plan with one stage per rank; use static"
-        )
     if loaded.device_limits is not None:
         check_fits(order.per_stage(), problem)
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
-    ran = simulate_interleaved(order, problem)
+    ran = simulate_interleaved(order, problem, dispatch, waits=loaded.waits)
     fields = report_interleaved(
         ran,
         problem,
         policy=loaded.policy,
         lower_bound=min(interleaved_bound(problem, ran.placement), ran.objective(problem)),
         planning_seconds=loaded.planning_seconds,
+        dispatch=dispatch,
     )
     write(fields, ran, problem, args)

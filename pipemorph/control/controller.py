@@ -37,7 +37,7 @@ from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
 from pipemorph.control.record.history import Decision, Finished, Ledger
 from pipemorph.control.record.worth import Worth
-from pipemorph.control.snapshot import OwnLinks, Snapshot, rounded
+from pipemorph.control.snapshot import DECIDED, OwnLinks, Snapshot, rounded, without
 from pipemorph.control.view import JobView
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
@@ -231,12 +231,16 @@ class JobController:
     def resized(self, spec: JobSpec) -> JobController:
         """A controller that goes on for this one with the replicas of ``spec``, which are numbered
         anew: links, reductions and stages have to be measured again. The plan in force stays,
-        unless it differs between replicas: then ranks begin with that of the spec."""
+        unless it differs between replicas or is for other microbatches: then ranks begin with that
+        of the spec."""
         saved = self.snapshot()
         for each in ("own_links", "slow_directions", "slow_since"):
             del saved[each]
-        if self._plans.directive is not None and self._plans.directive.plan.own:
-            del saved["directive"]
+        directive = self._plans.directive
+        if spec.schedule.microbatches != self.spec.schedule.microbatches:
+            saved = without(saved, *DECIDED, "baseline")
+        elif directive is not None and directive.plan.own:
+            saved = without(saved, *DECIDED)
         made = JobController.restore(spec, saved, on_report=self._on_report)
         made._versions.adopt(self._versions)
         made._events = self._events
@@ -384,7 +388,7 @@ class JobController:
     ) -> JobController:
         """A controller that continues from a snapshot. The next reports restore the links' health.
         Raises :class:`InputError` if the snapshot cannot be used."""
-        saved = Snapshot.read(snapshot)
+        saved = Snapshot.read(snapshot).for_microbatches(spec.schedule.microbatches)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
         observed, plans = self._observed, self._plans
         judgement, versions = self._assessment.judgement, self._versions

@@ -24,7 +24,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, interleaved_waits
 from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 QUICK_CELLS = 4096
@@ -145,6 +145,8 @@ def initial_plan(spec: JobSpec) -> Plan:
     waits: Waits = ()
     if isinstance(schedule, InterleavedSchedule):
         turns = schedule.turns
+        if dispatch is Dispatch.GUIDED:
+            waits = interleaved_waits(schedule, problem)
         schedule = schedule.per_stage()
     elif dispatch is Dispatch.GUIDED:
         waits = _waits(problem)

@@ -22,6 +22,14 @@ def rounded(stage: StageTimes) -> StageTimes:
     return stage.model_copy(update=times)
 
 
+DECIDED = ("directive", "wire_times", "delays", "slow", "own_links")
+"""The plan of the newest decision in a snapshot, and the links that it was made for."""
+
+
+def without(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name not in names}
+
+
 class OwnLinks(BaseModel):
     """The links of some replicas at the last decision."""
 
@@ -94,6 +102,14 @@ class Snapshot(BaseModel):
         if not isinstance(value, list):
             return value
         return [[*each, None] if len(each) == 2 else each for each in value]
+
+    def for_microbatches(self, count: int) -> Snapshot:
+        """Without plans, and what was decided with them, if these are for other microbatches: then
+        the job goes on with more or fewer replicas than before."""
+        directive = self.directive.plan if self.directive else None
+        if all(plan is None or plan.microbatches == count for plan in (directive, self.baseline)):
+            return self
+        return Snapshot(**without(dict(self), *DECIDED, "baseline"))
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Snapshot:

@@ -43,6 +43,7 @@ def online(
     exact_warmup: bool,
     fused: Sequence[bool],
     slots: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:
@@ -54,6 +55,7 @@ def guided(
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
     slots: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import le
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import OpKind, Plan, Policy, Route, place_stages
+from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, place_stages
 from pipemorph.planning.offload import recompute_room
 from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.variants import on_device, with_stated_limits
-from pipemorph.planning.simulation.core import KINDS
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     InterleavedSimulation,
-    StageOp,
+    decoded,
+    interleaved_waits,
     placed_costs,
     simulate_interleaved,
 )
 from pipemorph.planning.simulation.lower_bound import lower_bound
-from pipemorph.planning.simulation.reference import greedy
+from pipemorph.planning.simulation.online import Rules
 
 AHEAD = (0, 1, 2, 4, 8)
 """Microbatches that policy pipemorph tries to have in flight on every stage, beyond one per stage
@@ -48,11 +50,16 @@ class InterleavedPlan:
     lower_bound: float
     planning_seconds: float
 
-    def to_plan(self, version: int, routes: Sequence[Route]) -> Plan:
+    def to_plan(
+        self, version: int, routes: Sequence[Route], dispatch: Dispatch = Dispatch.STATIC
+    ) -> Plan:
         problem = self.problem
+        guided = dispatch is Dispatch.GUIDED
         return self.schedule.to_plan(
             version, routes, policy=self.policy, in_flight_limits=problem.in_flight_limits(),
             device_limits=problem.device_limits(), recompute=problem.recompute(),
+            dispatch=dispatch,
+            waits=interleaved_waits(self.schedule, problem) if guided else (),
         )  # fmt: skip
 
 
@@ -64,12 +71,13 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
     made for. Policy pipemorph takes the one with the shortest makespan or period, as the problem's
     objective says, of these and of list schedules under the problem's delays: with more and more
     microbatches in flight, on the device or, as far as the stages' limits allow, with activations
-    in host memory or computed again. Raises :class:`InputError` if the policy cannot plan the
-    problem.
+    in host memory or computed again. A given warm-up is that of each stage, not of a rank: the F of
+    stage *s* before its first B. Then only schedules with it are candidates. Raises
+    :class:`InputError` if the policy cannot plan the problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
-    if problem.warmup is not None:
+    if problem.warmup is not None and policy is not Policy.PIPEMORPH:
         raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
     if policy is Policy.PIPEMORPH:
         kept, simulation = _best(problem)
@@ -113,6 +121,9 @@ def _best(problem: Problem) -> _Candidate:
         *_exceeding(with_stated_limits(problem)),
         *_exceeding(within.recomputing()),
     ]
+    if not found:
+        shown = list(problem.warmup or ())
+        raise InputError(f"warmup is {shown}, more than the limits of the stages allow")
     times = [ran.objective(problem) for _, ran in found]
     least = min(times) * (1 + SAME)
     return next(each for each, time in zip(found, times, strict=True) if time <= least)
@@ -130,7 +141,8 @@ def _candidates(problem: Problem) -> Iterator[_Candidate]:
     for make in (one_f_one_b_interleaved, zero_bubble_v):
         try:
             schedule = make(problem)
-            if schedule.placement() == placement:
+            warmup = problem.warmup in (None, schedule.per_stage().warmup())
+            if schedule.placement() == placement and warmup:
                 yield problem, simulate_interleaved(schedule, problem)
         except InputError:
             # Not for this placement or number of microbatches, or beyond the caps.
@@ -169,14 +181,15 @@ def _with_cap(stage: StageTimes, cap: int) -> StageTimes:
 def _caps(problem: Problem) -> Iterator[tuple[int, ...]]:
     """The microbatches in flight by stage that are tried, fewest first."""
     stages, n = problem.stage_count, problem.microbatches
+    warmup = problem.warmup or (1,) * stages
     tried = AHEAD if 3 * stages * n <= MOST_OPS else (AHEAD[0], AHEAD[-1])
     seen = set()
     for ahead in (*tried, n):
         caps = tuple(
-            min(n, stages - s + ahead, n if limit is None else limit)
-            for s, limit in enumerate(problem.in_flight_limits())
+            min(n, max(least, stages - s + ahead), n if limit is None else limit)
+            for s, (limit, least) in enumerate(zip(problem.in_flight_limits(), warmup, strict=True))
         )
-        if caps not in seen:
+        if caps not in seen and all(map(le, warmup, caps)):
             seen.add(caps)
             yield caps
 
@@ -184,7 +197,8 @@ def _caps(problem: Problem) -> Iterator[tuple[int, ...]]:
 def _listed(
     problem: Problem, placement: tuple[int, ...], caps: Sequence[int]
 ) -> InterleavedSimulation:
-    """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*."""
+    """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*: what online
+    dispatch does under the delays of the problem."""
     ranks = range(max(placement) + 1)
     stages_of = [[s for s, where in enumerate(placement) if where == rank] for rank in ranks]
     costs = placed_costs(problem, placement)
@@ -194,23 +208,15 @@ def _listed(
             costs.whole_backward, costs.backward_input, costs.backward_weight, strict=True
         )
     ]
-    codes = greedy(costs, stages_of, caps, whole)
-    return simulate_interleaved(_decoded(codes, stages_of, problem.microbatches), problem)
-
-
-def _decoded(
-    codes: Sequence[bytes], stages_of: Sequence[Sequence[int]], microbatches: int
-) -> InterleavedSchedule:
-    ranks = []
-    for row, mine in zip(codes, stages_of, strict=True):
-        done: dict[tuple[int, OpKind], int] = {}
-        ops = []
-        for code in row:
-            stage, kind = mine[code // 4], KINDS[code % 4]
-            m = done[stage, kind] = done.get((stage, kind), -1) + 1
-            ops.append(StageOp(stage, kind, m))
-        ranks.append(tuple(ops))
-    return InterleavedSchedule(microbatches, tuple(ranks))
+    given = problem.warmup
+    rules = Rules(
+        warmup=given or (1,) * problem.stage_count,
+        caps=tuple(caps),
+        fused=tuple(whole),
+        exact_warmup=given is not None,
+    )
+    codes = core.online(costs, rules, stages_of=stages_of).codes
+    return simulate_interleaved(decoded(codes, stages_of, problem.microbatches), problem)
 
 
 def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:

@@ -290,8 +290,9 @@ def _simulate(
     if plan.turns:
         order = InterleavedSchedule.of_plan(plan)
         return simulate_interleaved(
-            order, problem, delay_at=delay_at, transfer_at=transfer_at, before=before
-        ).simulation
+            order, problem, plan.dispatch, waits=plan.waits,
+            delay_at=delay_at, transfer_at=transfer_at, before=before,
+        ).simulation  # fmt: skip
     return simulate_changing(
         plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before,
         waits=plan.waits,

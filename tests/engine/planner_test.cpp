@@ -57,6 +57,28 @@ std::vector<unsigned char> random_ops(Rng& rng, int n, bool fused) {
     return ops;
 }
 
+// All stages on two ranks, or each on its own.
+std::vector<std::vector<int>> random_ranks(Rng& rng, const Costs& costs) {
+    std::vector<std::vector<int>> stages_of = one_stage_each(costs.stages);
+    if (rng.below(2) && costs.stages > 1) {
+        stages_of.assign(2, {});
+        for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
+    }
+    return stages_of;
+}
+
+// The stages of a rank one after the other.
+Order random_order(Rng& rng, const Costs& costs, const std::vector<std::vector<int>>& stages_of) {
+    Order order;
+    for (const auto& stages : stages_of) {
+        auto& row = order.emplace_back();
+        for (size_t place = 0; place < stages.size(); ++place)
+            for (const int code : random_ops(rng, costs.microbatches, rng.below(3) == 0))
+                row.push_back(static_cast<unsigned char>(4 * place + code));
+    }
+    return order;
+}
+
 }  // namespace
 
 TEST(planner_both_ways_to_execute_an_order_agree) {
@@ -65,19 +87,8 @@ TEST(planner_both_ways_to_execute_an_order_agree) {
     for (int round = 0; round < 400; ++round) {
         Costs costs = random_costs(rng, false);
         for (size_t link = 0; link < costs.delay.size(); ++link) costs.half_duplex[link] = false;
-        // All stages on two ranks, one after the other, or each on its own.
-        std::vector<std::vector<int>> stages_of = one_stage_each(costs.stages);
-        if (rng.below(2)) {
-            stages_of.assign(2, {});
-            for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
-        }
-        Order order;
-        for (const auto& stages : stages_of) {
-            auto& row = order.emplace_back();
-            for (size_t place = 0; place < stages.size(); ++place)
-                for (const int code : random_ops(rng, costs.microbatches, rng.below(3) == 0))
-                    row.push_back(static_cast<unsigned char>(4 * place + code));
-        }
+        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
+        const Order order = random_order(rng, costs, stages_of);
         InOrder known(costs, stages_of), in_time(costs, stages_of);
         const double makespan = known.run(order);
         CHECK(in_time.run(order, [&](int link, double) { return costs.delay[link]; }) == makespan);
@@ -109,12 +120,15 @@ TEST(planner_online_dispatch_runs_every_op) {
         if (rng.below(2))
             for (int i = 0; i + 1 < costs.stages; ++i)
                 rules.slots.push_back(std::max(1, rules.warmup[i] - rules.warmup[i + 1]));
-        FirstReady execution(costs, rules);
+        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
+        FirstReady execution(costs, rules, stages_of);
         execution.run();
-        for (int i = 0; i < costs.stages; ++i) {
-            const size_t ops = (rules.fused[i] ? 2 : kKinds) * costs.microbatches;
-            CHECK(execution.ran()[i].codes.size() == ops);
-            CHECK(execution.ran()[i].free.size() == ops);
+        for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+            size_t ops = 0;
+            for (const int i : stages_of[rank])
+                ops += (rules.fused[i] ? 2 : kKinds) * costs.microbatches;
+            CHECK(execution.ran()[rank].codes.size() == ops);
+            CHECK(execution.ran()[rank].free.size() == ops);
         }
     }
 }
@@ -126,25 +140,27 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
         Costs costs = random_costs(rng, false);
         // A random order may hold more on the device than it may.
         costs.device_limits.assign(costs.stages, 0);
+        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
         Guide guide;
-        for (int i = 0; i < costs.stages; ++i) {
-            guide.order.push_back(random_ops(rng, costs.microbatches, rng.below(3) == 0));
+        guide.order = random_order(rng, costs, stages_of);
+        for (const auto& ops : guide.order) {
             guide.waits.emplace_back();
-            for (size_t at = 0; at < guide.order.back().size(); ++at)
+            for (size_t at = 0; at < ops.size(); ++at)
                 if (rng.below(4) == 0) guide.waits.back().insert(static_cast<int>(at));
         }
         guide.caps = costs.caps;
         if (rng.below(2))
             for (int i = 0; i + 1 < costs.stages; ++i) guide.slots.push_back(1 + rng.below(3));
-        InOrder in_order(costs);
+        InOrder in_order(costs, stages_of);
         if (in_order.run(guide.order) == kNever) continue;
         ++ended;
-        Guided execution(costs, guide);
+        Guided execution(costs, guide, stages_of);
         execution.run([&](int, double) { return rng.below(40) / 2.0; });
-        for (int i = 0; i < costs.stages; ++i) {
-            CHECK(execution.ran()[i].codes.size() == guide.order[i].size());
-            CHECK(execution.ran()[i].free.size() == guide.order[i].size());
+        for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+            CHECK(execution.ran()[rank].codes.size() == guide.order[rank].size());
+            CHECK(execution.ran()[rank].free.size() == guide.order[rank].size());
         }
+        if (stages_of.size() < static_cast<size_t>(costs.stages)) continue;
         for (const double mean : jittered(costs, guide, 5.0, 2)) CHECK(mean < kNever);
     }
     CHECK(ended > 50 && ended < 400);

@@ -17,8 +17,9 @@ from simulated_runs import device_with_receives
 from torch import nn
 from trainer_jobs import Record, loss_fn, make_batch, make_stage
 
+from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning import OpKind, Plan, Route
+from pipemorph.planning import Dispatch, OpKind, Plan, Route
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import receives
 
@@ -133,6 +134,16 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     records = check(first, run=on_device, switches=[(1, new, (0, 1))], engine="tcp", route="auto")
     # In the second iteration, if the other rank's word of it came in time.
     assert records[0].versions[::2] == [0, 3]
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
+def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
+    """A receive waits for its ops of the plan's order, in whatever order the rank runs them."""
+    plan = make_plan("pipemorph", 2, 4, 6, placement=placement, dispatch=dispatch)
+    check(plan, run=on_device, route="auto", engine="tcp", faults=[Fault(link=0, delay_ms=20.0)])
 
 
 def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> Any:

@@ -86,6 +86,31 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     assert records[0].versions[::2] == [0, 3]
 
 
+@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
+    """The same bits; also while a link is late that the plan knows nothing of, and from the second
+    iteration on under a plan for it, with links on the engine."""
+    first = make_plan("pipemorph", 2, 4, 6, placement=placement, dispatch=dispatch)
+    check(first)
+    routes = [Route.DELEGATED, Route.DIRECT, Route.DELEGATED]
+    new = make_plan(
+        "pipemorph", 2, 4, 6, placement=placement, version=3, delay=3.0, routes=routes,
+        dispatch=dispatch,
+    )  # fmt: skip
+    records = check(
+        first, switches=[(1, new, (0, 1))], faults=[Fault(link=0, delay_ms=20.0)], engine="tcp",
+        route="auto",
+    )  # fmt: skip
+    assert records[0].versions[::2] == [0, 3]
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
+def test_the_order_follows_the_messages_of_three_stages(dispatch: Dispatch) -> None:
+    plan = make_plan("1f1b-interleaved", 2, 6, 6, dispatch=dispatch)
+    check(plan, faults=[Fault(link=2, delay_ms=20.0)])
+
+
 def test_a_schedule_of_torch_from_a_csv() -> None:
     """With a fused backward on some stages and a split one on others."""
     check(
@@ -133,7 +158,7 @@ def test_activations_leave_the_device(placement: str, how: str) -> None:
         assert told == planned and record.versions[2:] == [3, 3]
 
 
-def breaking(context: TrainerContext, job: Job, how: str) -> None:
+def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None:
     """Rank 1 breaks in its second iteration, in the last forward of its first stage."""
     runs = 0
 
@@ -151,7 +176,7 @@ def breaking(context: TrainerContext, job: Job, how: str) -> None:
     with Pipeline(
         lambda part: make_stage(part.stage, part.stages, job.dtype),
         context=context, loss_fn=loss_fn, microbatches=job.microbatches, stages_per_rank=2,
-        placement="v", policy="zero-bubble-v", deadline_seconds=job.deadline,
+        placement="v", policy="zero-bubble-v", dispatch=dispatch, deadline_seconds=job.deadline,
     ) as pipe:  # fmt: skip
         for iteration in range(3):
             tokens, target = make_batch(iteration, job.batch * job.microbatches)
@@ -162,11 +187,17 @@ def breaking(context: TrainerContext, job: Job, how: str) -> None:
                 next(iter(pipe.modules.values())).register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
-def test_a_rank_that_breaks_is_named(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "dispatch"),
+    [
+        ("kill", "static"), ("raise", "static"), ("hang", "static"), ("hang", "guided"),
+        ("kill", "online"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_breaks_is_named(how: str, dispatch: str) -> None:
     """The other rank ends soon, and says which message of which stage it missed."""
     job = Job(4, 4, deadline=4.0 if how == "hang" else 30.0)
-    ranks = Ranks(2, breaking, job, how)
+    ranks = Ranks(2, breaking, job, how, dispatch)
     ranks.wait_for_end([0])
     if how == "hang":
         ranks.signal(1, signal.SIGKILL)
@@ -196,8 +227,6 @@ def test_what_does_not_fit() -> None:
         (lambda _: nn.Linear(1, 1), {**several, "placement": "w"}, "placement is 'w'; expected"),
         (lambda _: nn.Linear(1, 1), {**several, "stages": 3}, "expected a multiple of stages_per"),
         (lambda _: nn.Linear(1, 1), {**several, "policy": "1f1b"}, "policy 1f1b has one stage per"),
-        (lambda _: nn.Linear(1, 1), {**several, "dispatch": "online"}, "dispatch is online; ranks"),
-        (lambda _: nn.Linear(1, 1), {**several, "dispatch": "guided"}, "dispatch is guided; ranks"),
     ):
         with pytest.raises(InputError, match=words):
             Pipeline(stages, **options)  # type: ignore[arg-type]
@@ -205,6 +234,6 @@ def test_what_does_not_fit() -> None:
     mesh = MeshShape(4, stages_per_rank=2, placement="v")
     with pytest.raises(InputError, match=r"on ranks \[0, 1, 0, 1\] .* has them on \[0, 1, 1, 0\]"):
         check_plan(wrong, mesh)
-    online = replace(make_plan("zero-bubble-v", 2, 4, 4), dispatch=Dispatch.ONLINE)
-    with pytest.raises(InputError, match="dispatch online; ranks with several stages need static"):
-        check_plan(online, mesh)
+    online = make_plan("zero-bubble-v", 2, 4, 4, dispatch=Dispatch.ONLINE)
+    with pytest.raises(InputError, match="warm-up is 4; expected at most 1"):
+        check_plan(replace(online, in_flight_limits=(1,) * 4), mesh)

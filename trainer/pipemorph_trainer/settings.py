@@ -159,8 +159,6 @@ class Settings:
         if self.microbatches is None:
             raise InputError("microbatches is missing; without a job file give it to Pipeline()")
         several = self.stages_per_rank > 1
-        if several and self.dispatch.varies:
-            raise InputError(f"dispatch is {self.dispatch}; ranks with several stages need static")
         problem = Problem(
             microbatches=self.microbatches,
             stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * self.stages,
@@ -172,7 +170,7 @@ class Settings:
         first = Route.DELEGATED if self.route == "delegated" else Route.DIRECT
         routes = (first,) * (self.stages - 1)
         if several:
-            return plan_interleaved(problem).to_plan(0, routes)
+            return plan_interleaved(problem).to_plan(0, routes, self.dispatch)
         return plan_schedule(problem).to_plan(0, routes, self.dispatch)
 
 

@@ -167,6 +167,11 @@ RULES: dict[str, list[Rule]] = {
             field_path=".schedule.policy",
         ),
         Rule(
+            rule=f"!has(self.schedule.warmup) || !(self.schedule.policy in [{SEVERAL}])",
+            message="policies 1f1b-interleaved and zero-bubble-v set their own warmup: leave it out",
+            field_path=".schedule.warmup",
+        ),
+        Rule(
             rule="!(self.schedule.dispatch in ['online', 'guided'])"
             f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
             message="dispatch online or guided needs shard, context and tensor to be 1",
@@ -191,6 +196,11 @@ RULES: dict[str, list[Rule]] = {
             rule="!has(self.minReplicas) || self.minReplicas <= self.replicas",
             message="minReplicas must be at most replicas",
             field_path=".minReplicas",
+        ),
+        Rule(
+            rule="self.batch == 'shrink' || has(self.minReplicas)",
+            message="batch keep needs minReplicas",
+            field_path=".batch",
         ),
         Rule(
             rule="self.stages % self.stagesPerRank == 0",

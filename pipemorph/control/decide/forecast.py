@@ -296,7 +296,7 @@ class Forecast:
             problem = problem.model_copy(update={"objective": "period"})
         if cut.stages_per_rank > 1:
             placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
-            return problem.model_copy(update=placed)
+            problem = problem.model_copy(update=placed)
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
@@ -310,7 +310,8 @@ class Forecast:
         replicas that are alike. Delays that vary are their mean."""
         problem = self.problem(plan.routes).under(plan)
         if plan.turns:
-            return simulate_interleaved(InterleavedSchedule.of_plan(plan), problem).by_rank()
+            order = InterleavedSchedule.of_plan(plan)
+            return simulate_interleaved(order, problem, plan.dispatch, waits=plan.waits).by_rank()
         ran = simulate(plan.schedule, problem, plan.dispatch, waits=plan.waits)
         return [[(stage, op) for op in ops] for stage, ops in enumerate(ran.stages)]
 
@@ -320,8 +321,8 @@ class Forecast:
         if plan.turns:
             order = InterleavedSchedule.of_plan(plan)
             if not self._situation.barrier:
-                return predict_interleaved_period(order, problem)
-            return simulate_interleaved(order, problem).makespan
+                return predict_interleaved_period(order, problem, plan.dispatch, plan.waits)
+            return simulate_interleaved(order, problem, plan.dispatch, waits=plan.waits).makespan
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
         if not self._situation.barrier:
@@ -433,7 +434,8 @@ class Forecast:
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
         problem, dispatch = self.problem(routes), self._dispatch
         if problem.ranks is not None:
-            return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]
+            several = plan_interleaved(problem, Policy.PIPEMORPH)
+            return [self.of(several.to_plan(0, routes, dispatch))]
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
@@ -496,8 +498,8 @@ def _broken(plan: Plan) -> str | None:
     try:
         if plan.turns:
             validate_interleaved(InterleavedSchedule.of_plan(plan), caps, device)
-            return None
-        validate(plan.schedule, caps, device)
+        else:
+            validate(plan.schedule, caps, device)
         validate_waits(plan.schedule, plan.waits)
         if plan.dispatch is Dispatch.ONLINE:
             validate_online(plan.warmup, caps, device_limits=device)

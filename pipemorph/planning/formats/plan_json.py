@@ -14,7 +14,11 @@ from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.offload import left
 from pipemorph.planning.problem import Count, Problem, describe, integer, shown
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
+from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
+    InterleavedSimulation,
+    interleaved_waits,
+)
 from pipemorph.planning.simulation.simulator import Simulation
 from pipemorph.planning.simulation.waits import Waits, planned_waits
 
@@ -67,6 +71,7 @@ def report_interleaved(
     policy: str,
     lower_bound: float,
     planning_seconds: float,
+    dispatch: Dispatch = Dispatch.STATIC,
 ) -> dict[str, Any]:
     """The same fields for ranks with several stages. ``bubbles``: per rank; ``ranks``: rank of each
     stage; ``order``: the ops of each rank in torch's notation."""
@@ -74,7 +79,7 @@ def report_interleaved(
     away = left(schedule, problem.device_limits(), problem.recompute())
     return {
         "policy": str(policy),
-        "dispatch": Dispatch.STATIC.value,
+        "dispatch": dispatch.value,
         "microbatches": schedule.microbatches,
         "makespan": _rounded(ran.makespan),
         "period": _rounded(ran.period),
@@ -90,6 +95,7 @@ def report_interleaved(
         "offloaded": away.offloaded,
         "recompute": list(problem.recompute()),
         "recomputed": away.recomputed,
+        "waits": [list(positions) for positions in interleaved_waits(ran.schedule, problem)],
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain_interleaved(ran)),
         "ranks": list(ran.placement),

@@ -91,6 +91,11 @@ def microbatches_of(kinds: bytes | bytearray) -> list[int]:
     return found
 
 
+def one_stage_each(stages: int) -> list[list[int]]:
+    """The stages of each rank: stage *i* on rank *i*."""
+    return [[i] for i in range(stages)]
+
+
 def in_order(
     costs: Costs,
     codes: Sequence[bytes],
@@ -104,7 +109,7 @@ def in_order(
     and ``transfer_at``: delays and transfers that change within the iteration, in place of those of
     ``costs``; transfers need ``delay_at`` too.
     """
-    stages_of = stages_of or [[i] for i in range(costs.stage_count)]
+    stages_of = stages_of or one_stage_each(costs.stage_count)
     if compiled is None:
         return Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at))
     return Ran(*compiled.in_order(costs.packed(), codes, stages_of, delay_at, transfer_at))
@@ -112,7 +117,7 @@ def in_order(
 
 def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
     """End of the last op of a static order; infinity if stages wait for each other."""
-    stages_of = [[i] for i in range(costs.stage_count)]
+    stages_of = one_stage_each(costs.stage_count)
     if compiled is not None:
         return compiled.makespan(costs.packed(), codes, stages_of)
     ran = in_order(costs, codes)
@@ -125,14 +130,16 @@ def online(
     rules: Rules,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
+    stages_of: Sequence[Sequence[int]] | None = None,
 ) -> Ran:
-    """Runs one iteration in which each stage picks its next op by ``rules``.
+    """Runs one iteration in which each rank picks its next op by ``rules``.
 
-    A stage picks when it becomes free and when a message arrives. Raises :class:`InputError` on a
-    deadlock.
+    A rank picks when it becomes free and when a message arrives. ``stages_of``: as of
+    :func:`in_order`. Raises :class:`InputError` on a deadlock.
     """
+    stages_of = stages_of or one_stage_each(costs.stage_count)
     if compiled is None:
-        ran = Ran(*reference.online(costs, rules, delay_at, transfer_at))
+        ran = Ran(*reference.online(costs, rules, stages_of, delay_at, transfer_at))
     else:
         ran = Ran(
             *compiled.online(
@@ -142,18 +149,20 @@ def online(
                 rules.exact_warmup,
                 rules.fused,
                 rules.slots or (),
+                stages_of,
                 delay_at,
                 transfer_at,
             )
         )
-    for i, codes in enumerate(ran.codes):
-        counts = [codes.count(code) for code in range(4)]
-        if counts[2] + counts[3] < costs.microbatches:
-            raise InputError(
-                f"stage {i} waits forever after {counts[0]} F, {counts[1] + counts[3]} B and"
-                f" {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
-                f" {list(rules.caps)}"
-            )
+    for codes, mine in zip(ran.codes, stages_of, strict=True):
+        for place, stage in enumerate(mine):
+            counts = [codes.count(4 * place + code) for code in range(4)]
+            if counts[2] + counts[3] < costs.microbatches:
+                raise InputError(
+                    f"stage {stage} waits forever after {counts[0]} F, {counts[1] + counts[3]} B"
+                    f" and {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
+                    f" {list(rules.caps)}"
+                )
     return ran
 
 
@@ -162,14 +171,17 @@ def guided(
     guide: Guide,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
+    stages_of: Sequence[Sequence[int]] | None = None,
 ) -> Ran:
-    """Runs one iteration in which each stage picks the ready op that is first in the plan's order,
+    """Runs one iteration in which each rank picks the ready op that is first in the plan's order,
     within the limits of :mod:`pipemorph.planning.simulation.guided`.
 
-    Raises :class:`InputError` on a deadlock, which only an invalid order has.
+    ``stages_of``: as of :func:`in_order`. Raises :class:`InputError` on a deadlock, which only an
+    invalid order has.
     """
+    stages_of = stages_of or one_stage_each(costs.stage_count)
     if compiled is None:
-        ran = Ran(*reference.guided(costs, guide, delay_at, transfer_at))
+        ran = Ran(*reference.guided(costs, guide, stages_of, delay_at, transfer_at))
     else:
         ran = Ran(
             *compiled.guided(
@@ -178,13 +190,14 @@ def guided(
                 guide.waits,
                 guide.caps,
                 guide.slots or (),
+                stages_of,
                 delay_at,
                 transfer_at,
             )
         )
     for i, (codes, order) in enumerate(zip(ran.codes, guide.codes, strict=True)):
         if len(codes) < len(order):
-            raise InputError(f"stage {i} waits forever after {len(codes)} of {len(order)} ops")
+            raise InputError(f"rank {i} waits forever after {len(codes)} of {len(order)} ops")
     return ran
 
 

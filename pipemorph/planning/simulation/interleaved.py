@@ -7,18 +7,33 @@ feeds stage *s+1*, which may be on another rank or the same. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Op, OpKind, Plan, Policy, Route, Schedule
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
+from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.core import CODE, KINDS, MAX_STAGES_PER_RANK, Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
-from pipemorph.planning.simulation.simulator import Simulation, TimedOp, settled_period
-from pipemorph.planning.validator import ScheduleError, check_cap, check_device, check_stage
+from pipemorph.planning.simulation.guided import Guide
+from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.simulator import (
+    Simulation,
+    TimedOp,
+    fused_stages,
+    settled_period,
+)
+from pipemorph.planning.simulation.waits import Waits, waits_of
+from pipemorph.planning.validator import (
+    ScheduleError,
+    check_cap,
+    check_device,
+    check_stage,
+    validate_waits,
+)
 
 
 class StageOp(NamedTuple):
@@ -116,6 +131,8 @@ class InterleavedSchedule:
         in_flight_limits: Sequence[int | None] | None = None,
         device_limits: Sequence[int | None] = (),
         recompute: Sequence[bool] = (),
+        dispatch: Dispatch = Dispatch.STATIC,
+        waits: Waits = (),
     ) -> Plan:
         """A plan that runs this schedule. ``routes``: default: direct. ``device_limits``,
         ``recompute``: by stage; default: no activations leave the device."""
@@ -131,6 +148,8 @@ class InterleavedSchedule:
             device_limits=tuple(device_limits or (None,) * stages),
             recompute=tuple(recompute or (False,) * stages),
             turns=self.turns if several else (),
+            dispatch=dispatch,
+            waits=waits,
         )
 
     def single(self) -> Schedule | None:
@@ -223,20 +242,24 @@ def validate_interleaved(
         after=no_time,
         before=no_time,
     )
-    _run(schedule, free)
+    stages_of, codes = _encoded(schedule)
+    _check_complete(schedule, core.in_order(free, codes, stages_of))
 
 
 def simulate_interleaved(
     schedule: InterleavedSchedule,
     problem: Problem,
+    dispatch: Dispatch = Dispatch.STATIC,
     *,
+    waits: Waits | None = None,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
     before: Sequence[float] | None = None,
 ) -> InterleavedSimulation:
-    """Execute a schedule in its order under the times, limits and delays of ``problem``.
+    """Execute a schedule under the times, limits and delays of ``problem``.
 
     ``problem.stages`` and ``links`` follow the model; a link within a rank takes no time.
+    ``dispatch``, ``waits``: as of :func:`~pipemorph.planning.simulation.simulator.simulate`.
     ``delay_at`` and ``transfer_at``: as of
     :func:`~pipemorph.planning.simulation.simulator.simulate_changing`. ``before``: when each rank
     may begin; None: at 0.
@@ -249,32 +272,104 @@ def simulate_interleaved(
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
-    validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
+    if dispatch is Dispatch.ONLINE:
+        validate_interleaved(schedule)
+    else:
+        validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
+        validate_waits(schedule.per_stage(), waits or ())
     costs = placed_costs(problem, placement)
     if before is not None:
         costs = costs._replace(before=[*before, *[0.0] * (len(placement) - len(before))])
-    ran = _run(
-        schedule,
-        costs,
-        _between_ranks(delay_at, placement),
-        _between_ranks(transfer_at, placement),
-    )
+    run = _runner(schedule, problem, dispatch, waits)
+    ran = run(costs, _between_ranks(delay_at, placement), _between_ranks(transfer_at, placement))
+    if dispatch is Dispatch.STATIC:
+        _check_complete(schedule, ran)
+    else:
+        schedule = decoded(ran.codes, _encoded(schedule)[0], schedule.microbatches)
+    simulation = _by_stage(schedule, ran)
     after = [0.0] * problem.stage_count
     for ops, tail in zip(schedule.ranks, _after(schedule, problem), strict=True):
         after[ops[-1].stage] = tail
     if any(after):
-        ran = replace(ran, after=tuple(after))
-    return InterleavedSimulation(schedule, ran)
+        simulation = replace(simulation, after=tuple(after))
+    return InterleavedSimulation(schedule, simulation)
 
 
-def predict_interleaved_period(schedule: InterleavedSchedule, problem: Problem) -> float:
+def predict_interleaved_period(
+    schedule: InterleavedSchedule,
+    problem: Problem,
+    dispatch: Dispatch = Dispatch.STATIC,
+    waits: Waits | None = None,
+) -> float:
     """As :func:`~pipemorph.planning.simulation.simulator.predict_period`, of the ranks. Without
     checks, so the schedule must be valid."""
-    stages_of, codes = _encoded(schedule)
+    run = _runner(schedule, problem, dispatch, waits)
     return settled_period(
-        lambda costs: in_order(costs, codes, stages_of),
+        lambda costs: run(costs, None, None),
         placed_costs(problem, schedule.placement()),
         _after(schedule, problem),
+    )
+
+
+def interleaved_waits(schedule: InterleavedSchedule, problem: Problem) -> Waits:
+    """As :func:`~pipemorph.planning.simulation.waits.planned_waits`, where ranks wait: by stage."""
+    stages_of, codes = _encoded(schedule)
+    costs = placed_costs(problem, schedule.placement())
+    found: list[list[int]] = [[] for _ in range(problem.stage_count)]
+    places = _in_stages(schedule)
+    peaks = schedule.per_stage().in_flight_peak()
+    for rank, positions in enumerate(waits_of(costs, codes, stages_of, peaks)):
+        for position in positions:
+            stage, its = places[rank][position]
+            found[stage].append(its)
+    return tuple(map(tuple, found))
+
+
+def _in_stages(schedule: InterleavedSchedule) -> list[list[tuple[int, int]]]:
+    """Per rank and op: its stage, and its position among the ops of that stage."""
+    seen = [0] * len(schedule.placement())
+    found = []
+    for ops in schedule.ranks:
+        row = []
+        for op in ops:
+            row.append((op.stage, seen[op.stage]))
+            seen[op.stage] += 1
+        found.append(row)
+    return found
+
+
+def _runner(
+    schedule: InterleavedSchedule, problem: Problem, dispatch: Dispatch, waits: Waits | None
+) -> Callable[[Costs, DelayAt | None, DelayAt | None], Ran]:
+    """Executes a valid schedule under the costs, delays and transfers it is given."""
+    stages_of, codes = _encoded(schedule)
+    if dispatch is Dispatch.STATIC:
+        return lambda costs, *at: core.in_order(costs, codes, stages_of, *at)
+    placement, per_stage = schedule.placement(), schedule.per_stage()
+    # A message within a rank needs no slot.
+    slots = [
+        None if placement[i] == placement[i + 1] else link.slots
+        for i, link in enumerate(problem.links)
+    ]
+    if dispatch is Dispatch.ONLINE:
+        rules = Rules.of(problem, per_stage.warmup(), fused=fused_stages(per_stage), slots=slots)
+        return lambda costs, delay_at, transfer_at: core.online(
+            costs, rules, delay_at, transfer_at, stages_of
+        )
+    if waits is None:
+        waits = interleaved_waits(schedule, problem)
+    held, n = list(map(frozenset, waits)), schedule.microbatches
+    guide = Guide(
+        codes=tuple(codes),
+        waits=tuple(
+            tuple(at for at, (stage, its) in enumerate(row) if held and its in held[stage])
+            for row in _in_stages(schedule)
+        ),
+        caps=per_stage.in_flight_peak(),
+        slots=tuple(n if each is None else each for each in slots) if any(slots) else None,
+    )
+    return lambda costs, delay_at, transfer_at: core.guided(
+        costs, guide, delay_at, transfer_at, stages_of
     )
 
 
@@ -323,17 +418,26 @@ def _encoded(schedule: InterleavedSchedule) -> tuple[list[list[int]], list[bytes
     return stages_of, codes
 
 
-def _run(
-    schedule: InterleavedSchedule,
-    costs: Costs,
-    delay_at: DelayAt | None = None,
-    transfer_at: DelayAt | None = None,
-) -> Simulation:
-    """The execution, by stage. Raises :class:`ScheduleError` that names an op in a deadlock."""
-    stages_of, codes = _encoded(schedule)
-    ran = in_order(costs, codes, stages_of, delay_at, transfer_at)
-    stages: list[list[TimedOp]] = [[] for _ in range(costs.stage_count)]
-    free: list[list[float]] = [[] for _ in stages]
+def decoded(
+    codes: Sequence[bytes], stages_of: Sequence[Sequence[int]], microbatches: int
+) -> InterleavedSchedule:
+    """The schedule of codes as the core has them. A BW is the turn of a B and of a W."""
+    ranks = []
+    for row, mine in zip(codes, stages_of, strict=True):
+        done = {(stage, kind): 0 for stage in mine for kind in (OpKind.F, OpKind.B, OpKind.W)}
+        ops = []
+        for code in row:
+            stage, kind = mine[code // 4], KINDS[code % 4]
+            counted = (OpKind.B, OpKind.W) if kind is OpKind.BW else (kind,)
+            ops.append(StageOp(stage, kind, done[stage, counted[0]]))
+            for each in counted:
+                done[stage, each] += 1
+        ranks.append(tuple(ops))
+    return InterleavedSchedule(microbatches, tuple(ranks))
+
+
+def _check_complete(schedule: InterleavedSchedule, ran: Ran) -> None:
+    """Raise :class:`ScheduleError` that names an op in a deadlock, if there is one."""
     for rank, ops in enumerate(schedule.ranks):
         position = len(ran.start[rank])
         if position < len(ops):
@@ -345,7 +449,14 @@ def _run(
                 f"{op} waits forever for microbatch {op.microbatch} of stage {source}",
                 place="rank",
             )
+
+
+def _by_stage(schedule: InterleavedSchedule, ran: Ran) -> Simulation:
+    """The execution, by stage. ``schedule``: what ran."""
+    stages: list[list[TimedOp]] = [[] for _ in schedule.placement()]
+    free: list[list[float]] = [[] for _ in stages]
+    for rank, ops in enumerate(schedule.ranks):
         for op, *times in zip(ops, ran.start[rank], ran.end[rank], ran.free[rank], strict=True):
             stages[op.stage].append(TimedOp(op.kind, op.microbatch, *times[:2]))
             free[op.stage].append(times[2])
-    return Simulation(costs.microbatches, tuple(map(tuple, stages)), free, ran.above, ran.below)
+    return Simulation(schedule.microbatches, tuple(map(tuple, stages)), free, ran.above, ran.below)

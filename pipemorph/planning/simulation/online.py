@@ -1,8 +1,12 @@
 """Rules of online dispatch: which of its ready ops a stage may run.
 
-On each stage the first ready op of B, F, W runs. The paper's list scheduler ("full schedule") is
-the same, run before the iteration, with its order as result. :class:`Rules` restricts what a stage
-may run; a stage's device limit does, too (:class:`~pipemorph.planning.offload.Residency`).
+On each rank the first ready op of B, F, W runs, of two stages that of the later one in the model.
+The paper's list scheduler ("full schedule") is the same, run before the iteration, with its order
+as result. :class:`Rules` restricts what a stage may run; a stage's device limit does, too
+(:class:`~pipemorph.planning.offload.Residency`).
+
+Several stages on a rank do not make ranks wait for each other forever: an idle rank has no ready op
+on any of its stages, so each of them waits as it would on a rank of its own.
 """
 
 from __future__ import annotations

@@ -184,76 +184,99 @@ def in_order(
 
 
 def online(
-    costs: Costs, rules: Rules, delay_at: DelayAt | None, transfer_at: DelayAt | None
+    costs: Costs,
+    rules: Rules,
+    stages_of: Sequence[Sequence[int]],
+    delay_at: DelayAt | None,
+    transfer_at: DelayAt | None,
 ) -> tuple[Any, ...]:
-    """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W."""
-    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at, transfer_at)
-    n, slots = costs.microbatches, rules.slots
+    """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W, of two
+    stages that of the later one."""
+    core = _Core(costs, stages_of, delay_at, transfer_at)
+    n, slots, done = costs.microbatches, rules.slots, core.done
 
-    def choose(i: int, now: float) -> tuple[_Op | None, float]:
-        f, b, w = (core.done[kind][i] for kind in (F, B, W))
-        backward = core.op(BW if rules.fused[i] else B, i)
-        backward_at = core.arrived(backward) if b < f and f >= rules.warmup[i] else INF
-        if not core.fits(i, backward.kind, b):
-            backward_at = INF
-        held = rules.exact_warmup and b == 0 and f >= rules.warmup[i]
-        full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
-        forward_at = INF
-        if f < n and f - w < rules.caps[i] and not held and not full and core.fits(i, F, f):
-            forward = core.op(F, i)
-            # An F waits for a free send before it starts, so that another op may run first.
-            forward_at = core.arrived(forward)
-            if forward_at < INF:
-                forward_at = max(forward_at, core.clear(forward))
-        if backward_at <= now:
-            return backward, now
-        if forward_at <= now:
-            return core.op(F, i), now
-        return (core.op(W, i), now) if w < b else (None, min(forward_at, backward_at))
+    def choose(rank: int, now: float) -> tuple[_Op | None, float]:
+        later, again = list(enumerate(stages_of[rank]))[::-1], INF
+        for kind in (B, F):
+            for place, i in later:
+                f, b, w = (done[each][i] for each in (F, B, W))
+                if kind == B:
+                    runs = b < f and f >= rules.warmup[i]
+                else:
+                    held = rules.exact_warmup and b == 0 and f >= rules.warmup[i]
+                    full = slots is not None and i < core.last and f - done[F][i + 1] >= slots[i]
+                    runs = f < n and f - w < rules.caps[i] and not held and not full
+                if not runs:
+                    continue
+                op = core.op(4 * place + (BW if kind == B and rules.fused[i] else kind), i)
+                if not core.fits(i, op.kind, op.microbatch):
+                    continue
+                at = core.arrived(op)
+                # An F waits for a free send before it starts, so that another op may run first.
+                if kind == F and at < INF:
+                    at = max(at, core.clear(op))
+                if at <= now:
+                    return op, now
+                again = min(again, at)
+        for place, i in later:
+            if done[W][i] < done[B][i]:
+                return core.op(4 * place + W, i), now
+        return None, again
 
     return core.run(choose)
 
 
 def guided(
-    costs: Costs, guide: Guide, delay_at: DelayAt | None, transfer_at: DelayAt | None
+    costs: Costs,
+    guide: Guide,
+    stages_of: Sequence[Sequence[int]],
+    delay_at: DelayAt | None,
+    transfer_at: DelayAt | None,
 ) -> tuple[Any, ...]:
     """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
     plan's order."""
-    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at, transfer_at)
+    core = _Core(costs, stages_of, delay_at, transfer_at)
     n, slots = costs.microbatches, guide.slots
-    position = [_positions(kinds) for kinds in guide.codes]
-    backwards = [[kind for kind in kinds if kind in (B, BW)] for kinds in guide.codes]
+    position = [[_positions(row, 4 * p) for p in range(len(mine))]
+                for row, mine in zip(guide.codes, stages_of, strict=True)]  # fmt: skip
+    backwards = [[[code % 4 for code in row if code in (4 * p + B, 4 * p + BW)]
+                  for p in range(len(mine))]
+                 for row, mine in zip(guide.codes, stages_of, strict=True)]  # fmt: skip
     waits = list(map(frozenset, guide.waits))
 
-    def choose(i: int, now: float) -> tuple[_Op | None, float]:
-        done = [core.done[kind][i] for kind in (F, B, W)]
-        f, b, w = done
-        if w == n:
+    def choose(rank: int, now: float) -> tuple[_Op | None, float]:
+        nexts: list[tuple[int, _Op, bool, bool]] = []
+        """Position, op, whether it may run at all and out of turn."""
+        for place, i in enumerate(stages_of[rank]):
+            f, b, w = (core.done[kind][i] for kind in (F, B, W))
+            kinds = [F, backwards[rank][place][b] if b < n else B, W]
+            full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
+            runs = (f < n, b < f and (kinds[B] == B or w == b), w < b)
+            early = (f - w < guide.caps[i] and not full, True, True)
+            for kind, m in ((F, f), (B, b), (W, w)):
+                if m < n:
+                    op = core.op(4 * place + kinds[kind], i)
+                    nexts.append((position[rank][place][kind][m], op, runs[kind], early[kind]))
+        if not nexts:
             return None, INF
-        at = [position[i][kind][m] if m < n else n * 3 for kind, m in enumerate(done)]
-        turn = min(at)
-        kinds = [F, backwards[i][b] if b < n else B, W]
-        its = at.index(turn)
-        alone = turn in waits[i] and core.fits(i, kinds[its], done[its])
-        full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
-        runs = [f < n, b < f and (kinds[B] == B or w == b), w < b]
-        early = [f - w < guide.caps[i] and not full, True, True]
+        # The W of a fused backward has its position, too; the backward comes first here.
+        turn, its, *_ = min(nexts, key=lambda each: each[0])
+        alone = turn in waits[rank] and core.fits(its.stage, its.kind, its.microbatch)
         found, first, again = None, INF, INF
-        for kind in (F, B, W):
-            out_of_turn = at[kind] != turn
-            if not runs[kind] or (out_of_turn and (alone or not early[kind])):
+        for at, op, runs_now, may_go_first in nexts:
+            out_of_turn = at != turn
+            if not runs_now or (out_of_turn and (alone or not may_go_first)):
                 continue
-            op = core.op(kinds[kind], i)
-            if kind != W and not core.fits(i, op.kind, op.microbatch):
+            if op.kind != W and not core.fits(op.stage, op.kind, op.microbatch):
                 continue
             ready = core.arrived(op)
             # An F waits for a free send before it starts, so that another op may run first.
-            if kind == F and ready < INF and not (alone and not out_of_turn):
+            if op.kind == F and ready < INF and not (alone and not out_of_turn):
                 ready = max(ready, core.clear(op))
             if ready > now:
                 again = min(again, ready)
-            elif at[kind] < first:
-                found, first = op, at[kind]
+            elif at < first:
+                found, first = op, at
         return (found, now) if found is not None else (None, again)
 
     return core.run(choose)
@@ -273,7 +296,7 @@ def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float
             return costs.delay[link] + most * ((mixed ^ mixed >> 15) / 2**32)
 
         static = in_order(costs, guide.codes, stages_of, delay_at, None)
-        ready = guided(costs, guide, delay_at, None)
+        ready = guided(costs, guide, stages_of, delay_at, None)
         sums = [
             max(row[-1] + after for row, after in zip(ran[2], costs.after, strict=True))
             for ran in (static, ready)
@@ -282,48 +305,12 @@ def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float
     return own / draws, guided_ / draws
 
 
-def _positions(kinds: bytes) -> list[list[int]]:
-    """Per kind and microbatch, where the op is in a stage's order. A BW is a B and a W."""
+def _positions(codes: bytes, place: int) -> list[list[int]]:
+    """Per kind and microbatch, where the ops of a stage are in the order of its rank. ``place``:
+    what the codes of its kinds begin at. A BW is a B and a W."""
     found: list[list[int]] = [[], [], []]
-    for position, kind in enumerate(kinds):
-        for each in (B, W) if kind == BW else (kind,):
-            found[each].append(position)
+    for position, code in enumerate(codes):
+        if place <= code < place + 4:
+            for each in (B, W) if code - place == BW else (code - place,):
+                found[each].append(position)
     return found
-
-
-def greedy(
-    costs: Costs, stages_of: Sequence[Sequence[int]], caps: Sequence[int], fused: Sequence[bool]
-) -> Sequence[bytes]:
-    """The orders in which ranks run the first ready op of B, F, W. Of two stages the later one in
-    the model runs first. ``caps[s]``: F on stage *s* only while fewer microbatches than this are in
-    flight there; at least 1. ``fused[s]``: one BW in place of B and W. Device limits are those of
-    ``costs``: whenever one forbids an op, a W of that stage can run."""
-    core = _Core(costs, stages_of, None, None)
-    n = costs.microbatches
-
-    def choose(rank: int, now: float) -> tuple[_Op | None, float]:
-        later = list(enumerate(stages_of[rank]))[::-1]
-        done, again = core.done, INF
-        for kind in (B, F):
-            for place, stage in later:
-                f, b, w = (done[each][stage] for each in (F, B, W))
-                if kind == F and (f == n or f - w >= caps[stage]):
-                    continue
-                if kind == B and b == f:
-                    continue
-                op = core.op(4 * place + (BW if kind == B and fused[stage] else kind), stage)
-                if not core.fits(stage, op.kind, op.microbatch):
-                    continue
-                at = core.arrived(op)
-                if at < INF and kind == F:
-                    at = max(at, core.clear(op))
-                if at <= now:
-                    return op, now
-                again = min(again, at)
-        for place, stage in later:
-            if done[W][stage] < done[B][stage]:
-                return core.op(4 * place + W, stage), now
-        return None, again
-
-    codes: Sequence[bytes] = core.run(choose)[0]
-    return codes

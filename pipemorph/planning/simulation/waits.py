@@ -1,6 +1,8 @@
-"""Where a plan has its stages wait on purpose, for guided dispatch."""
+"""Where a plan has its ranks wait on purpose, for guided dispatch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pipemorph.planning.ir import Schedule
 from pipemorph.planning.problem import Problem
@@ -10,7 +12,7 @@ from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.reference import BW, B, F, W
 
 Waits = tuple[tuple[int, ...], ...]
-"""Per stage, positions of ops before which nothing runs in their turn."""
+"""Per stage, positions of its ops before which nothing runs in their turn."""
 
 
 def guide_of(schedule: Schedule, problem: Problem, waits: Waits | None = None) -> Guide:
@@ -31,32 +33,54 @@ def guide_of(schedule: Schedule, problem: Problem, waits: Waits | None = None) -
 def planned_waits(schedule: Schedule, problem: Problem) -> Waits:
     """Where stages wait for an op though another could run, or for a link to take a message, if
     messages take as long as under ``problem``."""
-    costs, peaks = Costs.of(problem), schedule.in_flight_peak()
-    ran = core.in_order(costs, [core.encode(ops) for ops in schedule.stages])
-    return tuple(_waits(costs, ran, stage, peak) for stage, peak in enumerate(peaks))
+    codes = [core.encode(ops) for ops in schedule.stages]
+    stages_of = core.one_stage_each(schedule.stage_count)
+    return waits_of(Costs.of(problem), codes, stages_of, schedule.in_flight_peak())
 
 
-def _waits(costs: Costs, ran: core.Ran, stage: int, peak: int) -> tuple[int, ...]:
-    n, kinds = costs.microbatches, ran.codes[stage]
-    above, below, free = ran.above[stage], ran.below[stage], ran.free[stage]
-    backwards = [kind for kind in kinds if kind in (B, BW)]
-    sends = costs.outstanding[stage] if stage < costs.stage_count - 1 else 0
-    f = b = w = 0
+def waits_of(
+    costs: Costs,
+    codes: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]],
+    peaks: Sequence[int],
+) -> Waits:
+    """The same per rank, for orders as :func:`core.in_order` takes them: positions in the order of
+    the rank. ``peaks``: most microbatches in flight by stage."""
+    ran = core.in_order(costs, codes, stages_of)
+    return tuple(_waits(costs, ran, rank, mine, peaks) for rank, mine in enumerate(stages_of))
+
+
+def _waits(
+    costs: Costs, ran: core.Ran, rank: int, mine: Sequence[int], peaks: Sequence[int]
+) -> tuple[int, ...]:
+    n, codes, free = costs.microbatches, ran.codes[rank], ran.free[rank]
+    backwards = [
+        [code % 4 for code in codes if code in (4 * place + B, 4 * place + BW)]
+        for place in range(len(mine))
+    ]
+    done = [[0, 0, 0] for _ in mine]
     idle_since, found = 0.0, []
-    for position, (kind, start) in enumerate(zip(kinds, ran.start[stage], strict=True)):
-        taken = ran.above[stage + 1][f - sends] if kind == F and sends and f >= sends else 0.0
+    for position, (code, start) in enumerate(zip(codes, ran.start[rank], strict=True)):
+        its, kind = divmod(code, 4)
+        stage, forwards = mine[its], done[its][F]
+        sends = costs.outstanding[stage] if kind == F and stage < costs.stage_count - 1 else 0
+        taken = ran.above[stage + 1][forwards - sends] if sends and forwards >= sends else 0.0
         if start > idle_since or taken > start:
             other = INF
-            if kind != F and f < n and f - w < peak:
-                other = above[f]
-            if kind in (F, W) and b < f and (backwards[b] == B or w == b):
-                other = min(other, below[b])
-            if kind != W and w < b:
-                other = idle_since
+            for place, each in enumerate(mine):
+                f, b, w = done[place]
+                here = kind if place == its else None
+                if here != F and f < n and f - w < peaks[each]:
+                    other = min(other, ran.above[each][f])
+                splits = b < f and (backwards[place][b] == B or w == b)
+                if here not in (B, BW) and splits:
+                    other = min(other, ran.below[each][b])
+                if here != W and w < b:
+                    other = idle_since
             if max(other, idle_since) < start or taken > start:
                 found.append(position)
         idle_since = free[position]
-        f += kind == F
-        b += kind in (B, BW)
-        w += kind in (W, BW)
+        done[its][F] += kind == F
+        done[its][B] += kind in (B, BW)
+        done[its][W] += kind in (W, BW)
     return tuple(found)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.manifest import check_module, load_job, parse_job
 
@@ -113,12 +114,14 @@ def test_what_ranks_with_several_stages_have() -> None:
     }  # fmt: skip
     spec["adaptation"] = {"allowOffload": True, "hostMemory": 1 << 30}
     parse_job(json.dumps(document))
-    spec["schedule"]["dispatch"] = "online"
-    said = refusal(document)
-    assert "spec.schedule.dispatch: is online; ranks with several stages need static" in said
-    spec["schedule"] |= {"dispatch": "static", "warmup": [4, 3, 2, 1]}
-    said = refusal(document)
-    assert "spec.schedule.warmup: is [4, 3, 2, 1]; the plan sets that of ranks with" in said
+    for dispatch in ("online", "guided"):
+        spec["schedule"] |= {"dispatch": dispatch, "warmup": [6, 5, 3, 1]}
+        plan = initial_plan(parse_job(json.dumps(document)).spec)
+        assert plan.dispatch == dispatch and plan.warmup == (6, 5, 3, 1) and plan.turns
+    spec["schedule"]["policy"] = "1f1b-interleaved"
+    assert "spec.schedule.warmup: is [6, 5, 3, 1]; policy 1f1b-interleaved sets" in refusal(
+        document
+    )
 
 
 def test_without_replicas_only_layers_can_move() -> None:

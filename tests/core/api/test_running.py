@@ -110,6 +110,33 @@ def test_fields_that_do_not_go_with_it_are_refused(changes: dict[str, Any], why:
         spec(**changes)
 
 
+def keeping(microbatches: int, **cut: Any) -> JobSpec:
+    cut = {"stages": 2, "replicas": 3, "minReplicas": 2, "batch": "keep"} | cut
+    schedule = {"microbatches": microbatches, "globalBatchSize": 6 * cut["replicas"] * microbatches}
+    return spec(parallelism=cut, schedule=schedule)
+
+
+def test_fewer_replicas_share_out_the_microbatches_of_all() -> None:
+    whole = keeping(4)
+    small = Running(whole.parallelism, (1,)).spec(whole)
+    assert JobSpec.model_validate(small.model_dump(mode="json", by_alias=True)) == small
+    assert (small.parallelism.replicas, small.schedule.microbatches) == (2, 6)
+    assert small.schedule.global_batch_size == whole.schedule.global_batch_size == 72
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
+    why = "2 replicas cannot share out 15 microbatches, those of 3 × 5; use a multiple of 2 micro"
+    with pytest.raises(ValidationError, match=why):
+        keeping(5)
+    with pytest.raises(ValidationError, match="use a multiple of 3 microbatches"):
+        keeping(4, replicas=4)
+    assert keeping(6, replicas=4).schedule.microbatches == 6
+    with pytest.raises(ValidationError, match="of 1 replicas each would have 120000 microb"):
+        keeping(60000, replicas=2, minReplicas=1, stages=10)
+    with pytest.raises(ValidationError, match="batch: is keep, without minReplicas"):
+        Parallelism.model_validate({"stages": 2, "replicas": 4, "batch": "keep"})
+
+
 def test_the_smaller_job_has_what_each_replica_has_in_the_whole_one() -> None:
     faults = [
         {"link": 0, "replica": replica, "delayMs": 1.0 + replica, "fromIteration": 1}

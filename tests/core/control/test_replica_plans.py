@@ -398,6 +398,29 @@ def test_fewer_replicas_keep_a_plan_of_all_and_get_others_of_their_own_anew() ->
     assert left.plan.version > plant.plan.version
 
 
+def test_replicas_that_share_out_the_batch_begin_with_a_plan_for_it() -> None:
+    cut = {"stages": STAGES, "replicas": 2, "minReplicas": 1, "batch": "keep"}
+    plant = Replicas(job(2, parallelism=cut, failurePolicy={"maxRestarts": 1}))
+    plant.run(6)
+    plant.delays_of[0][0] = plant.delays_of[1][0] = 0.06
+    plant.run(10)
+    assert plant.plan.version > 0
+    fewer = Running(plant.spec.parallelism, (0,)).spec(plant.spec)
+    assert fewer.schedule.microbatches == 2 * plant.spec.schedule.microbatches
+    left = Replicas(fewer, controller=plant.controller.resized(fewer))
+    assert left.controller.wanted == initial_plan(fewer)
+    assert left.controller.directive() is None
+    # As a host that starts again after only the smaller job was written.
+    restored = JobController.restore(fewer, plant.controller.snapshot())
+    assert restored.wanted == initial_plan(fewer) and restored.directive() is None
+    assert restored.plan_version == plant.plan.version
+    left.now, left.iteration, left.sequence = plant.now, plant.iteration, plant.sequence
+    left.delays_of[0][0] = 0.06
+    left.run(12)
+    assert left.plan.version > plant.plan.version
+    assert left.plan.schedule.microbatches == fewer.schedule.microbatches
+
+
 def test_columns_that_share_collectives_run_one_plan() -> None:
     """One replica of two columns: the plan is for the worst delays of both."""
     sharded = job(1, parallelism={"stages": 6, "shard": 2}, stages=6)

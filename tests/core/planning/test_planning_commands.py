@@ -250,10 +250,6 @@ BAD_PROBLEMS = [
     ),
     (problem(links=[{"delay": 1, "slots": 0}]), "links[0].slots: 0 is less than 1"),
     (problem(dispatch="eager"), "dispatch: 'eager' is not one of static, online or guided"),
-    (
-        problem(dispatch="online", policy="zero-bubble-v"),
-        "dispatch is online; policy zero-bubble-v has several stages per rank",
-    ),
     (problem(links=[{"delay": 1, "outstanding": 0}]), "links[0].outstanding: 0 is less than 1"),
     (problem(policy="fastest"), "policy: 'fastest' is not one of gpipe, 1f1b"),
     (problem(warmup=[2]), "warmup is [2], 1 entry; 2 stages need 2"),

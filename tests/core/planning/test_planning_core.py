@@ -94,7 +94,14 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
     fused = [rng.random() < 0.3 for _ in problem.stages]
     rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused, slots=slots)
     ran = core.online(costs, rules, delay_at, transfer_at)
-    same(ran, Ran(*reference.online(costs, rules, delay_at, transfer_at)))
+    same(
+        ran,
+        Ran(
+            *reference.online(
+                costs, rules, core.one_stage_each(costs.stage_count), delay_at, transfer_at
+            )
+        ),
+    )
     schedule = core.decode(ran.codes, problem.microbatches)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
     assert not exact or all(

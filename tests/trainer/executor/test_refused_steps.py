@@ -10,7 +10,7 @@ import torch
 from gate import same_bits
 from launch import run_ranks
 from torch import Tensor
-from trainer_jobs import Stage, loss_fn, make_batch, make_stage
+from trainer_jobs import loss_fn, make_batch, make_stage
 
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
@@ -66,12 +66,12 @@ class Kept(NamedTuple):
 
 def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> Kept:
     """Several calls of ``step`` that add up gradients; what became of each."""
-    coordinate = context.coordinate(stages)
-    index = coordinate.stage
-    module: Stage = make_stage(index, stages, torch.float32)
+    several = {name: options[name] for name in ("stages_per_rank", "placement") if name in options}
+    coordinate = context.coordinate(stages, *several.values())
+    modules = {stage: make_stage(stage, stages, torch.float32) for stage in coordinate.held}
     kept = Kept([], [], [])
     with Pipeline(
-        module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
+        [*modules.values()], context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
         deadline_seconds=30.0, **options,
     ) as pipe:  # fmt: skip
         for step in steps:
@@ -85,7 +85,12 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: 
                 kept.told.append(str(error))
             assert pipe.iteration == len(kept.losses)
             kept.grads.append(
-                {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+                {
+                    f"{stage}.{name}": p.grad.clone()
+                    for stage, module in modules.items()
+                    for name, p in module.named_parameters()
+                    if p.grad is not None
+                }
             )
     return kept
 
@@ -148,6 +153,23 @@ ONE_REPLICA = (
 )
 def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
     check(3, 3, ONE_REPLICA, **options)
+
+
+@pytest.mark.parametrize("dispatch", ["static", "guided", "online"])
+def test_ranks_with_several_stages(dispatch: str) -> None:
+    """Where ops run as messages come, the rest of a refused step runs in the plan's order."""
+    steps = (
+        Bad((0,), _uneven, "rank 0 (stages 0 and 2): input 0 has shape [7, 3]"),
+        None,
+        Bad((1,), _uneven_target, "rank 1 (stages 1 and 3): target 0 has shape [7, 3]"),
+        None,
+        Bad((1,), _other_dtypes, "rank 1 (stages 1 and 3): the stage raised RuntimeError"),
+        Bad((0,), _other_dtypes, "rank 0 (stages 0 and 2): the stage raised RuntimeError"),
+        Bad((1,), _unknown_keyword, "the stage raised TypeError"),
+        None,
+    )
+    several = {"stages_per_rank": 2, "placement": "interleaved"}
+    check(2, 4, steps, route="direct", dispatch=dispatch, **several)
 
 
 def test_a_replica_refuses_for_all() -> None:

@@ -47,13 +47,14 @@ sys.exit(gpt.main())
 def started(tmp_path: Path) -> Iterator[Any]:
     made: list[Job] = []
 
-    def start(**given: Any) -> Job:
+    def start(batch: str = "shrink") -> Job:
         spec = {
-            "parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1, "layers": 2},
+            "parallelism": {
+                "stages": 2, "replicas": 2, "minReplicas": 1, "batch": batch, "layers": 2,
+            },
             "schedule": {"microbatches": MICROBATCHES},
             "failurePolicy": {"maxRestarts": 3, "replacementSeconds": 0},
-            **given,
-        }
+        }  # fmt: skip
         made.append(
             Job(tmp_path / "job", size=1, spec=spec, script=SCRIPT, iterations=ITERATIONS, **ARGS)
         )
@@ -113,15 +114,16 @@ def ran(job: Job) -> list[int]:
     return found
 
 
-def compare(job: Job) -> None:
-    """The losses with those of one process."""
-    expected = losses_of_one_process(ran(job))
+def compare(job: Job, *, kept: bool = False) -> None:
+    """The losses with those of one process. ``kept``: on the batches of both replicas, always."""
+    expected = losses_of_one_process([2] * len(ran(job)) if kept else ran(job))
     for iteration, loss in job.iterations().items():
         assert loss == pytest.approx(expected[iteration], abs=2e-4), f"{iteration}: {ran(job)}"
 
 
 def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> None:
-    job = started()
+    """With the whole batch."""
+    job = started(batch="keep")
     job.wait_for_iterations(5)
     job.kill(3, told=True)
     job.wait("replica 0 trains on", lambda: recovered(job, 1))
@@ -144,11 +146,12 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     assert (told.generation, told.count, told.counted, told.left_out) == (2, 1, 0, [])
     assert sorted(job.iterations()) == list(range(ITERATIONS))
     assert ran(job).count(1) >= 4
-    compare(job)
+    compare(job, kept=True)
 
 
 def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: Any) -> None:
-    """The pod of rank 0 is lost, and with it the agent; replica 1 trains on to the end."""
+    """The pod of rank 0 is lost, and with it the agent; replica 1 trains on to the end, with a
+    batch of half the size."""
     job = started()
     job.wait_for_iterations(3)
     job.kill(0, told=True)
@@ -161,6 +164,7 @@ def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: 
     assert "runs without replicas 0; this pod waits" in job.log("pod-2")
     job.pods[0] = job.start_pod(0)
     assert job.pods[0].wait(DEADLINE) == 0, job
+    compare(job)
 
 
 def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:

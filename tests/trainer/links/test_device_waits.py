@@ -238,8 +238,8 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
         coordinate=MeshShape(3).coordinate(1),
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
         neighbours=SimpleNamespace(upstream=above, downstream=below),  # type: ignore[arg-type]
-        mail=SimpleNamespace(), op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
-        on_last_forward=nothing, reserve=nothing,
+        mail=SimpleNamespace(), op_clock=OpClock(), boundary=nothing, on_last_forward=nothing,
+        reserve=nothing,
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")

@@ -26,7 +26,7 @@ THEIRS = {"interleaved": ScheduleInterleaved1F1B, "v": ScheduleZBVZeroBubble}
 
 
 def train(
-    context: TrainerContext, placement: str, policy: str | None
+    context: TrainerContext, placement: str, policy: str | None, dispatch: str = "static"
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Train two stages on each of two ranks. ``policy``: None for torch's own schedule."""
     mine = (context.rank, context.rank + 2 if placement == "interleaved" else 3 - context.rank)
@@ -46,7 +46,7 @@ def train(
         if policy is not None:
             # The stages are where torch's schedule has them.
             schedule = AdaptiveSchedule.of(
-                schedule, context=context, policy=policy, deadline_seconds=30.0
+                schedule, context=context, policy=policy, dispatch=dispatch, deadline_seconds=30.0
             )
     else:
         schedule = AdaptiveSchedule(
@@ -79,7 +79,9 @@ def train(
 
 def both(context: TrainerContext, placement: str) -> Any:
     rule = "zero-bubble-v" if placement == "v" else "1f1b-interleaved"
-    return [train(context, placement, policy) for policy in (None, rule, "pipemorph")]
+    ran = [train(context, placement, policy) for policy in (None, rule, "pipemorph")]
+    varying = ("guided", "online")
+    return ran + [train(context, placement, "pipemorph", dispatch) for dispatch in varying]
 
 
 @pytest.mark.parametrize("placement", ["interleaved", "v"])

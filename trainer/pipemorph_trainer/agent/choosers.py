@@ -1,109 +1,167 @@
-"""What a stage may run next where the order depends on when messages arrive.
+"""What a rank may run next where the order depends on when messages arrive.
 
 The rules of the simulator (``pipemorph/planning/simulation``: ``online.py``, ``guided.py``), op by
-op. Each chooser lists the ops that the stage may run, the one that it prefers first; the executor
-runs the first whose message has arrived.
+op. Each chooser lists the ops that the rank may run, the one that it prefers first; the rank runs
+the first whose message has arrived.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pipemorph.planning import Dispatch, Op, OpKind
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import Residency
-from pipemorph_trainer.agent.rank_plan import RankStage
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 
 
 class Candidate(NamedTuple):
     """An op that may run. ``waits_for_send``: only when its message can be sent, so that another op
     may run first."""
 
+    stage: int
     kind: OpKind
     microbatch: int
     waits_for_send: bool = False
 
 
-class Chooser(ABC):
-    """``forwards``, ``backwards``, ``weights``: how many of each have run; a fused backward counts
-    as both of the latter."""
+class _Stage:
+    """What has run of a stage. ``forwards``, ``backwards``, ``weights``: how many of each; a fused
+    backward counts as both of the latter."""
 
-    def __init__(self, microbatches: int) -> None:
-        self.microbatches = microbatches
+    def __init__(self, mine: RankStage) -> None:
+        self.stage = mine.stage
         self.forwards = self.backwards = self.weights = 0
 
+    def has_run(self, kind: OpKind, microbatch: int) -> bool:
+        if kind is OpKind.F:
+            return microbatch < self.forwards
+        return microbatch < (self.weights if kind is OpKind.W else self.backwards)
+
+
+class Chooser(ABC):
+    """Of one iteration."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        self.microbatches = plan.microbatches
+        self.stages = {mine.stage: _Stage(mine) for mine in plan.stages}
+        self._order = plan.order
+        self._turn = 0
+        self._unfinished = len(self.stages)
+
     @staticmethod
-    def of(dispatch: Dispatch, mine: RankStage, microbatches: int) -> Chooser:
-        """The chooser of a dispatch whose order varies, for one iteration."""
-        kind = GuidedChooser if dispatch is Dispatch.GUIDED else OnlineChooser
-        return kind(mine, microbatches)
+    def of(plan: RankPlan) -> Chooser:
+        """The chooser of a plan whose order varies, for one iteration."""
+        kind = GuidedChooser if plan.dispatch is Dispatch.GUIDED else OnlineChooser
+        return kind(plan)
 
     @abstractmethod
-    def candidates(self, held: Residency) -> list[Candidate]:
-        """The ops that may run now, the preferred one first. ``held``: what is on the device."""
+    def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
+        """The ops that may run now, the preferred one first. ``held``: what is on the device, by
+        stage; without the stages that have not begun the iteration."""
 
-    def ran(self, kind: OpKind) -> None:
+    def ran(self, stage: int, kind: OpKind) -> None:
         """Count an op that has run."""
-        self.forwards += kind is OpKind.F
-        self.backwards += kind in (OpKind.B, OpKind.BW)
-        self.weights += kind in (OpKind.W, OpKind.BW)
+        its = self.stages[stage]
+        its.forwards += kind is OpKind.F
+        its.backwards += kind is OpKind.B or kind is OpKind.BW
+        if kind is OpKind.W or kind is OpKind.BW:
+            its.weights += 1
+            self._unfinished -= its.weights == self.microbatches
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ops have run."""
+        return not self._unfinished
+
+    def in_turn(self) -> int:
+        """Position of the first op of the plan's order that has not run; all have before it."""
+        order, turn = self._order, self._turn
+        while turn < len(order) and self.stages[order[turn][0]].has_run(*order[turn][1]):
+            turn += 1
+        self._turn = turn
+        return turn
+
+    def rest(self) -> Iterator[tuple[int, Op]]:
+        """The ops that have not run, in the plan's order, in which ranks cannot wait for each other
+        forever."""
+        left = [(s, op) for s, op in self._order[self._turn :] if not self.stages[s].has_run(*op)]
+        return iter(left)
 
 
 class OnlineChooser(Chooser):
-    """B, then F, then W. During the warm-up only F; F within the in-flight limit; F and B within
-    the device limit."""
+    """B, then F, then W; of two stages first those of the later one in the model. During the
+    warm-up only F; F within the in-flight limit; F and B within the device limit."""
 
-    def __init__(self, mine: RankStage, microbatches: int) -> None:
-        super().__init__(microbatches)
-        limit = mine.in_flight_limit
-        self._warmup = min(mine.warmup, microbatches)
-        self._cap = microbatches if limit is None else min(limit, microbatches)
-        self._backward = OpKind.BW if mine.fused else OpKind.B
+    def __init__(self, plan: RankPlan) -> None:
+        super().__init__(plan)
+        n = plan.microbatches
+        self._rules = [
+            (
+                self.stages[mine.stage],
+                min(mine.warmup, n),
+                n if mine.in_flight_limit is None else min(mine.in_flight_limit, n),
+                OpKind.BW if mine.fused else OpKind.B,
+            )
+            for mine in sorted(plan.stages, key=lambda mine: -mine.stage)
+        ]
 
-    def candidates(self, held: Residency) -> list[Candidate]:
-        f, b, w = self.forwards, self.backwards, self.weights
-        found = []
-        if f >= self._warmup and b < f and held.fits(self._backward, b):
-            found.append(Candidate(self._backward, b))
-        if f < self.microbatches and f - w < self._cap and held.fits(OpKind.F, f):
-            found.append(Candidate(OpKind.F, f, waits_for_send=True))
-        if w < b:
-            found.append(Candidate(OpKind.W, w))
-        return found
+    def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
+        backwards, forwards, weights = [], [], []
+        for its, warmup, cap, backward in self._rules:
+            stage, f, b, w = its.stage, its.forwards, its.backwards, its.weights
+            if stage not in held:
+                continue
+            fits = held[stage].fits
+            if f >= warmup and b < f and fits(backward, b):
+                backwards.append(Candidate(stage, backward, b))
+            if f < self.microbatches and f - w < cap and fits(OpKind.F, f):
+                forwards.append(Candidate(stage, OpKind.F, f, waits_for_send=True))
+            if w < b:
+                weights.append(Candidate(stage, OpKind.W, w))
+        return backwards + forwards + weights
 
 
 class GuidedChooser(Chooser):
     """In the plan's order. Out of turn nothing runs where the plan waits on purpose, and F only
-    while fewer microbatches are in flight than the plan ever has."""
+    while fewer microbatches of its stage are in flight than the plan ever has."""
 
-    def __init__(self, mine: RankStage, microbatches: int) -> None:
-        super().__init__(microbatches)
-        self._order, self._waits = mine.order, frozenset(mine.waits)
-        self._peak = in_flight_peak(mine.order)
-        self._position = {op: position for position, op in enumerate(mine.order)}
-        self._backwards = [op.kind for op in mine.order if op.kind in (OpKind.B, OpKind.BW)]
-        self._turn = 0
+    def __init__(self, plan: RankPlan) -> None:
+        super().__init__(plan)
+        self._position: dict[tuple[int, OpKind, int], int] = {}
+        self._rules = []
+        waits = set()
+        for mine in plan.stages:
+            backwards = [op.kind for op in mine.order if op.kind in (OpKind.B, OpKind.BW)]
+            peak = in_flight_peak(mine.order)
+            self._rules.append((self.stages[mine.stage], peak, backwards))
+            waits |= {(mine.stage, *mine.order[position]) for position in mine.waits}
+        for position, (stage, op) in enumerate(self._order):
+            self._position[stage, op.kind, op.microbatch] = position
+        self._waits = {self._position[each] for each in waits}
 
-    def candidates(self, held: Residency) -> list[Candidate]:
-        f, b, w = self.forwards, self.backwards, self.weights
-        while self._has_run(*self._order[self._turn]):
-            self._turn += 1
-        kind, microbatch = self._order[self._turn]
-        # Where the device has no room for it, a W has to make some.
-        if self._turn in self._waits and held.fits(kind, microbatch):
-            return [Candidate(kind, microbatch)]
+    def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
+        turn = self.in_turn()
+        stage, (kind, microbatch) = self._order[turn]
+        if turn in self._waits:
+            if stage not in held:
+                return []
+            # Where the device has no room for it, a W has to make some.
+            if held[stage].fits(kind, microbatch):
+                return [Candidate(stage, kind, microbatch)]
         found = []
-        if b < f and (self._backwards[b] is OpKind.B or w == b):
-            found.append(Candidate(self._backwards[b], b))
-        in_turn = kind is OpKind.F
-        if f < self.microbatches and (in_turn or f - w < self._peak):
-            found.append(Candidate(OpKind.F, f, waits_for_send=True))
-        found = [each for each in found if held.fits(each.kind, each.microbatch)]
-        if w < b:
-            found.append(Candidate(OpKind.W, w))
-        return sorted(found, key=lambda each: self._position[Op(each.kind, each.microbatch)])
-
-    def _has_run(self, kind: OpKind, microbatch: int) -> bool:
-        counts = {OpKind.F: self.forwards, OpKind.W: self.weights}
-        return microbatch < counts.get(kind, self.backwards)
+        for its, peak, backwards in self._rules:
+            each, f, b, w = its.stage, its.forwards, its.backwards, its.weights
+            if each not in held:
+                continue
+            fits = held[each].fits
+            if b < f and (backwards[b] is OpKind.B or w == b) and fits(backwards[b], b):
+                found.append(Candidate(each, backwards[b], b))
+            in_turn = each == stage and kind is OpKind.F
+            if f < self.microbatches and (in_turn or f - w < peak) and fits(OpKind.F, f):
+                found.append(Candidate(each, OpKind.F, f, waits_for_send=True))
+            if w < b:
+                found.append(Candidate(each, OpKind.W, w))
+        return sorted(found, key=lambda each: self._position[each[:3]])

@@ -7,9 +7,9 @@ when this stage has sent everything that the sender needs from it. Before that, 
 be sent anyway. The sender of a rank with several stages may also wait for another stage of that
 rank, directly or through other ranks, so such a rank counts its ops and not the messages of a link.
 
-Under guided dispatch a message may be sent earlier than in the plan's order, but only in that order
-it is sure to be: so receives are posted as for this order. An earlier send waits, as long as the
-sender would wait for this stage anyway.
+Under guided dispatch, and online with several stages per rank, a message may be sent earlier than in
+the plan's order, but only in that order it is sure to be: so receives are posted as for this order.
+An earlier send waits, as long as the sender would wait for this stage anyway.
 
 A message that arrives before its op uses memory of this stage. So at most the link's slackness and
 a few more messages are received ahead, as many as the delegated route has slots for.

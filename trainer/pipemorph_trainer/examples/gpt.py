@@ -166,10 +166,13 @@ def load_corpus() -> Tensor:
 def sample_batch(
     corpus: Tensor, *, seed: int, iteration: int, replica: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, int64 (batch, sequence). A pure function of its arguments, so that
-    all ranks with the same data draw the same, and a resumed run continues with the same data."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099 + replica)
-    starts = torch.randint(0, len(corpus) - sequence - 1, (batch,), generator=generator)
+    """Tokens and next tokens, int64 (batch, sequence): the part of an iteration's samples that a
+    replica has if all have ``batch``. A pure function of its arguments, so that all ranks with the
+    same data draw the same, a resumed run continues with the same data, and fewer replicas with
+    larger parts have the samples of all."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099)
+    drawn = ((replica + 1) * batch,)
+    starts = torch.randint(0, len(corpus) - sequence - 1, drawn, generator=generator)[-batch:]
     rows = torch.stack([corpus[s : s + sequence + 1] for s in starts.tolist()]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from time import monotonic, time
+from time import time
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.planning import Dispatch, Op, OpKind
+from pipemorph.planning import Op, OpKind
 from pipemorph.planning.offload import Residency
-from pipemorph_trainer.agent.choosers import Candidate, Chooser
-from pipemorph_trainer.agent.rank_plan import RankStage
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.call import Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
@@ -32,7 +29,6 @@ from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
-from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import (
@@ -96,8 +92,6 @@ class Executor:
         neighbours: Neighbourhood,
         mail: Mailbox,
         op_clock: OpClock,
-        waiting: Waiting,
-        deadline: float,
         boundary: Callable[[], None],
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
@@ -118,8 +112,7 @@ class Executor:
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
-        self._op_clock, self._waiting = op_clock, waiting
-        self._deadline = deadline
+        self._op_clock = op_clock
         self.mail = mail
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
@@ -143,13 +136,10 @@ class Executor:
         self._structure = SINGLE
         self._shapes_known = False
         self._outcome = Outcome()
-        self._residency = Residency(None)
+        self.residency = Residency(None)
+        """What is on the device of the stage."""
         self._recomputes = False
         self._profiled = False
-
-    def allow(self, deadline: float) -> None:
-        """Set the longest wait for a message under online and guided dispatch, seconds."""
-        self._deadline = deadline
 
     def end_uncounted(self) -> None:
         """End an evaluation or a refused iteration. The next iteration has the same number, but
@@ -184,7 +174,7 @@ class Executor:
         self._microbatches = sum(op.kind is OpKind.F for op in ops)
         self._inputs = inputs
         self._outcome = Outcome()
-        self._residency, self._recomputes = Residency(device_limit), recompute
+        self.residency, self._recomputes = Residency(device_limit), recompute
         self._profiled = profiling()
         self._shapes_known = not start.shapes_to_below
         fused = frozenset(op.microbatch for op in ops if op.kind is OpKind.BW)
@@ -223,18 +213,24 @@ class Executor:
     def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
         source = self._source(kind)
-        if source is not None:
-            waited = self.mail.wait_for(source, kind, microbatch)
-            if waited is not None:
-                self._outcome.waits.append((kind, microbatch, *waited))
+        waited = None if source is None else self.mail.wait_for(source, kind, microbatch)
         if self.refused:
             self._pass_on(kind, microbatch)
-        elif kind is OpKind.F:
+        else:
+            self.run_now(kind, microbatch, waited)
+
+    def run_now(
+        self, kind: OpKind, microbatch: int, waited: tuple[float, float] | None = None
+    ) -> None:
+        """Run an op whose message is here. ``waited``: from when to when for that."""
+        if waited is not None:
+            self._outcome.waits.append((kind, microbatch, *waited))
+        if kind is OpKind.F:
             self._forward(microbatch)
         elif kind is OpKind.W:
             self._weight(microbatch)
         else:
-            self._backward(kind, microbatch, source)
+            self._backward(kind, microbatch, self._source(kind))
 
     def _source(self, kind: OpKind) -> LinkEnd | None:
         """The link on which the message of an op arrives; None if it needs none."""
@@ -242,77 +238,25 @@ class Executor:
             return self._above
         return self._below if kind is not OpKind.W and self._gets_gradients else None
 
-    def run_ready(self, mine: RankStage, dispatch: Dispatch) -> None:
-        """Run all ops of an iteration that has begun: of those that may run, the first whose
-        message has arrived; see :mod:`~pipemorph_trainer.agent.choosers`."""
-        chooser = Chooser.of(dispatch, mine, self._microbatches)
-        deadline: float | None = None
-        idle_since = 0.0
-        self.mail.listen()
-        while chooser.weights < self._microbatches:
-            if self.refused:
-                self._run_rest(mine, chooser)
-                return
-            if self._device_times is not None:
-                self._device_times.pace()
-            candidates = chooser.candidates(self._residency)
-            now, first = time(), NEVER
-            for candidate in candidates:
-                ready = self._ready_at(candidate)
-                if ready <= now:
-                    break
-                first = min(first, ready)
-            else:
-                hears = deadline is not None
-                if deadline is None:
-                    deadline, idle_since = monotonic() + self._deadline, now
-                    self._waiting.begin(partial(self._either, candidates))
-                self.mail.sleep(first if first < NEVER else None, deadline, hears=hears)
-                continue
-            kind, microbatch, _ = candidate
-            if deadline is not None:
-                self._waiting.end()
-                deadline = None
-                # Of the ops that it could have run, the one whose message came.
-                self._outcome.waits.append((kind, microbatch, idle_since, now))
-            if kind is OpKind.F:
-                self._forward(microbatch)
-            elif kind is OpKind.W:
-                self._weight(microbatch)
-            else:
-                self._backward(kind, microbatch, self._source(kind))
-            chooser.ran(kind)
-
-    def _run_rest(self, mine: RankStage, chooser: Chooser) -> None:
-        """Run what is left of a refused iteration in the plan's order, in which stages cannot wait
-        for each other forever."""
-        done = {OpKind.F: chooser.forwards, OpKind.W: self._microbatches}
-        for kind, microbatch in mine.order:
-            if microbatch >= done.get(kind, chooser.backwards):
-                self.run_op(kind, microbatch)
-
-    def _either(self, candidates: Sequence[Candidate]) -> str:
-        """Describes the messages with which an idle stage could continue, the forward first."""
-        ends = {each.kind: (self._source(each.kind), each) for each in candidates}
-        rows = sorted(ends.items(), key=lambda row: row[0] is not OpKind.F)
-        return " or ".join(
-            self.mail.message(end, "F" if kind is OpKind.F else "B", each.microbatch)
-            for kind, (end, each) in rows
-            if end is not None
-        )
-
-    def _ready_at(self, candidate: Candidate) -> float:
-        """When the message of an op is here and, where it waits for that, its own can be sent."""
-        source, at = self._source(candidate.kind), 0.0
+    def ready_at(self, kind: OpKind, microbatch: int, *, waits_for_send: bool) -> float:
+        """When the message of an op is here and, with ``waits_for_send``, its own can be sent."""
+        source, at = self._source(kind), 0.0
         if source is not None:
-            letter = "F" if candidate.kind is OpKind.F else "B"
-            found = self.mail.ready_at(source, letter, candidate.microbatch)
+            letter = "F" if kind is OpKind.F else "B"
+            found = self.mail.ready_at(source, letter, microbatch)
             if found is None:
                 return NEVER
             at = found
-        if candidate.waits_for_send and self._below is not None and self._shapes_known:
+        if waits_for_send and self._below is not None and self._shapes_known:
             at = max(at, self._below.outgoing.slot_free_at())
         return at
+
+    def message(self, kind: OpKind, microbatch: int) -> str:
+        """Describes the message that an op needs; empty if it needs none."""
+        source = self._source(kind)
+        if source is None:
+            return ""
+        return self.mail.message(source, "F" if kind is OpKind.F else "B", microbatch)
 
     # --- ops --------------------------------------------------------------------------
 
@@ -349,7 +293,7 @@ class Executor:
             return None
         kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
-        leaves = not self._evaluating and self._residency.run(OpKind.F, microbatch)
+        leaves = not self._evaluating and self.residency.run(OpKind.F, microbatch)
         if leaves and not self._recomputes:
             # Before the op starts, so that this wait is not part of its time.
             self._runner.reclaim()
@@ -383,7 +327,7 @@ class Executor:
             came = iter(taken)
             grads = [next(came) if meta.gradient else None for meta in self.output_metas]
         run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
-        returns = self._residency.run(kind, microbatch)
+        returns = self.residency.run(kind, microbatch)
         if kind is OpKind.BW:
             self._begin_if_last(kind, microbatch)
         start = self._start_op()
@@ -420,7 +364,7 @@ class Executor:
         self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), 0, again=True))
 
     def _weight(self, microbatch: int) -> None:
-        self._residency.run(OpKind.W, microbatch)
+        self.residency.run(OpKind.W, microbatch)
         self._begin_if_last(OpKind.W, microbatch)
         start = self._start_op()
         with self._range("W", microbatch) if self._profiled else _NO_RANGE:

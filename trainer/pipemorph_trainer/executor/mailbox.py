@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from time import monotonic, time
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
+
+Found = TypeVar("Found")
 
 LONGEST_NAP = 0.25
 """Seconds after which a waiting stage looks at the agent and its neighbours again."""
@@ -81,6 +84,37 @@ class Mailbox:
         self._poller.awaited = False
         self._waiting.end()
         return began, now
+
+    def wait_for_any(
+        self,
+        look: Callable[[], tuple[Found | None, float]],
+        what: Callable[[], str],
+        *,
+        stop: Callable[[], bool],
+    ) -> tuple[Found | None, tuple[float, float] | None]:
+        """Wait until ``look`` finds something, or until ``stop``, which is asked first: then None.
+        Returns that and when the wait began and ended, wall clock; None without a wait. Call
+        :meth:`listen` before.
+
+        ``look``: what it has found; or None, and when to look again without an event, infinity for
+        never. ``what``: describes what is awaited, in any thread.
+        """
+        if stop():
+            return None, None
+        began = time()
+        found, at = look()
+        if found is not None:
+            return found, None
+        deadline, hears = monotonic() + self._deadline, False
+        self._waiting.begin(what)
+        while found is None:
+            self.sleep(at if at < inf else None, deadline, hears=hears)
+            if stop():
+                break
+            found, at = look()
+            hears = True
+        self._waiting.end()
+        return found, (began, time())
 
     def listen(self) -> None:
         """Have all arrivals end the next :meth:`sleep`, until :meth:`wait_for` is called."""

@@ -144,8 +144,6 @@ class Iterations:
                 neighbours=neighbours,
                 mail=self._mail,
                 op_clock=op_clock,
-                waiting=wait.waiting,
-                deadline=deadline,
                 boundary=self._between_ops,
                 on_last_forward=self._loss.post,
                 reserve=plans.shapes_known,
@@ -171,6 +169,7 @@ class Iterations:
         self._turns = Turns(
             self._coordinate, executors, tokens, self._mail,
             links.ends if on_device and len(stages) > 1 else (),
+            pace=None if self._device_times is None else self._device_times.pace,
         )  # fmt: skip
         self.reports = IterationReports(
             world=world, wait=wait, reporter=reporter, listeners=listeners

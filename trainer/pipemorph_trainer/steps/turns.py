@@ -1,6 +1,7 @@
 """Runs the stages of one rank in turns: one executor and one token per stage, one order per rank.
 
-The next op of the order waits for its message, on whichever stage it is. Each kind of op runs in
+The next op of the order waits for its message, on whichever stage it is; where dispatch varies, of
+the ops of all stages that have begun the first runs whose message is here. Each kind of op runs in
 microbatch order on every stage, so that results do not depend on the order.
 
 A stage begins a call when its token arrives, which passes all stages of a column in their order. So
@@ -11,18 +12,20 @@ first op.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import Op, OpKind, Schedule
+from pipemorph_trainer.agent.choosers import Chooser
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives
 from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
 from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.ready import run_ready
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
@@ -63,7 +66,8 @@ class Call:
 
 class Turns:
     """The stages of this rank. ``executors``, ``tokens``: by stage. ``ends``: of links whose
-    receives wait for ops of this rank, see :class:`Receives`. Main thread only."""
+    receives wait for ops of this rank, see :class:`Receives`. ``pace``: see :func:`run_ready`. Main
+    thread only."""
 
     def __init__(
         self,
@@ -72,10 +76,12 @@ class Turns:
         tokens: Mapping[int, TokenPass],
         mail: Mailbox,
         ends: Sequence[LinkEnd] = (),
+        *,
+        pace: Callable[[], None] | None = None,
     ) -> None:
         self._mesh, self._rank = coordinate.mesh, coordinate.along("pp")
         self._held, self._executors, self._tokens = coordinate.held, executors, tokens
-        self._mail, self._ends = mail, ends
+        self._mail, self._ends, self._pace = mail, ends, pace
         # A stage may gather parameters when it begins, which all their ranks have to do in one
         # order.
         self._early = self._mesh.lockstep == 1
@@ -87,6 +93,10 @@ class Turns:
         self._plan: RankPlan | None = None
         self._pending: list[int] = []
         """Stages that have not begun the call yet, in order."""
+        self._begun: dict[int, Executor] = {}
+        """Executors of the stages that have begun the call."""
+        self._noted: dict[int, tuple[int, int]] = {}
+        """By stage, how many of its ops and copies :attr:`ran` and :attr:`copied` have."""
         self.outcomes: dict[int, Outcome] = {}
         """Of the newest call, by stage."""
         self.ran: list[tuple[int, TimedOp]] = []
@@ -98,6 +108,7 @@ class Turns:
         """Start a call: wait for the token of the first stage. Returns the version of the plan that
         it runs; an evaluation keeps the current one."""
         self._call, self.outcomes, self.ran, self.copied = call, {}, [], []
+        self._begun = {}
         version, self._first_start = self._start(self._held[0])
         return version
 
@@ -110,11 +121,7 @@ class Turns:
         self._plan, self._microbatches = plan, plan.microbatches
         self._orders = {mine.stage: mine.order for mine in plan.stages}
         if plan.dispatch.varies:
-            # Only with one stage per rank, see PlanBook.
-            (stage,) = self._pending = list(self._held)
-            self._begin_next()
-            self._executors[stage].run_ready(plan.by_stage[stage], plan.dispatch)
-            self._ran_alone(stage)
+            self._run_ready(Chooser.of(plan))
         else:
             self._run(plan.turns or None)
         for executor in self._executors.values():
@@ -145,17 +152,39 @@ class Turns:
             return
         ops = {stage: iter(self._orders[stage]) for stage in self._held}
         for ran, stage in enumerate(turns, 1):
-            while self._pending and self._pending[0] <= stage:
-                self._begin_next()
-            kind, microbatch = next(ops[stage])
-            outcome = self.outcomes[stage]
-            before, copied = len(outcome.ops), len(outcome.copies)
-            self._executors[stage].run_op(kind, microbatch)
-            if len(outcome.ops) > before:
-                self.ran.append((stage, outcome.ops[-1]))
-            if len(outcome.copies) > copied:
-                self.copied.append((stage, outcome.copies[-1]))
+            self._run_in_turn(stage, next(ops[stage]))
             self._tell(ran)
+
+    def _run_in_turn(self, stage: int, op: Op) -> None:
+        while self._pending and self._pending[0] <= stage:
+            self._begin_next()
+        self._executors[stage].run_op(*op)
+        self._note(stage)
+
+    def _run_ready(self, chooser: Chooser) -> None:
+        """Run the ops of all stages as their messages arrive. Receives are posted as for the plan's
+        order, as far as all ops of it have run."""
+        self._tell(0)
+        self._pending = list(self._held)
+        self._begin_next()
+        for stage, *_ in run_ready(chooser, self._begun, self._mail, pace=self._pace):
+            self._note(stage)
+            if self._ends:
+                self._tell(chooser.in_turn())
+        # Of a refused iteration.
+        for stage, op in chooser.rest():
+            self._run_in_turn(stage, op)
+            chooser.ran(stage, op.kind)
+            self._tell(chooser.in_turn())
+
+    def _note(self, stage: int) -> None:
+        """Note what a stage has run since its last op."""
+        outcome, (ops, copies) = self.outcomes[stage], self._noted[stage]
+        if len(outcome.ops) > ops:
+            self.ran.append((stage, outcome.ops[-1]))
+        if len(outcome.copies) > copies:
+            self.copied.append((stage, outcome.copies[-1]))
+        self._noted[stage] = len(outcome.ops), len(outcome.copies)
 
     def _ran_alone(self, stage: int) -> None:
         """Note what ran of a rank with one stage."""
@@ -187,11 +216,14 @@ class Turns:
             mine = plan.by_stage[stage]
             limit, again = mine.device_limit, mine.recompute
             receives = receives_of(mine.above), receives_of(mine.below)
-        self.outcomes[stage] = self._executors[stage].begin(
+        executor = self._executors[stage]
+        self._noted[stage] = 0, 0
+        self.outcomes[stage] = executor.begin(
             self._orders[stage], call.iteration, self._tokens[stage].generations,
             call.inputs[stage], start, device_limit=limit, recompute=again, receives=receives,
             evaluates=call.evaluation,
         )  # fmt: skip
+        self._begun[stage] = executor
 
     def _start(self, stage: int) -> tuple[int, Start]:
         call = self._call
@@ -224,8 +256,6 @@ class Turns:
     def allow(self, deadline: float) -> None:
         """Set the longest wait for each message, seconds."""
         self._mail.allow(deadline)
-        for executor in self._executors.values():
-            executor.allow(deadline)
 
 
 def receives_of(planned: RankReceives | None) -> Receives:
