@@ -4,8 +4,7 @@
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
 of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
 ``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
-pods, ``watching`` users who look at a job: with a process of its own (``watch_process``,
-``watch_worker``; what they tell each other is in ``watch_messages``).
+pods, ``watch`` users who look at a job, with a process of its own.
 """
 
 from pipemorph.ingest.app import IngestServer, Join, Watch, make_app
@@ -25,8 +24,8 @@ from pipemorph.ingest.plan_versions import Versions
 from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
 from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
 from pipemorph.ingest.processors import most_planners
-from pipemorph.ingest.watch_process import WatchProcess, WatchProcessLost
-from pipemorph.ingest.watching import Followed, WatchDesk, WatchStore
+from pipemorph.ingest.watch.desk import Followed, WatchDesk, WatchStore
+from pipemorph.ingest.watch.process import WatchProcess, WatchProcessLost
 
 __all__ = [
     "Acceptor",

@@ -27,7 +27,7 @@ from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, Identity, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
-from pipemorph.ingest.watching import WatchDesk
+from pipemorph.ingest.watch.desk import WatchDesk
 from pipemorph.watch.access import HEADER
 from pipemorph.wire import (
     MAX_PLAN_BYTES,

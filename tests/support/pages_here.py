@@ -7,8 +7,8 @@ import pickle
 from typing import Any
 
 from pipemorph.ingest import WatchProcess
-from pipemorph.ingest.watch_messages import Look, Sight
-from pipemorph.ingest.watch_worker import Viewing
+from pipemorph.ingest.watch.messages import Look, Sight
+from pipemorph.ingest.watch.worker import Viewing
 
 
 def _sent(message: Any) -> Any:

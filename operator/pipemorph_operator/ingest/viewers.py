@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, Protocol
 
 from pipemorph.ingest import Identity, Refused, WatchProcessLost
-from pipemorph.ingest.watch_messages import Check, Verdict
+from pipemorph.ingest.watch.messages import Check, Verdict
 from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, reason_of
 from pipemorph_operator.ingest import token_claims

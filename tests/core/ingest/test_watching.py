@@ -35,12 +35,12 @@ from pipemorph.ingest import (
     WatchDesk,
     WatchProcess,
     WatchProcessLost,
-    watch_process,
-    watch_worker,
-    watching,
 )
 from pipemorph.ingest.app import Timeouts
-from pipemorph.ingest.watch_messages import Check, Forget, Look, Marks, Sight, Verdict
+from pipemorph.ingest.watch import desk as watching
+from pipemorph.ingest.watch import process as watch_process
+from pipemorph.ingest.watch import worker as watch_worker
+from pipemorph.ingest.watch.messages import Check, Forget, Look, Marks, Sight, Verdict
 from pipemorph.watch import documents
 from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
@@ -861,7 +861,7 @@ def test_ops_are_unpacked_no_further_than_they_may_be(packed: bytes, status: int
 
 
 def worker(script: str) -> subprocess.Popen[bytes]:
-    script = f"from pipemorph.ingest import watch_messages, watch_worker\n{script}"
+    script = f"from pipemorph.ingest.watch import messages, worker\n{script}"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
 
@@ -869,8 +869,8 @@ def worker(script: str) -> subprocess.Popen[bytes]:
 def test_a_process_that_takes_too_much_memory_ends() -> None:
     script = """
 async def serving():
-    bytearray(watch_worker.MEMORY_BYTES)
-watch_worker.run(serving)
+    bytearray(worker.MEMORY_BYTES)
+worker.run(serving)
 """
     with worker(script) as process:
         _, said = process.communicate(timeout=4 * PATIENCE)
@@ -881,8 +881,8 @@ def test_what_is_printed_in_the_process_is_no_answer() -> None:
     script = """
 async def check(asked):
     print("printed", flush=True)
-    return watch_messages.Verdict(200, "me")
-watch_worker.run(lambda: watch_worker.serve(check))
+    return messages.Verdict(200, "me")
+worker.run(lambda: worker.serve(check))
 """
     with worker(script) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -237,8 +237,8 @@ def test_who_steps_through_iterations_is_paced(
         costly["wall"] += 0.1
         server.documents.get((None, 38 - step % 38))
         live = server.documents.get(documents.NEWEST)
-        assert live is not None and sight.asked[live.view.number - 1] == documents.NEWEST
-        looked.add(live.view.number)
+        assert live is not None and sight.asked[live.number - 1] == documents.NEWEST
+        looked.add(live.number)
     assert costly["cpu"] <= documents.BURST + documents.SHARE * 60 + 2 * costly["each"]
     assert len(looked) >= 4 and server.documents.number - len(looked) >= 4, "they take turns"
 
@@ -256,7 +256,7 @@ def test_one_document_stops_the_page_for_a_minute_at_most(
 def test_to_write_a_document_counts_too(
     server: WatchServer, costly: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def render(view: WatchView) -> str:
+    def render(view: str) -> str:
         costly["cpu"] += 1.0
         return "page"
 
@@ -264,7 +264,7 @@ def test_to_write_a_document_counts_too(
         costly["cpu"] += 0.5
         return "{}"
 
-    monkeypatch.setattr(documents, "render_page", render)
+    monkeypatch.setattr(documents, "page_of", render)
     monkeypatch.setattr(WatchView, "model_dump_json", dump)
     for _ in range(5):  # Each is written once.
         server.documents.get(documents.NEWEST, page=True)
@@ -311,7 +311,7 @@ def test_last_documents_have_a_budget_too(server: WatchServer, costly: dict[str,
     server.documents.budget.left = -1.0
     server.documents.finish()
     last = server.documents.get(documents.NEWEST)
-    assert last is not None and not last.view.live
+    assert last is not None and not last.live
     assert server.documents.get((None, 20)) is not None, "one of another iteration"
     made = server.documents.number
     for each in range(5, 20):

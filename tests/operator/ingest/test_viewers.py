@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pipemorph.ingest import Refused, WatchProcessLost
-from pipemorph.ingest.watch_messages import Check, Verdict
+from pipemorph.ingest.watch.messages import Check, Verdict
 from pipemorph.watch.access import audience
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import viewers

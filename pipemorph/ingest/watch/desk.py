@@ -6,7 +6,7 @@ times of iterations are kept, until nobody has asked for some minutes. The answe
 reports ask for the ops of one iteration a second, of the column that somebody looks at, as long as
 somebody does.
 
-All of that is kept and made in a process of its own (:mod:`pipemorph.ingest.watch_process`), so
+All of that is kept and made in a process of its own (:mod:`pipemorph.ingest.watch.process`), so
 that reports and directives do not wait for it: it is told of reports and given ops as they came,
 asks how a job is when it makes a document, and its answers are passed on.
 """
@@ -27,7 +27,7 @@ from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.errors import one_line
 from pipemorph.ingest.handler import Reply
 from pipemorph.ingest.token_bucket import TokenBucket
-from pipemorph.ingest.watch_messages import (
+from pipemorph.ingest.watch.messages import (
     Begin,
     ChangeKey,
     Forget,
@@ -42,7 +42,7 @@ from pipemorph.ingest.watch_messages import (
     Tell,
     Told,
 )
-from pipemorph.ingest.watch_process import WatchProcess, WatchProcessLost
+from pipemorph.ingest.watch.process import WatchProcess, WatchProcessLost
 from pipemorph.watch.document import Recovered
 from pipemorph.watch.documents import number
 from pipemorph.watch.door import HEADERS

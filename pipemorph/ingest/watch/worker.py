@@ -1,6 +1,6 @@
-"""``python -m pipemorph.ingest.watch_worker``: makes the pages of jobs that somebody watches.
+"""``python -m pipemorph.ingest.watch.worker``: makes the pages of jobs that somebody watches.
 
-A child of an ingest, which asks and tells it over pipes (:mod:`pipemorph.ingest.watch_messages`),
+A child of an ingest, which asks and tells it over pipes (:mod:`pipemorph.ingest.watch.messages`),
 and ends it when nobody watches. From what it is told of reports it keeps the states of links and
 the times of iterations, and the ops of iterations that agents send. Documents are made one after
 the other in a thread, ops are checked in another one; what they cost and what is kept is bounded
@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from pipemorph.api.spec import JobSpec, PipeMorphJob
 from pipemorph.control.decide.forecast import Outlook, Rules
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
-from pipemorph.ingest.watch_messages import (
+from pipemorph.ingest.watch.messages import (
     Begin,
     ChangeKey,
     Check,

@@ -20,13 +20,13 @@ from typing import Any
 
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest import worker_process
-from pipemorph.ingest.watch_messages import Failed, Look, Sight
+from pipemorph.ingest.watch.messages import Failed, Look, Sight
 
 log = logging.getLogger("pipemorph.ingest")
 
 NICE = 10
 """Reports and plans go first."""
-WORKER = "pipemorph.ingest.watch_worker"
+WORKER = "pipemorph.ingest.watch.worker"
 START_SECONDS = 1.0
 """Least time from one start to the next."""
 MOST_UNREAD = 8 << 20
@@ -43,7 +43,7 @@ class WatchProcess:
     """For use in one event loop. Close it when done; it exits by itself if its host dies."""
 
     def __init__(self, module: str = WORKER) -> None:
-        """``module``: what to run, see :func:`pipemorph.ingest.watch_worker.run`."""
+        """``module``: what to run, see :func:`pipemorph.ingest.watch.worker.run`."""
         self._module = module
         self.on_look: Callable[[Look], Sight | None] = lambda _: None
         """Answers the questions of the process: how a job is; None if it is not watched."""
