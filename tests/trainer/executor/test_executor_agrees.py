@@ -41,12 +41,12 @@ from pipemorph_trainer.executor import dispatch, mailbox, ready
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.ready import run_ready
 from pipemorph_trainer.executor.stages.structure import SINGLE
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
+from pipemorph_trainer.steps.ready import run_ready
 from pipemorph_trainer.steps.turns import receives_of
 
 ENDING, DECIDING = 0, 1

@@ -25,11 +25,11 @@ from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.ready import run_ready
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
+from pipemorph_trainer.steps.ready import run_ready
 
 
 class LastOpOfRank:
