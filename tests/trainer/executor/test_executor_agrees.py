@@ -37,7 +37,7 @@ from pipemorph.planning.offload import left
 from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph_trainer.agent.choosers import Chooser
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
-from pipemorph_trainer.executor import dispatch, mailbox, ready
+from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.mailbox import Mailbox
@@ -46,6 +46,7 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
+from pipemorph_trainer.steps import ready
 from pipemorph_trainer.steps.ready import run_ready
 from pipemorph_trainer.steps.turns import receives_of
 
