@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import free_port, run_ranks
 from several_jobs import check, make_plan, train
 from several_replicas import assert_as_one_process, replicated
@@ -195,3 +196,4 @@ def test_stages_on_two_devices_are_refused() -> None:
     stages = [nn.Linear(1, 1), nn.Linear(1, 1, device=torch.device("meta"))]
     with pytest.raises(InputError, match="stage 1 is on meta, and stage 0 of the same"):
         Pipeline(stages, context=context, microbatches=4, stages_per_rank=2, placement="v")
+    assert not dist.is_initialized(), "the group of a pipeline that was refused is still there"

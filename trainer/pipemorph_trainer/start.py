@@ -132,9 +132,9 @@ def join(
     one of them refuses or if their starts do not fit together
     (:func:`~pipemorph_trainer.start.check_starts`).
     """
-    groups = Groups()
+    groups, joined = Groups(), False
     try:
-        join_process_group(context, device)
+        joined = join_process_group(context, device)
         control = groups.new(backend="gloo", group_desc="pipemorph control")
         # Without a secret from the host, the ranks trust all members of the process group.
         secret = b"" if context.secret else secrets.token_bytes(32)
@@ -142,6 +142,9 @@ def join(
         starts = exchange(replace(start, place=place, secret=secret), control)
     except InputError:
         groups.destroy(clean=True)
+        if joined:
+            # A script that corrects what was wrong may make another pipeline, of other ranks.
+            dist.destroy_process_group()
         raise
     except RuntimeError as error:
         if not start.refusal:

@@ -85,10 +85,10 @@ def _shown(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
-def join_process_group(context: TrainerContext, device: torch.device) -> None:
+def join_process_group(context: TrainerContext, device: torch.device) -> bool:
     """Join the job's process group, unless the script has done so. One without CPU tensors, as
-    ``init_process_group("nccl")`` makes it, will do: the pipeline's own groups carry them. Raises
-    :class:`InputError` if torch has no gloo for that."""
+    ``init_process_group("nccl")`` makes it, will do: the pipeline's own groups carry them. Returns
+    whether the group was made here. Raises :class:`InputError` if torch has no gloo for that."""
     if not dist.is_gloo_available():
         raise InputError(
             "torch was built without gloo, over which ranks agree on plans; install a build with it"
@@ -98,7 +98,7 @@ def join_process_group(context: TrainerContext, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        return
+        return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=SETUP_SECONDS)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -114,3 +114,4 @@ def join_process_group(context: TrainerContext, device: torch.device) -> None:
         )
     assert dist.GroupMember.WORLD is not None
     destroy_at_exit(dist.GroupMember.WORLD)
+    return True
