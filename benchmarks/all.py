@@ -28,6 +28,7 @@ NAMES = (
     "engine_idle",
     "op_cost",
     "on_iteration",
+    "agreement",
     "torch_peer",
     "torch_slow_link",
     "emulated",

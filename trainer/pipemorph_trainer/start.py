@@ -33,7 +33,7 @@ from pipemorph_trainer.state.tied import check as check_tied
 from pipemorph_trainer.state.weights import Held, fingerprint
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import device_mesh, join_process_group
-from pipemorph_trainer.topology.placement import local
+from pipemorph_trainer.topology.placement import Placement, local
 from pipemorph_trainer.topology.world import World
 
 MOST_NAMES = 3
@@ -159,21 +159,20 @@ def join(
         control=control,
         secret=context.secret or starts[0].secret,
     )
-    world.make_groups([("pp",), COLUMN, DATA, LOCKSTEP, *_groups_of(starts)])
+    placements = {held.placement for start in starts for held in start.held}
+    world.make_hierarchies([COLUMN, measured_over(placements)])
+    world.make_groups([("pp",), DATA, LOCKSTEP, *_groups_of(placements)])
     world.connect_first_stages()
     # If rank 0 failed now, its store would vanish while the others still use it.
     dist.barrier(control)
     return world, starts
 
 
-def _groups_of(starts: Sequence[Start]) -> Iterator[Iterable[Dimension]]:
-    """Groups over which tensors of any rank are averaged, levelled or measured, the same on all
-    ranks."""
-    placements = {held.placement for start in starts for held in start.held}
+def _groups_of(placements: Iterable[Placement]) -> Iterator[Iterable[Dimension]]:
+    """Groups over which tensors of any rank are averaged or levelled, the same on all ranks."""
     for spread in sorted(placements):
         yield averaged_over(spread)
         yield levelled_over(spread)
-    yield measured_over(placements)
 
 
 def level(

@@ -14,6 +14,7 @@ from trainer_jobs import loss_fn, make_batch, make_stage
 
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.topology import hierarchy
 
 pytestmark = pytest.mark.multiprocess
 
@@ -95,9 +96,12 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: 
     return kept
 
 
-def entry(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> list[str]:
+def entry(
+    context: TrainerContext, stages: int, steps: Sequence[Step], options: Any, widest: int
+) -> list[str]:
     """What the steps were refused for. What is left of the others is to the bit what it is where
     they are the only ones, and a refused one changes no gradient."""
+    hierarchy.WIDEST = widest
     found = train(context, stages, steps, options)
     wanted = train(context, stages, [step for step in steps if step is None], options)
     for iteration, (mine, theirs) in enumerate(zip(found.losses, wanted.losses, strict=True)):
@@ -112,9 +116,11 @@ def entry(context: TrainerContext, stages: int, steps: Sequence[Step], options: 
     return found.told
 
 
-def check(world: int, stages: int, steps: Sequence[Step], **options: Any) -> None:
+def check(
+    world: int, stages: int, steps: Sequence[Step], widest: int = hierarchy.WIDEST, **options: Any
+) -> None:
     wanted = [step.told for step in steps if step is not None]
-    for rank, told in enumerate(run_ranks(world, entry, stages, steps, options)):
+    for rank, told in enumerate(run_ranks(world, entry, stages, steps, options, widest)):
         assert len(told) == len(wanted), (rank, told)
         for text, words in zip(told, wanted, strict=True):
             assert words in text, (rank, text)
@@ -172,7 +178,8 @@ def test_ranks_with_several_stages(dispatch: str) -> None:
     check(2, 4, steps, route="direct", dispatch=dispatch, **several)
 
 
-def test_a_replica_refuses_for_all() -> None:
+@pytest.mark.parametrize("widest", [hierarchy.WIDEST, 2])
+def test_a_replica_refuses_for_all(widest: int) -> None:
     steps = (
         Bad((1,), _uneven, "rank 1 (stage 0, replica 1): input 0 has shape [7, 3]"),
         None,
@@ -183,4 +190,4 @@ def test_a_replica_refuses_for_all() -> None:
         None,
     )
     # All forwards first: the loss is on its way before the first backward.
-    check(4, 2, steps, policy="gpipe", route="direct")
+    check(4, 2, steps, widest, policy="gpipe", route="direct")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from pipemorph.planning import Plan, Route
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.topology import hierarchy
 from pipemorph_trainer.topology.mesh import join_process_group, shape_of
 from pipemorph_trainer.topology.placement import is_dtensor
 
@@ -105,6 +107,7 @@ CASES = {
         tied=True, resume="c", frees=True,
     ),
 }  # fmt: skip
+IN_ROUNDS = "pp2 fsdp2 dp2"
 SAVES_TIED = "pp2x2 fsdp2 tp2"
 MORE_CASES = {
     SAVES_TIED: CASES[SAVES_TIED],
@@ -276,7 +279,11 @@ def more_cases(context: TrainerContext, cases: dict[str, Case], folder: str) -> 
 
 
 def every_case(context: TrainerContext, folder: str) -> tuple[dict[str, str], list[str]]:
-    return more_cases(context, CASES, folder), refusals(context)
+    # Norms and losses go through more than one group, as among many ranks.
+    with patch.object(hierarchy, "WIDEST", 4):
+        found = more_cases(context, {IN_ROUNDS: CASES[IN_ROUNDS]}, folder)
+    rest = {name: case for name, case in CASES.items() if name != IN_ROUNDS}
+    return found | more_cases(context, rest, folder), refusals(context)
 
 
 @pytest.mark.multiprocess

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph_trainer.executor.device_times import LossCopy
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.hierarchy import Pending
 from pipemorph_trainer.topology.world import World
 
 
@@ -33,7 +32,7 @@ class SharedLoss:
         self._world, self._divisor = world, 1.0
         self._accelerator, self._wait_for = accelerator, wait
         self._loss = torch.zeros(4, dtype=torch.float64)
-        self._work: Any = None
+        self._sum: Pending | None = None
         self._copy: LossCopy | None = None
         self.refused = False
         """Whether a replica refused the step. Valid after :meth:`wait`."""
@@ -49,7 +48,7 @@ class SharedLoss:
 
     def begin(self, divisor: float) -> None:
         """Begin a call. ``divisor``: of the sum over microbatches; only used on the last stage."""
-        self._work = self._copy = None
+        self._sum = self._copy = None
         self._divisor = divisor
         if not self._world.coordinate.last:
             self._share([])
@@ -64,21 +63,25 @@ class SharedLoss:
             self._share([float(loss) for loss in losses])
 
     def between_ops(self) -> None:
-        """Share the losses of a device if they have reached the host."""
+        """Share the losses of a device if they have reached the host. Pass on what has come from
+        other ranks."""
         if self._copy is not None and self._copy.done():
             self._share(self._copy.take())
+        if self._sum is not None:
+            self._sum.advance()
 
     def wait(self, call: str, *, refused: bool) -> float:
         """Wait for the loss of ``call``, such as ``iteration 7``: the mean over microbatches and
         replicas. Raises :class:`PipelineError` if it does not arrive.
 
         ``refused``: this replica refuses the call, so the last stage has no loss."""
-        if self._work is None and refused:
+        if self._sum is None and refused:
             self._share([], refused=True)
         self._wait_for.waiting.begin(f"the loss of {call} from the last stage")
         if self._copy is not None:
             self._share(self._copy.take())
-        self._wait_for(self._work)
+        assert self._sum is not None, "the last stage has shared no loss"
+        self._sum.wait(self._wait_for)
         self._wait_for.waiting.end()
         self.refused = bool(self._loss[1])
         self.leaving = self.leaving or bool(self._loss[2])
@@ -94,4 +97,4 @@ class SharedLoss:
             [total / self._divisor, refused, self.asked(), self.asked_to_move()],
             dtype=torch.float64,
         )
-        self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)
+        self._sum = self._world.everyone.all_reduce(self._loss)

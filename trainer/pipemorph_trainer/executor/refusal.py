@@ -10,7 +10,7 @@ loss, for which all ranks wait in any case, says that the step was refused.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import PipeMorphError
 from pipemorph_trainer.errors import BatchError, ShapeError
 from pipemorph_trainer.executor.waiting import CollectiveWait
+from pipemorph_trainer.topology.hierarchy import Hierarchy, Pending
 from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
@@ -41,15 +42,15 @@ class Gate:
     first backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wait: CollectiveWait) -> None:
-        self._group, self._wait_for = group, wait
+    def __init__(self, columns: Hierarchy, wait: CollectiveWait) -> None:
+        self._columns, self._wait_for = columns, wait
         self._refused = torch.zeros(1)
-        self._work: Any = None
+        self._said: Pending | None = None
         self._over = False
 
     def begin(self) -> None:
         """Begin an iteration."""
-        self._work, self._over = None, False
+        self._said, self._over = None, False
 
     def accept(self) -> None:
         """Say that all stages of this column have run a forward. Does not wait."""
@@ -57,22 +58,23 @@ class Gate:
 
     def passed(self) -> bool:
         """Wait for all columns; return whether all have accepted."""
-        self._wait_for(self._work, "the other replicas to run their first forward")
+        assert self._said is not None, "this column has not said whether it accepts"
+        self._said.wait(
+            partial(self._wait_for, what="the other replicas to run their first forward")
+        )
         self._over = True
         return not self._refused
 
     def refuse(self) -> None:
         """Refuse the step on this column. Waits for the other columns."""
-        if self._work is None:
+        if self._said is None:
             self._post(refused=True)
         if not self._over:
             self.passed()
 
     def _post(self, *, refused: bool) -> None:
         self._refused = torch.tensor([float(refused)])
-        self._work = dist.all_reduce(
-            self._refused, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
+        self._said = self._columns.all_reduce(self._refused, dist.ReduceOp.MAX)
 
 
 def tell(world: World, wait: CollectiveWait, call: str, error: Exception | None) -> BatchError:

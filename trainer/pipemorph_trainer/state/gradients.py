@@ -161,22 +161,20 @@ class GlobalNorm:
         mine = torch.tensor([0.0, overflows], dtype=torch.float64)
         if counted:
             mine[0] = torch.nn.utils.get_total_norm(counted).double().cpu() ** 2
-        self._found, self._work = [mine], None
-        group = world.group(over)
-        if group is not None:
-            self._found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            self._work = dist.all_gather(self._found, mine, group=group, async_op=True)
+        ranks = world.hierarchy(over)
+        self._found: list[Tensor] = [] if ranks else [mine]
+        self._gather = ranks.all_gather(mine, self._found) if ranks else None
 
     @property
     def known(self) -> bool:
         """Whether the norm is that of this rank, so that nobody has to be waited for."""
-        return self._work is None
+        return self._gather is None
 
     def wait(self, wait: Wait) -> tuple[Tensor, bool]:
         """The norm (0-dim float32), bitwise equal on all ranks, since each adds the squares of all
         in rank order, in float64; and whether a rank has found a gradient that is not finite."""
-        if self._work is not None:
-            wait(self._work)
+        if self._gather is not None:
+            self._gather.wait(wait)
         squares, overflows = torch.stack(self._found).unbind(1)
         return squares.sum().sqrt().float(), bool(overflows.any())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +35,8 @@ class GradScaler(torch.amp.GradScaler):
         verdict = torch.tensor([float(self.unscale_own(optimizer))])
         if not self.is_enabled():
             return
-        work = dist.all_reduce(
-            verdict, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
-        )
-        self._wait(work, "all ranks to say whether their gradients are finite")
+        found = self._world.everyone.all_reduce(verdict, dist.ReduceOp.MAX)
+        found.wait(partial(self._wait, what="all ranks to say whether their gradients are finite"))
         self.decide(optimizer, overflows=bool(verdict))
 
     def unscale_own(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -125,7 +125,7 @@ class Iterations:
             wait=wait,
         )
         gate = None
-        columns = world.group(COLUMN)
+        columns = world.hierarchy(COLUMN)
         if columns is not None and self._coordinate.last and self._has_module:
             gate = refusals.Gate(columns, wait)
         self._mail = Mailbox(

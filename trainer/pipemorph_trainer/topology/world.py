@@ -11,15 +11,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.mesh import LOCKSTEP, Coordinate, Dimension
+from pipemorph.api.mesh import DIMENSIONS, LOCKSTEP, Coordinate, Dimension
 from pipemorph_trainer.topology.groups import Groups, carries_cpu
+from pipemorph_trainer.topology.hierarchy import Hierarchy, groups_of
 
 
 @dataclass(eq=False)
 class World:
-    """The groups of a job. ``control``: all ranks, for the small collectives of every iteration.
-    ``columns``: the first stages of all pipelines; None on other stages, and for one pipeline.
-    ``together``: those of them whose pipelines must run one plan; None if each may differ.
+    """The groups of a job. ``control``: all ranks, at the start, at checkpoints and after failures;
+    ``everyone``: the same, for the small collectives of every iteration. ``columns``: the first
+    stages of all pipelines; None on other stages, and for one pipeline. ``together``: those of them
+    whose pipelines must run one plan; None if each may differ.
 
     No group is shared with the user, so that neither delays or reorders the other's collectives:
     ``owns_mesh`` says whether the groups of ``mesh`` are the pipeline's.
@@ -34,6 +36,7 @@ class World:
     columns: dist.ProcessGroup | None = field(default=None, init=False)
     together: dist.ProcessGroup | None = field(default=None, init=False)
     _made: dict[tuple[Dimension, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _hierarchies: dict[tuple[Dimension, ...], Hierarchy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
@@ -54,6 +57,44 @@ class World:
         for names in dict.fromkeys(map(self._several, wanted)):
             if names and names not in self._made:
                 self._made[names] = self._make(names)
+
+    @property
+    def everyone(self) -> Hierarchy:
+        """All ranks. :meth:`make_hierarchies` has made it."""
+        return self._hierarchies[self._several(DIMENSIONS)]
+
+    def hierarchy(self, names: Iterable[Dimension]) -> Hierarchy | None:
+        """As :meth:`group`, for small collectives in every iteration. :meth:`make_hierarchies` has
+        made it."""
+        names = self._several(names)
+        return self._hierarchies[names] if names else None
+
+    def make_hierarchies(self, wanted: Iterable[Iterable[Dimension]]) -> None:
+        """Make :attr:`everyone`, and those for :meth:`hierarchy`. Collective: all ranks give the
+        same."""
+        mine, shape = self.coordinate.rank, self.coordinate.mesh
+        for names in dict.fromkeys(map(self._several, (DIMENSIONS, *wanted))):
+            if names in self._hierarchies or (not names and shape.world_size > 1):
+                continue
+            ranks = next((each for each in shape.groups(names) if mine in each), [mine])
+            rounds = groups_of(mine, ranks)
+            if len(ranks) == shape.world_size and len(rounds) == 1:
+                found = [self.control]
+            elif len(rounds) == 1:
+                self.make_groups([names])
+                found = [self._made[names]]
+            else:
+                # Only the ranks of a group wait for it: if all of a large job did, it would take
+                # minutes. torch before 2.15 names such groups by how many groups a rank has, so
+                # this comes before groups that some ranks have and others have not.
+                found = [
+                    self.groups.new(
+                        each, backend="gloo", use_local_synchronization=True,
+                        group_desc=f"pipemorph {' × '.join(names)}, round {number}",
+                    )
+                    for number, each in enumerate(rounds)
+                ]  # fmt: skip
+            self._hierarchies[names] = Hierarchy(found)
 
     def _several(self, names: Iterable[Dimension]) -> tuple[Dimension, ...]:
         """Those of ``names`` with more than one rank, in the order of the dimensions."""
@@ -130,5 +171,6 @@ class World:
         if hasattr(self, "control"):
             # The last references: dropping them waits for gloo's threads.
             self._made.clear()
+            self._hierarchies.clear()
             self.columns = self.together = None
             del self.mesh, self.control
