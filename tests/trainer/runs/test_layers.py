@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from pipemorph.exits import leave_file
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.state.kept import composed, keeper
+from pipemorph_trainer.state.kept import composed, resuming
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.keeper import Keeper
 from pipemorph_trainer.state.kept.slots import Slots
@@ -40,7 +40,7 @@ victim = context.rank == 1
 if victim and generation == 0 and how == "copying":
     Keeper.seal = killed
 if victim and generation == 1 and how == "composing":
-    keeper.compose = killed
+    resuming.compose = killed
 if victim and generation == 1 and how == "keeping the new part":
     Keeper._keep_new_part = killed
 if victim and generation == 1 and how == "kept the new part":

@@ -26,7 +26,7 @@ from torch import nn
 from pipemorph.exits import leave_file
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.state.kept.copies import Copy
-from pipemorph_trainer.state.kept import keeper
+from pipemorph_trainer.state.kept import resuming
 from pipemorph_trainer.state.kept.keeper import Keeper
 
 context = TrainerContext.from_env()
@@ -48,7 +48,7 @@ if victim and generation == 1 and how == "changed":
     for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
         Copy.open(path).raw()[0] += 1
 if victim and generation == 1 and how == "misread":
-    keeper.digest = lambda copy: "of other bytes"
+    resuming.digest = lambda copy: "of other bytes"
 if victim and generation == 1 and how == "gone":
     shutil.rmtree(context.kept_dir / "rank-1.generation-0")
 if victim and how == "refusing":

@@ -25,28 +25,28 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph.api.mesh import DATA, DIMENSIONS
-from pipemorph.exits import PARTS_STAY, stay_file
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.gradients import levelled_over
-from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
-from pipemorph_trainer.state.kept.composed import Composed, Source, compose
-from pipemorph_trainer.state.kept.copies import Copy, Form, form_of, room
-from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
+from pipemorph_trainer.state.kept.choice import Offer
+from pipemorph_trainer.state.kept.composed import Composed
+from pipemorph_trainer.state.kept.copies import Form
+from pipemorph_trainer.state.kept.exchange import digest
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
 from pipemorph_trainer.state.kept.resumed import Resumed
+from pipemorph_trainer.state.kept.resuming import Resuming, inexact
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values, changes_within_iterations
 from pipemorph_trainer.topology.machine import this_machine
@@ -62,25 +62,10 @@ TRIAL = 2
 over, every rank has taken the optimizer's step after the first."""
 WRITE_SECONDS = 300.0
 """Longest wait for the copy before, which is being written beside."""
-DAMAGED = "its bytes are not those that the rank had when it left"
 _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
 
 _numbers = itertools.count(1)
 """Of the pipelines of this process."""
-
-
-class _Told(NamedTuple):
-    """What a rank tells of its copies. ``held``: of other ranks; ``size``: bytes of the largest;
-    ``room``: that it has; ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have
-    left one for this generation, which has another layout."""
-
-    offers: tuple[Offer, ...]
-    held: Held
-    size: int
-    room: int
-    saved: int
-    reason: str
-    moved: bool = False
 
 
 class _Writing:
@@ -426,91 +411,36 @@ class Keeper:
         that have just moved do not all have their own. Then the copies stay, for the next
         generation, which is at the places before.
         """
-        told = self._world.tell_all(self._told(saved))
-        found = self._choose(told)
-        moved = any(each.moved for each in told)
-        if moved and (isinstance(found, str) or not found.exact):
-            why = found if isinstance(found, str) else self._inexact(found)
-            raise PipelineError(f"ranks do not have their copies in their new layout: {why}")
-        if isinstance(found, str):
+        resuming = Resuming(
+            self._folder, self._slots, self._held, self._values, world=self._world, wait=self._wait,
+            part=self._part, alike=self._alike, generation=self._generation,
+        )  # fmt: skip
+        found = resuming.agree(saved, self._why)
+        state = found if isinstance(found, str) else resuming.state(found)
+        if isinstance(found, str) or isinstance(state, str):
             self._remove()
-            return found
-        rank, control = self._world.coordinate.rank, self._world.control
-        # In one order on all ranks, so that no two wait for each other.
-        for to, other in enumerate(found.sources):
-            if other == rank != to:
-                self._wait.waiting.begin(f"rank {to} to take its state")
-                copy = self._of(found.iteration, to if to in found.neighbours else rank)
-                send(copy, to, control, self._wait)
-                self._wait.waiting.end()
-            elif to == rank != other:
-                self._wait.waiting.begin(f"its state from rank {other}")
-                self._take(other)
-                self._wait.waiting.end()
-        copy = self._of(found.iteration, rank)
-        relaid = copy.mark["split"] != list(self._split)
-        state = self._fitting(copy, found.iteration, relaid=relaid)
-        misfit = state if isinstance(state, str) else ""
-        for each, why in enumerate(self._world.tell_all(misfit)):
-            if why:
-                text = f"the kept state of rank {each} does not fit its stage: {why}"
-                if moved and relaid and why != DAMAGED and rank == 0:
-                    # So it would be with any other parts.
-                    (self._folder / stay_file(self._generation)).write_text(f"{PARTS_STAY}{why}")
-                if moved:
-                    raise PipelineError(text)
-                self._remove()
-                return text
-        assert not isinstance(state, str), "all ranks hear of a misfit"
-        unreported = self._values.apply(state, own=found.own(rank))
+            return str(state)
+        own = found.own(self._world.coordinate.rank)
+        unreported = self._values.apply(state, own=own)
         slot = self._slots.of(found.iteration)
-        assert slot is not None
+        assert slot is not None and slot.copy is not None
         # Others are older, or of an iteration that runs again.
         self._slots.keep_only(slot)
         self._held.keep_only(found.iteration)
-        if relaid:
+        if isinstance(state, Composed):
             self._keep_new_part(slot, found.iteration, unreported)
-        if not found.own(rank):
+        if not own:
             # It has the random state of the other rank.
             self._values.mark()
-            copy.begin()
-            copy.write_object(self._values.take()[2])
+            slot.copy.begin()
+            slot.copy.write_object(self._values.take()[2])
             self._finish(slot, Offer(found.iteration))
         return Resumed(
             found.iteration,
             "kept" if found.exact else "neighbour" if found.neighbours else "replica",
-            self._inexact(found) or found.why_not_newer,
+            inexact(found) or found.why_not_newer,
             unreported,
         )
-
-    def _fitting(self, copy: Copy, iteration: int, *, relaid: bool) -> Copy | Composed | str:
-        """The state in a copy of this rank, composed anew if its part is another now (``relaid``);
-        or why it does not fit."""
-        if copy.mark.get("hash") not in (None, digest(copy)):
-            return DAMAGED
-        state = self._composed(copy, iteration) if relaid else copy
-        if isinstance(state, str):
-            return state
-        return self._values.misfit(state.form, state.object) or state
-
-    def _composed(self, own: Copy, iteration: int) -> Composed | str:
-        """The state of this rank's new part; or why there is none."""
-        place, generation = self._world.coordinate, self._generation
-
-        def others() -> Iterator[Source]:
-            """Those of the same column, the nearest stages first."""
-            for stage in sorted(range(place.stages), key=lambda each: abs(each - place.stage)):
-                rank = place.at_stage(stage)
-                if stage == place.stage:
-                    continue
-                slots = Slots(self._folder / f"rank-{rank}.generation-{generation}")
-                slots.find(lambda mark: mark.get("split") == own.mark["split"])
-                slot = slots.of(iteration)
-                if slot is not None and slot.copy is not None:
-                    yield Source(slot.copy, stage)
-
-        wanted = self._values.wanted()
-        return compose(Source(own, wanted.stage), others(), wanted)
 
     def _keep_new_part(
         self, old: Slot, iteration: int, unreported: Sequence[IterationSample]
@@ -535,76 +465,6 @@ class Keeper:
         for rank, each in enumerate(self._world.tell_all(why)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")
-
-    def _told(self, saved: int) -> _Told:
-        if self._why:
-            return _Told((), {}, 0, 0, saved, self._why)
-        before, part = self._generation - 1, self._part
-
-        def fits(mark: Mapping[str, Any]) -> bool:
-            # Ranks that have just left may have had another split.
-            names = [n for n in part if n != "split" or mark.get("left") != before]
-            return all(mark.get(name) == part[name] for name in names)
-
-        offers = tuple(self._slots.find(fits))
-        held, size = self._held.offers(fits)
-        left = room(self._slots.folder / "a")
-        marks = [self._of(offer.iteration, self._world.coordinate.rank).mark for offer in offers]
-        moved = any(mark.get("left") == before for mark in marks)
-        return _Told(offers, held, max(size, self._slots.size), left, saved, "", moved)
-
-    def _choose(self, told: Sequence[_Told]) -> Choice | str:
-        found = choose([each.offers for each in told], self._alike, [each.held for each in told])
-        if isinstance(found, str):
-            reasons = [f"rank {r}: {each.reason}" for r, each in enumerate(told) if each.reason]
-            return "; ".join([found, *reasons[:1]])
-        saved = told[0].saved
-        if saved > found.iteration:
-            return f"the newest that all ranks have kept is iteration {found.iteration}"
-        for rank, source in enumerate(found.sources):
-            if rank != source and told[source].size > told[rank].room // 2:
-                return (
-                    f"rank {rank} has no memory for its state: it takes {told[source].size:,} bytes"
-                    f" of the {told[rank].room:,} that are left"
-                )
-        return found
-
-    def _of(self, iteration: int, owner: int) -> Copy:
-        """The copy of an iteration of a rank: of this one, or one that this one holds."""
-        rank = self._world.coordinate.rank
-        if owner != rank:
-            found = self._held.of(owner, iteration)
-        else:
-            slot = self._slots.of(iteration)
-            found = slot.copy if slot is not None else None
-        if found is None:
-            raise PipelineError(
-                f"{self._world.coordinate} has no copy of iteration {iteration} of rank {owner}"
-            )
-        return found
-
-    def _take(self, source: int) -> None:
-        """Take a copy from another rank."""
-        slots = []
-
-        def make_room(head: Head) -> Copy:
-            slots.append(self._slots.begin(form_of(head.entries), head.length))
-            made = slots[0].copy
-            assert made is not None
-            return made
-
-        mark = receive(source, self._world.control, self._wait, make_room)
-        self._finish(slots[0], Offer(*mark["offer"]))
-
-    def _inexact(self, choice: Choice) -> str:
-        """What is not as it was if ranks took the state of others."""
-        ranks = [str(rank) for rank in range(len(choice.sources)) if not choice.own(rank)]
-        if not ranks:
-            return ""
-        return (
-            f"of rank {', '.join(ranks)} nothing was left: random state is new there, and what"
-            " state= has is another replica's"
-        )
 
 
 def _pod(folder: Path) -> str:
