@@ -40,9 +40,9 @@ def test_a_spare_takes_the_place_of_a_lost_pod_and_that_is_a_spare_when_it_is_ba
 
 
 def test_the_pod_of_its_number_comes_first() -> None:
-    moved = Running(cut(2), places=((3, 6),))
-    found = fill(moved, all_but(moved, 6))
-    assert (found.running.places, found.taken) == ((), {3: 6})
+    moved = Running(cut(2), places=((3, 6), (5, 7)))
+    found = fill(moved, all_but(moved, 7))
+    assert (found.running.places, found.taken) == (((3, 6),), {5: 7})
 
 
 def test_without_enough_spares_none_takes_a_place() -> None:
@@ -57,6 +57,8 @@ def test_spares_make_as_many_replicas_whole_as_they_can() -> None:
     found = fill(first, all_but(first, 2, 3, 5))
     assert found.running.left_out == (1,)
     assert (found.running.places, found.taken) == (((5, 6),), {6: 5})
+    two = Running(cut(2, **WITH_FEWER))
+    assert fill(two, all_but(two, 0, 1, 3, 5)).running.left_out == (0,), "two for one"
     # The other pods of that replica keep their places, and wait.
     later = fill(found.running, all_but(first, 2, 5))
     assert later.running == found.running and later.taken == {}

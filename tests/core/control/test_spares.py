@@ -100,6 +100,8 @@ def test_a_spare_takes_the_place_of_a_lost_pod_as_soon_as_the_loss_is_known() ->
     assert [(each.pod, each.instead_of) for each in record.spares] == [(6, 3)]
     assert (record.replaced, record.replicas) == ([], None)
     assert (job.saved.count, job.spares_ready) == (1, 0)
+    end(job, 0, 1, 2, 4, now=20.0, finished=9)
+    assert job.state.over and job.state.awaits is None, "nobody waits for the new pod 3"
 
 
 def test_the_pod_that_comes_back_is_a_spare_from_then_on() -> None:
