@@ -1,7 +1,12 @@
-"""The part of a job that runs while pods of other replicas are missing: a smaller job.
+"""What of a job runs, and in which pods: without replicas of which pods are missing, and with
+spares in the places of lost pods.
 
-Replicas that run are numbered from 0, in order, and so are their ranks and pods: what runs is
-a job with fewer replicas, and whoever looks at it needs to know no more than that.
+Replicas that run are numbered from 0, in order, and so are their ranks: what runs is a job with
+fewer replicas, and whoever looks at it needs to know no more than that.
+
+A *place* is what the ranks of one pod make up: place ``p`` has the ranks from ``p × ranksPerPod``
+on. There are as many as pods with ranks; each begins in the pod of its number. A spare is a pod
+that has none.
 """
 
 from __future__ import annotations
@@ -12,13 +17,55 @@ from functools import cached_property
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.spec import Fault, JobSpec
 
+Places = tuple[tuple[int, int], ...]
+"""Of each place that is not in the pod of its number, that place and its pod."""
+
 
 @dataclass(frozen=True)
 class Running:
-    """What runs of a job that is cut as ``cut``, without the replicas ``left_out``."""
+    """What runs of a job that is cut as ``cut``, without the replicas ``left_out``, with its
+    ``places`` in these pods."""
 
     cut: Parallelism
     left_out: tuple[int, ...] = ()
+    places: Places = ()
+
+    def fits(self) -> bool:
+        """Whether every place is in one pod of the job, and no pod has two. Who has
+        :attr:`places` from elsewhere has to ask."""
+        known, cut = self._pod_of, self.cut
+        inside = all(
+            0 <= place < cut.pods and 0 <= pod < cut.all_pods for place, pod in self.places
+        )
+        # Places that are not named are in the pods of their numbers.
+        touched = {*known, *(pod for pod in known.values() if pod < cut.pods)}
+        pods = {self.pod(place) for place in touched}
+        return inside and len(known) == len(self.places) and len(pods) == len(touched)
+
+    @cached_property
+    def _pod_of(self) -> dict[int, int]:
+        return dict(self.places)
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {pod: place for place, pod in self.places}
+
+    def pod(self, place: int) -> int:
+        """The pod that a place is in."""
+        return self._pod_of.get(place, place)
+
+    def place(self, pod: int) -> int | None:
+        """The place that is in a pod; None: it is a spare."""
+        found = self._place_of.get(pod)
+        if found is None and pod < self.cut.pods and pod not in self._pod_of:
+            return pod
+        return found
+
+    @cached_property
+    def holders(self) -> frozenset[int]:
+        """The pods that have places, whether these run or not."""
+        away = frozenset(self._pod_of) - frozenset(self._place_of)
+        return (frozenset(range(self.cut.pods)) - away) | frozenset(self._place_of)
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -31,19 +78,28 @@ class Running:
         return {replica: number for number, replica in enumerate(self.replicas)}
 
     @cached_property
-    def pods(self) -> tuple[int, ...]:
+    def running_places(self) -> tuple[int, ...]:
         """Those with ranks that run, by their numbers in the whole job."""
-        return tuple(pod for pod in range(self.cut.pods) if self.has(pod))
+        return tuple(place for place in range(self.cut.pods) if self._runs(place))
+
+    @cached_property
+    def pods(self) -> tuple[int, ...]:
+        """Those with ranks that run, by their numbers in the Job, in the order of their ranks."""
+        return tuple(self.pod(place) for place in self.running_places)
 
     def has(self, pod: int) -> bool:
-        """Whether a pod's ranks run. With several whole replicas in it, whether any does."""
-        return not self.left_out or any(each in self._number for each in self.of_pod(pod))
+        """Whether ranks of a pod run. With several whole replicas in it, whether any does."""
+        place = self.place(pod)
+        return place is not None and self._runs(place)
 
-    def of_pod(self, pod: int) -> range:
-        """The replicas of which a pod has ranks, in a job with ``minReplicas``: one, or all of its
-        ranks are whole replicas."""
+    def _runs(self, place: int) -> bool:
+        return not self.left_out or any(each in self._number for each in self.of_place(place))
+
+    def of_place(self, place: int) -> range:
+        """The replicas of which a place has ranks, in a job with ``minReplicas``: one, or all of
+        its ranks are whole replicas."""
         stride, each = self.cut.mesh.replica_stride, self.cut.ranks_per_pod
-        first, last = pod * each, (pod + 1) * each - 1
+        first, last = place * each, (place + 1) * each - 1
         if stride % each == 0:
             replica = first // stride % self.cut.replicas
             return range(replica, replica + 1)
@@ -82,10 +138,10 @@ class Running:
     def _fault(self, fault: Fault) -> Fault | None:
         """A fault of what runs; None if it is of what does not."""
         if fault.between is not None:
-            numbers = {pod: number for number, pod in enumerate(self.pods)}
+            numbers = {place: number for number, place in enumerate(self.running_places)}
             if not numbers.keys() >= set(fault.between):
                 return None
-            return fault.model_copy(update={"between": [numbers[pod] for pod in fault.between]})
+            return fault.model_copy(update={"between": [numbers[each] for each in fault.between]})
         if fault.reduction is not None:
             others = self.cut.mesh.data // self.cut.replicas
             if len(self.replicas) * others == 1:

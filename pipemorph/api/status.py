@@ -7,7 +7,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
   ``Stalled``;
 * the ingest: ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime``, and the
   conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``,
-  ``StagesEven`` and ``ReductionsHealthy``.
+  ``StagesEven``, ``ReductionsHealthy``, ``ReplicasComplete`` and ``SparesReady``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -28,6 +28,7 @@ MAX_NODES_KEPT = 64
 MAX_RECOVERIES_KEPT = 10
 MAX_REPLICAS = 4096
 MAX_REPLACED_KEPT = 16
+MAX_PLACES = 512
 MAX_REPLACEMENTS_KEPT = 16
 MAX_STAGES = 512
 MAX_PLANS = 8
@@ -78,7 +79,7 @@ class Condition(StatusModel):
 
 
 class PodCounts(StatusModel):
-    """Pods of the current attempt, each with ``parallelism.ranksPerPod`` ranks."""
+    """Pods of the current attempt, each with ``parallelism.ranksPerPod`` ranks, and spares."""
 
     wanted: int = _number("Pods of an attempt.")
     active: int = _number("Pending or running pods.")
@@ -401,6 +402,13 @@ class ControlState(StatusModel):
     )
 
 
+class SpareUsed(StatusModel):
+    """A spare that has ranks from then on."""
+
+    pod: int = _number("Index of its pod.")
+    instead_of: int = _number("Index of the lost pod that had these ranks.")
+
+
 class RecoveryRecord(StatusModel):
     """One start of all ranks within their pods, after some had ended."""
 
@@ -429,6 +437,9 @@ class RecoveryRecord(StatusModel):
         MAX_REPLACED_KEPT,
         "Pods that were lost, and in whose places others began; empty if all pods stayed.",
     )
+    spares: list[SpareUsed] = _at_most(
+        MAX_REPLACED_KEPT, "Spares that took the places of lost pods (parallelism.spares)."
+    )
     replicas: int | None = Field(
         default=None,
         ge=1,
@@ -451,6 +462,13 @@ class PodReplacement(StatusModel):
     )
 
 
+class PlaceInPod(StatusModel):
+    """A place that a pod of another number has: the ranks from place × ranksPerPod on."""
+
+    place: int = _number("Number of the place: of the pod that had it first.")
+    pod: int = _number("Index of the pod that has it.")
+
+
 class Recoveries(StatusModel):
     """Generations of ranks: their starts within living pods, after failures."""
 
@@ -471,12 +489,28 @@ class Recoveries(StatusModel):
         "Replicas that do not train in this generation, since pods of them are missing, while the "
         "others do (parallelism.minReplicas).",
     )
+    places: list[PlaceInPod] = _at_most(
+        MAX_PLACES,
+        "Places that are not in the pods of their numbers, since a spare has taken the place of a "
+        "lost pod; these pods, and no others, have ranks of another number.",
+    )
+    spares_ready: int | None = Field(
+        default=None,
+        ge=0,
+        description="Spares that stand by, ready to take the place of a pod; only with "
+        "parallelism.spares.",
+    )
     completed: bool = Field(
         default=False,
-        description="Whether the others have finished all iterations, so that pods that come back "
-        "only have to end.",
+        description="Whether all iterations are finished, so that pods without ranks, and those "
+        "that come back, only have to end.",
     )
     last: list[RecoveryRecord] = _at_most(MAX_RECOVERIES_KEPT, "The newest, newest last.")
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """:attr:`places`, as :data:`pipemorph.api.running.Places`."""
+        return tuple((each.place, each.pod) for each in self.places)
 
 
 class UsefulTime(StatusModel):
@@ -535,15 +569,15 @@ class JobStatus(StatusModel):
     )
     conditions: list[Condition] = Field(
         default_factory=list,
-        max_length=16,
+        max_length=24,
         json_schema_extra={
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
         " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy,"
-        " ReplicasComplete, Complete, Failed; and Ready, Reconciling and Stalled, as kstatus"
-        " reads them.",
+        " ReplicasComplete, SparesReady, Complete, Failed; and Ready, Reconciling and Stalled, as"
+        " kstatus reads them.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."

@@ -9,6 +9,9 @@ told: how the ranks ended, and how many iterations they had finished. What ranks
 With ``parallelism.minReplicas`` the next generation does not wait long for lost pods: it begins
 with the replicas of which all pods are there. When those of another replica are there again, the
 ranks are asked to leave between two iterations, and a generation with that replica begins.
+
+With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
+loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`).
 """
 
 from __future__ import annotations
@@ -19,21 +22,23 @@ from math import inf
 from typing import Any
 
 from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.running import Running
+from pipemorph.api.running import Places, Running
 from pipemorph.api.status import (
     MAX_RECOVERIES_KEPT,
     MAX_REPLACED_KEPT,
+    PlaceInPod,
     PodReplacement,
     Recoveries,
     RecoveryRecord,
+    SpareUsed,
 )
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport, ResumedFrom
+from pipemorph.control.places import Filled, fill
+from pipemorph.control.record.recovering import Recovering
+from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport
 from pipemorph.wire.generations import LONGEST_LINE
 
-WORD_SECONDS = 15.0
-"""After an iteration was reported, how long to wait for word of what the ranks have begun with."""
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
 end, and give back what they hold: the next attempt queues for all."""
@@ -53,18 +58,17 @@ STAY_SECONDS = 60.0
 """Ranks that could not leave are asked again after so long."""
 LOOK_SECONDS = 1.0
 """Of pods that wait many may ask in a second."""
-MOST_ARRIVED = 64
-"""Iterations that are looked through for the first one that the new ranks have finished."""
 
 
 class Generations:
-    """The generations of one job, which has ``pods`` pods.
+    """The generations of one job, which has ``pods`` pods, spares among them.
 
     ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
     ``saved``: what is in status; None if no generation has followed a failure. ``done``: iterations
     that are known to be finished, beside those of reports to come. ``cut``: which pods have ranks
-    of which replicas, and how many replicas may go on without the others; None: all have to run.
-    ``patience``: seconds that they wait for the pod that replaces a lost one.
+    of which replicas, how many replicas may go on without the others, and how many pods are spares;
+    None: all pods have to run. ``patience``: seconds that replicas that may go on without others
+    wait for the pod that replaces a lost one.
     """
 
     def __init__(
@@ -81,10 +85,14 @@ class Generations:
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.patience = patience
-        self._cut = cut if cut is not None and cut.min_replicas is not None else None
+        changes = cut is not None and (cut.min_replicas is not None or cut.spares > 0)
+        self._cut = cut if changes else None
+        """None: the same pods run in every generation."""
         self._known: tuple[Running, frozenset[int]] | None = None
         self.saved = saved or Recoveries()
-        """What belongs into status."""
+        """What another ingest has to know before a launcher is told of it."""
+        self._spares_ready = self._stood_by = self.saved.spares_ready or 0
+        """``_stood_by``: how many did as far as another ingest has heard."""
         self._finished = max(done, self.saved.finished)
         """Iterations that a rank is known to have finished."""
         told = [each.iterations_done for each in self.saved.last[-1:]]
@@ -92,8 +100,7 @@ class Generations:
         """Those after which all ranks are known to have begun the next one: none of them is run
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
-        self._recovering: RecoveryRecord | None = None
-        self._lost_at = 0.0
+        self._recovering = Recovering()
         self._settles_at: float | None = None
         """Until when pods that wait may not have been heard of yet; None: not known yet."""
         self._begin_pods()
@@ -105,8 +112,7 @@ class Generations:
         if self.saved.attempt != attempt:
             self.begin_attempt(attempt)
         elif self.saved.last and self.saved.last[-1].seconds is None:
-            self._recovering = self.saved.last[-1]
-            self._lost_at = datetime.fromisoformat(self._recovering.lost_at).timestamp()
+            self._recovering.follow(self.saved.last[-1])
 
     def _begin_pods(self) -> None:
         self._launchers: dict[int, str] = {}
@@ -143,24 +149,46 @@ class Generations:
         self._losses: dict[int, Loss] = {}
         self._gone: set[int] = set()
         self._completed: set[int] = set()
-        self._resumed: ResumedFrom | None = None
-        self._arrived: list[tuple[int, float]] = []
-        self._heard_at = 0.0
-        """When the first of them was reported."""
+        self._recovering.begin()
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self._begin_pods()
         self._settles_at = -inf
-        self.attempt, self._verdict, self._recovering = attempt, None, None
+        self.attempt, self._verdict = attempt, None
+        self._recovering.follow(None)
         self._new_generation()
-        update = {"attempt": attempt, "generation": 0, "left_out": [], "completed": False}
+        update: dict[str, Any] = {"attempt": attempt, "generation": 0, "completed": False}
+        update |= {"left_out": [], "places": []}
+        self._spares_ready = self._stood_by = 0
         self.saved = self.saved.model_copy(update=update)
 
     @property
     def left_out(self) -> tuple[int, ...]:
         """Replicas that do not run in this generation."""
         return tuple(self.saved.left_out)
+
+    @property
+    def places(self) -> Places:
+        """Places that are not in the pods of their numbers in this generation."""
+        return self.saved.moved
+
+    @property
+    def _spares(self) -> int:
+        return 0 if self._cut is None else self._cut.spares
+
+    @property
+    def spares_ready(self) -> int:
+        """Spares that stand by."""
+        return self._spares_ready
+
+    @property
+    def told(self) -> Recoveries | None:
+        """What belongs into status; None where ranks have always been well, and there are no
+        spares."""
+        if not self._spares:
+            return self.saved if self.saved.count else None
+        return self.saved.model_copy(update={"spares_ready": self._spares_ready})
 
     @property
     def share(self) -> float:
@@ -172,13 +200,19 @@ class Generations:
         """Why the ranks have not left for a replica that may run again; empty if they could."""
         return self._stays[0] if self._stays is not None else ""
 
-    def _running(self) -> frozenset[int]:
-        """The pods with ranks in this generation. Kept: of a large job all ask at once."""
+    def _now(self) -> tuple[Running, frozenset[int]]:
+        """What runs in this generation, and the pods with ranks in it. Kept: of a large job all ask
+        at once."""
         assert self._cut is not None
-        if self._known is None or self._known[0].left_out != self.left_out:
-            running = Running(self._cut, self.left_out)
-            self._known = running, frozenset(running.pods)
-        return self._known[1]
+        known = self._known
+        if known is None or (known[0].left_out, known[0].places) != (self.left_out, self.places):
+            running = Running(self._cut, self.left_out, self.places)
+            known = self._known = running, frozenset(running.pods)
+        return known
+
+    def _running(self) -> frozenset[int]:
+        """The pods with ranks in this generation."""
+        return self._now()[1]
 
     def _runs(self, pod: int) -> bool:
         """Whether a pod has ranks in this generation."""
@@ -194,23 +228,29 @@ class Generations:
             over=bool(self._over),
             reason=self._over,
             hang=self._hang,
-            awaits=min(self._awaits, default=None) if self._over else None,
+            awaits=min(filter(self._runs, self._awaits), default=None) if self._over else None,
             left_out=self.left_out,
+            places=self.places,
             leave=self._leave and not self._over,
             verdict="completed" if self.saved.completed else "",
         )
 
-    def begun(self, generation: int, left_out: Sequence[int] | None = None) -> bool:
+    def begun(
+        self, generation: int, left_out: Sequence[int] | None = None, places: Places = ()
+    ) -> bool:
         """Say that a launcher runs ``generation``. Returns whether that is news: another ingest has
         begun it, and could not write that. ``left_out``: the replicas without which it runs; None
-        if the launcher did not say, which is no news where there may be some."""
+        if the launcher did not say, which is no news where pods may change. ``places``: as of
+        :class:`Running`."""
         if generation <= self.saved.generation or self._verdict is not None:
             return False
-        if self._cut is not None and left_out is None:
-            return False
+        update: dict[str, Any] = {"generation": generation}
+        if self._cut is not None:
+            if left_out is None or not Running(self._cut, places=places).fits():
+                return False
+            update["left_out"] = [each for each in left_out if each < self._cut.replicas]
+            update["places"] = _placed(places)
         self._new_generation()
-        known = [each for each in left_out or () if self._cut and each < self._cut.replicas]
-        update = {"generation": generation, "left_out": known}
         self.saved = self.saved.model_copy(update=update)
         return True
 
@@ -233,6 +273,7 @@ class Generations:
             self._awaits.pop(pod, None)
             self._lost.pop(pod, None)
             self._uncounted.discard(pod)
+        self._count_spares(now)
 
     def take(self, report: PodReport, now: float, uid: str = "") -> None:
         """Take what a launcher tells. ``now``: wall clock, seconds; ``uid``: of its pod, see
@@ -258,13 +299,14 @@ class Generations:
         }
         if report.generation < self.saved.generation or self._verdict is not None:
             return
-        self.begun(report.generation, report.left_out)
+        self.begun(report.generation, report.left_out, report.places)
         if report.event == "gone":
             news = not self._is_present(report.pod, now)
             self._seen[report.pod] = now
             if not self._runs(report.pod):
                 if report.pod not in self._awaits:
                     self._gone.add(report.pod)
+                self._count_spares(now)
                 if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
                 return
@@ -273,7 +315,7 @@ class Generations:
                 self._leave, self._stays = False, (report.why, now)
             return
         if report.event == "resumed":
-            self._resumed = report.resumed
+            self._recovering.resumed(report.resumed)
             self._look_for_recovery(now)
             return
         if report.loss is not None:
@@ -294,9 +336,10 @@ class Generations:
             self._decide(now)
 
     def _complete(self) -> bool:
-        """Take that the replicas that run have finished. Returns whether pods of others, which may
+        """Take that the ranks that run have finished. Returns whether pods without any, which may
         still come, have to be told."""
-        news = bool(self.saved.left_out) and not self._over and not self.saved.completed
+        waits = bool(self.saved.left_out) or self._spares > 0
+        news = waits and not self._over and not self.saved.completed
         if news:
             self.saved = self.saved.model_copy(update={"completed": True})
         return news
@@ -306,6 +349,7 @@ class Generations:
         if self._cut is None or self._verdict is not None or self.saved.completed:
             return
         self._looked_at = now
+        self._count_spares(now)
         if self._over:
             self._decide(now)
             return
@@ -319,8 +363,9 @@ class Generations:
         if self._stays is not None and now < self._stays[1] + STAY_SECONDS:
             return
         pods = set(self._running() - self._awaits.keys())
-        whole = self._whole(pods | self._present(now))
-        if len(whole) > self._cut.replicas - len(self.left_out):
+        if self.left_out and len(self._fill(pods | self._present(now)).running.left_out) < len(
+            self.left_out
+        ):
             self._leave, self._heard_of = True, now
 
     def due(self, now: float) -> float | None:
@@ -332,7 +377,14 @@ class Generations:
                 return self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
             return again if now < again else None
-        at = max(self._given_up_at(self._missing()), self._settled_at(now))
+        missing = self._missing()
+        silent = self._over_at + SILENT_SECONDS
+        if missing - self._lost.keys() and self._decided_at < silent:
+            return silent
+        filled = self._fill(self._present(now))
+        at = self._given_up_at(missing, filled)
+        if filled.running.left_out:
+            at = max(at, self._settled_at(now))
         return at if self._decided_at < at < inf else None
 
     def _settled_at(self, now: float) -> float:
@@ -356,25 +408,32 @@ class Generations:
         """Pods that had ranks in this generation and do not wait for the next one."""
         return (self._running() - self._gone) | (self._running() & self._awaits.keys())
 
-    def _given_up_at(self, missing: frozenset[int]) -> float:
-        """When none of these pods is waited for any more."""
+    def _given_up_at(self, missing: frozenset[int], filled: Filled) -> float:
+        """When none of these pods is waited for any more. ``filled``: what runs without them."""
+        whole = set(filled.running.left_out) <= set(self.left_out)
+        patience = 0.0 if whole else self.patience
         known = [
             # The notice comes first: until the others end, its ranks may run.
-            max(self._lost[pod][1], self._over_at) + self.patience
+            max(self._lost[pod][1], self._over_at) + patience
             for pod in missing & self._lost.keys()
         ]
         if len(known) < len(missing):
             known.append(self._over_at + SILENT_SECONDS)
         return max(known, default=-inf)
 
-    def _whole(self, pods: set[int]) -> tuple[int, ...]:
-        """The replicas of which all pods are among these."""
-        assert self._cut is not None
-        every = Running(self._cut)
-        lacking = {
-            each for pod in range(self.pods) if pod not in pods for each in every.of_pod(pod)
-        }
-        return tuple(each for each in every.replicas if each not in lacking)
+    def _fill(self, pods: set[int]) -> Filled:
+        """What may run in these pods."""
+        return fill(self._now()[0], pods, self._replaced)
+
+    def _count_spares(self, now: float) -> None:
+        """Take how many spares stand by."""
+        if not self._spares or self._over:
+            return
+        place = self._now()[0].place
+        ready = sum(place(pod) is None and self._is_present(pod, now) for pod in self._gone)
+        if self._settles_at is None or now < self._settles_at:
+            ready = max(ready, self._stood_by)
+        self._spares_ready = ready
 
     def _join(self, report: PodReport, now: float, uid: str) -> None:
         """Take a launcher that has begun: in the first start of the ranks, or instead of one that
@@ -391,6 +450,7 @@ class Generations:
             # It asks for the next generation once it can start ranks at once: others go on so long.
             self._uncounted.discard(pod)
             self._gone.discard(pod)
+            self._count_spares(now)
             return
         self._seen[pod] = now
         if known is not None or self._ran or self.saved.generation > 0:
@@ -424,10 +484,15 @@ class Generations:
                 continue
             self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
             self._gone.discard(each.pod)
+            if not self._runs(each.pod):
+                self._stood_by = 0
+            # Whatever was decided without that: it is told in whole seconds.
+            self._decided_at = -inf
             if each.counted:
                 self._uncounted.discard(each.pod)
             else:
                 self._uncounted.add(each.pod)
+        self._count_spares(now)
 
     def _decide(self, now: float) -> None:
         """What follows the generation, once that is known."""
@@ -438,23 +503,27 @@ class Generations:
             self._end("attempt", why, self._cause()[0])
             return
         missing: frozenset[int] = frozenset()
-        left_out: list[int] = []
+        filled: Filled | None = None
         if self._cut is None:
             if len(self._gone) < self.pods:
                 return
         else:
             missing = self._missing()
-            if missing and now < self._given_up_at(missing):
+            if missing - self._lost.keys() and now < self._over_at + SILENT_SECONDS:
                 return
-            whole = frozenset(self._whole(self._present(now)))
-            left_out = [each for each in range(self._cut.replicas) if each not in whole]
-            if len(whole) < (self._cut.min_replicas or self._cut.replicas):
+            filled = self._fill(self._present(now))
+            if missing and now < self._given_up_at(missing, filled):
+                return
+            left_out = filled.running.left_out
+            least = self._cut.min_replicas or self._cut.replicas
+            if self._cut.replicas - len(left_out) < least:
                 return
             if left_out and now < self._settled_at(now):
                 return
-            if not self._losses and not missing:
+            resizes = self._cut.min_replicas is not None
+            if resizes and not self._losses and not missing:
                 # Of ranks that leave none has failed, whoever had asked them to.
-                self._begin(self._change(left_out), left_out, {})
+                self._begin(self._change(filled), filled, {}, now)
                 return
             self._blame(missing)
         cause_pod, cause = self._cause()
@@ -483,8 +552,7 @@ class Generations:
             pod=cause_pod,
             rank=cause.rank,
             iterations_done=self._done,
-            replaced=sorted(self._replaced)[:MAX_REPLACED_KEPT],
-            replicas=self._cut.replicas - len(left_out) if self._cut else None,
+            **self._words_of(filled),
         )
         told = {"finished": ladder.best, "idle": ladder.idle, "error": ladder.error}
         if not begins:
@@ -497,29 +565,46 @@ class Generations:
             return
         self._uncounted -= self._replaced | missing
         told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
-        self._begin(record, left_out, told)
+        self._begin(record, filled, told, now)
 
-    def _begin(self, record: RecoveryRecord, left_out: list[int], told: Mapping[str, Any]) -> None:
+    def _words_of(self, filled: Filled | None) -> dict[str, Any]:
+        """What a record tells of the pods that run."""
+        taken = filled.taken if filled is not None else {}
+        spares = [SpareUsed(pod=pod, instead_of=lost) for pod, lost in sorted(taken.items())]
+        found: dict[str, Any] = {
+            "replaced": sorted(self._replaced - set(taken.values()))[:MAX_REPLACED_KEPT],
+            "spares": spares[:MAX_REPLACED_KEPT],
+        }
+        if filled is not None and filled.running.cut.min_replicas is not None:
+            found["replicas"] = len(filled.running.replicas)
+        return found
+
+    def _begin(
+        self, record: RecoveryRecord, filled: Filled | None, told: Mapping[str, Any], now: float
+    ) -> None:
         """The next generation begins."""
-        self._recovering, self._lost_at = record, min(self._over_at, self._since)
+        self._recovering.follow(record, min(self._over_at, self._since))
         waiting = self._gone
         # The next loss of a pod that is there is another one.
         self._uncounted &= self._awaits.keys()
         self._new_generation()
-        self.saved = self.saved.model_copy(
-            update={
-                **told,
-                "generation": record.generation,
-                "left_out": left_out,
-                "last": [*self.saved.last, record][-MAX_RECOVERIES_KEPT:],
-            }
-        )
+        update = dict(told) | {
+            "generation": record.generation,
+            "last": [*self.saved.last, record][-MAX_RECOVERIES_KEPT:],
+        }
+        if filled is not None:
+            update["left_out"] = list(filled.running.left_out)
+            update["places"] = _placed(filled.running.places)
+        self.saved = self.saved.model_copy(update=update)
         # Others end first.
         self._gone = {pod for pod in waiting if not self._runs(pod)}
+        self._stood_by = 0
+        self._count_spares(now)
 
-    def _change(self, left_out: list[int]) -> RecoveryRecord:
+    def _change(self, filled: Filled) -> RecoveryRecord:
         """The record of a generation of other replicas, which no failure was the cause of."""
         assert self._cut is not None
+        left_out = filled.running.left_out
         back = ", ".join(str(each) for each in self.left_out if each not in left_out)
         return RecoveryRecord(
             attempt=self.attempt,
@@ -527,7 +612,7 @@ class Generations:
             lost_at=_timestamp(self._over_at),
             cause=f"all pods of replica {back} are there again" if back else "the ranks left",
             iterations_done=self._done,
-            replicas=self._cut.replicas - len(left_out),
+            **self._words_of(filled),
         )
 
     def _blame(self, missing: frozenset[int]) -> None:
@@ -572,14 +657,10 @@ class Generations:
             self._look_for_recovery(now)
             return True
         self._ran = self._ran or bool(report.iterations)
-        for number, sample in enumerate(report.iterations, start=1):
+        for sample in report.iterations:
             self._done = max(self._done, sample.index + 1)
             self._finish(sample.index + 1)
-            if self._recovering is not None and len(self._arrived) < MOST_ARRIVED:
-                self._heard_at = self._heard_at or now
-                # A report may bring several iterations, which followed each other.
-                later = sum(each.seconds for each in report.iterations[number:])
-                self._arrived.append((sample.index, now - later))
+        self._recovering.reported(report.iterations, now)
         return self._look_for_recovery(now)
 
     def _finish(self, iterations: int) -> None:
@@ -589,29 +670,16 @@ class Generations:
         self._done = max(self._done, self._finished - 1)
 
     def _look_for_recovery(self, now: float) -> bool:
-        record = self._recovering
-        if record is None or not self._arrived:
+        done = self._recovering.done(now)
+        if done is None:
             return False
-        if self._resumed is None and now - self._heard_at < WORD_SECONDS:
-            return False
-        # Earlier iterations may be reported that the ranks before had finished.
-        least = self._resumed.iteration if self._resumed is not None else 0
-        first = next((each for each in self._arrived if each[0] >= least), None)
-        if first is None:
-            return False
-        index, at = first
-        done = record.model_copy(
-            update={
-                "went_on_with": index,
-                "repeated": max(0, record.iterations_done - index),
-                "seconds": round(max(0.0, at - self._lost_at), 3),
-                "state": self._resumed.rung if self._resumed is not None else None,
-            }
-        )
         last = [*self.saved.last[:-1], done]
         self.saved = self.saved.model_copy(update={"last": last})
-        self._recovering = None
         return True
+
+
+def _placed(places: Places) -> list[PlaceInPod]:
+    return [PlaceInPod(place=place, pod=pod) for place, pod in places]
 
 
 def _timestamp(seconds: float) -> str:

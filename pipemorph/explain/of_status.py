@@ -11,7 +11,14 @@ from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.explain.story import Story, brought, duration, plural, worth_line
 
-SEEN = ("LinksHealthy", "ReductionsHealthy", "RailsHealthy", "StagesEven", "ReplicasComplete")
+SEEN = (
+    "LinksHealthy",
+    "ReductionsHealthy",
+    "RailsHealthy",
+    "StagesEven",
+    "ReplicasComplete",
+    "SparesReady",
+)
 """Conditions that are False if something is wrong."""
 NAMED = 4
 """Most slow links of which it is told since when they are."""
@@ -77,7 +84,8 @@ def _outcome(job: ClusterJob, status: JobStatus) -> str:
             text += f", {training.iteration_seconds:.3g} s each"
             left = job.left_seconds
             text += "" if left is None else f", {duration(left)} left"
-    if status.goodput is not None and (status.recoveries or status.attempts):
+    recovered = status.recoveries is not None and status.recoveries.count > 0
+    if status.goodput is not None and (recovered or status.attempts):
         text += f"; goodput {status.goodput:.0%}"
     return text + (" (EMULATED)" if spec.emulation is not None else "")
 
@@ -112,6 +120,10 @@ def _decided(status: JobStatus) -> Iterator[str]:
         newest = recoveries.last[-1]
         took = "" if newest.seconds is None else f" in {duration(newest.seconds)}"
         state = f", with the state of: {newest.state}" if newest.state else ""
+        state += "".join(
+            f", spare pod {each.pod} in the place of pod {each.instead_of}"
+            for each in newest.spares
+        )
         yield (
             f"ranks were started again {plural(recoveries.count, 'time')} within their pods; last"
             f"{took}{state}; cause: {newest.cause}"

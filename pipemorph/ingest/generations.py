@@ -337,6 +337,9 @@ def _log(namespace: str, name: str, found: Generations) -> None:
         what += f" does not leave for a replica that may run again: {found.stays}"
     else:
         what += " begins"
+    if state.places and not state.over:
+        moved = ", ".join(f"{place} in pod {pod}" for place, pod in state.places)
+        what += f", with the ranks of pod {moved}"
     if state.left_out:
         what += f", without replicas {', '.join(map(str, state.left_out))}"
     log.info("%s/%s: %s", namespace, name, one_line(what))

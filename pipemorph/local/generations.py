@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from pipemorph.api.running import Places
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited
@@ -19,11 +20,13 @@ Shared = TypeVar("Shared")
 @dataclass(frozen=True)
 class Life:
     """One life of the ranks. ``generation``: its number within the attempt. ``left_out``: replicas
-    without which it runs, see :mod:`pipemorph.api.running`."""
+    without which it runs, and ``places``: those in pods of other numbers, see
+    :mod:`pipemorph.api.running`."""
 
     attempt: int = 0
     generation: int = 0
     left_out: tuple[int, ...] = ()
+    places: Places = ()
 
 
 class Site(Protocol[Shared]):

@@ -33,6 +33,7 @@ LABELS = {
     "StagesEven": "stages",
     "ReductionsHealthy": "gradients",
     "ReplicasComplete": "replicas",
+    "SparesReady": "spares",
 }
 """Of conditions that have no part of their own."""
 
@@ -303,6 +304,8 @@ def _recoveries(status: JobStatus, now: float) -> str:
         newest = found.last[-1]
         at = since(wall(newest.lost_at), now, " UTC", after=" ago")
         text += f"; the last at {at}: {one_line(newest.cause, LONG)}"
+        for each in newest.spares[:NAMED]:
+            text += f"; spare pod {each.pod} in the place of pod {each.instead_of}"
         if newest.seconds is not None:
             text += f"; {duration(newest.seconds)} until the next iteration was done"
         if newest.repeated is not None:

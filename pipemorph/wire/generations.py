@@ -32,6 +32,12 @@ Generation = PlanVersion
 LeftOut = Annotated[tuple[Count, ...], Field(max_length=4096)]
 """Replicas without which a generation runs, by their numbers in the whole job."""
 
+MAX_MOVED = 512
+"""Most places that may be in pods of other numbers at a time: they are told to all pods."""
+Places = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_MOVED)]
+"""Places that are not in the pod of their number, each with its pod: see
+:mod:`pipemorph.api.running`."""
+
 
 class Loss(WireModel):
     """Why the ranks of a pod have ended, as its launcher sees it."""
@@ -85,7 +91,8 @@ class PodReport(WireModel):
     why: Line = ""
     """Of ``stays``."""
     left_out: LeftOut = ()
-    """Of the generation that this is about, as the launcher was told."""
+    places: Places = ()
+    """Both of the generation that this is about, as the launcher was told."""
 
 
 class GenerationState(Answer):
@@ -102,13 +109,15 @@ class GenerationState(Answer):
     they end."""
     verdict: Literal["", "attempt", "none", "completed"] = ""
     """``attempt``: no generation follows, and pods have to end; ``none``: nor does an attempt;
-    ``completed``: the replicas that ran have done all iterations, and pods of others end, too."""
+    ``completed``: the ranks that ran have done all iterations, and pods without any end, too."""
     why: str = ""
     """The reason of the verdict, or of the generation's start."""
     awaits: Count | None = None
     """A pod that is lost, and that Kubernetes replaces: the others wait for the new one."""
     left_out: LeftOut = ()
     """Pods of these replicas wait."""
+    places: Places = ()
+    """Pods that have none wait: they are spares."""
     leave: bool = False
     """Whether its ranks are to leave at an iteration boundary, with copies of their state: a
     replica that is left out may run again."""

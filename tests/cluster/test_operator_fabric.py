@@ -23,6 +23,7 @@ from operator_support import (
 from testbed import wait_for
 from testbed.api import Object
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
 from pipemorph.fabric.memory import End, FabricMemory
@@ -59,7 +60,7 @@ class Reports:
     def __init__(self, job: Object, slow: set[int]) -> None:
         self.spec, self.slow = JobSpec.model_validate(job["spec"]), slow
         self.attempt = job["status"]["attempt"]
-        self.controller = self
+        self.controller, self.running = self, Running(self.spec.parallelism)
         self.namespace, self.uid = job["metadata"]["namespace"], job["metadata"]["uid"]
         self.job_uid = job["status"]["jobUid"]
         self.reports = SimpleNamespace(reported_at=1.0)

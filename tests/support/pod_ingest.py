@@ -55,7 +55,7 @@ class Kept:
         spec = job.spec
         most = spec.failure_policy.max_restarts
         self.of_job = Generations(
-            spec.parallelism.pods,
+            spec.parallelism.all_pods,
             most,
             saved=saved,
             cut=spec.parallelism,
@@ -76,7 +76,7 @@ class Kept:
 
     def write(self) -> None:
         new = self._file.with_suffix(".new")
-        new.write_text(self.of_job.saved.model_dump_json(by_alias=True))
+        new.write_text((self.of_job.told or self.of_job.saved).model_dump_json(by_alias=True))
         new.rename(self._file)
 
     def reported(self, report: LinkHealthReport) -> None:
@@ -113,7 +113,10 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
         print("serving", flush=True)
         while True:
             # As a watch brings it.
+            before = kept.of_job.told
             kept.of_job.expect(kept.lost(), time.time())
+            if kept.of_job.told != before:
+                kept.write()
             desk.hurry(kept.of_job)
             await asyncio.sleep(0.05)
 

@@ -123,7 +123,7 @@ class Job:
         self._uids: dict[int, str] = {}
         """Of each pod."""
         self.ingest = self.start_ingest()
-        self.pods = [self.start_pod(index) for index in range(cut.pods)]
+        self.pods = [self.start_pod(index) for index in range(cut.all_pods)]
 
     def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:

@@ -39,7 +39,8 @@ class Attempt:
 
     @property
     def pods(self) -> int:
-        return self.job.spec.parallelism.pods
+        """With spares: those wait in pods like all others."""
+        return self.job.spec.parallelism.all_pods
 
     @property
     def recovers(self) -> bool:

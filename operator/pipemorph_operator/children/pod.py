@@ -63,10 +63,12 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
     generations = attempt.recovers and _starts_again(trainer)
-    if attempt.job.spec.parallelism.min_replicas is not None and not generations:
+    cut = attempt.job.spec.parallelism
+    if (cut.min_replicas is not None or cut.spares) and not generations:
+        field = "minReplicas" if cut.min_replicas is not None else "spares"
         raise Unbuildable(
             names.R_INVALID_SPEC,
-            "spec.parallelism.minReplicas is set, and ranks do not start again within their pods: "
+            f"spec.parallelism.{field} is set, and ranks do not start again within their pods: "
             "set spec.failurePolicy.maxRestarts to at least 1, and leave the command to the "
             f"operator or start the launcher with {GENERATIONS}",
         )
@@ -232,7 +234,8 @@ def _environment(
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
         values[KEPT_VARIABLE] = kept.FOLDER
-    if spec.parallelism.min_replicas is not None:
+    if spec.parallelism.min_replicas is not None or spec.parallelism.spares:
+        # Any pod may be the first one.
         values["PIPEMORPH_POD_ADDRESS"] = attempt.pod_address
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"

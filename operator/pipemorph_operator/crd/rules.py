@@ -65,12 +65,20 @@ _RESERVED = (
     + ")"
 )
 
+_STARTS_AGAIN = (
+    "(has(self.failurePolicy) && self.failurePolicy.maxRestarts > 0)",
+    "needs failurePolicy.maxRestarts of at least 1: ranks have to start again",
+    ".failurePolicy",
+)
+_BEGINS_ALONE = (
+    "!has(self.placement) || !has(self.placement.rdma) || self.placement.rdma.check == 'never'",
+    "does not go with placement.rdma.check: pods that check their ports together cannot begin"
+    " one by one",
+    ".placement.rdma.check",
+)
+
 WITH_MIN_REPLICAS = (
-    (
-        "(has(self.failurePolicy) && self.failurePolicy.maxRestarts > 0)",
-        "needs failurePolicy.maxRestarts of at least 1: ranks have to start again",
-        ".failurePolicy",
-    ),
+    _STARTS_AGAIN,
     (
         "!has(self.recovery) || !self.recovery.neighbour",
         "does not go with recovery.neighbour: replicas have each other's state",
@@ -88,14 +96,21 @@ WITH_MIN_REPLICAS = (
         "does not go with adaptation.relayout: ranks of fewer replicas have other numbers",
         ".adaptation.relayout",
     ),
-    (
-        "!has(self.placement) || !has(self.placement.rdma) || self.placement.rdma.check == 'never'",
-        "does not go with placement.rdma.check: pods that check their ports together cannot begin"
-        " one by one",
-        ".placement.rdma.check",
-    ),
+    _BEGINS_ALONE,
 )
 """What a job with ``parallelism.minReplicas`` needs: rule, message and field."""
+
+WITH_SPARES = (
+    _STARTS_AGAIN,
+    _BEGINS_ALONE,
+    (
+        "!has(self.placement) || !has(self.placement.topology)"
+        " || !has(self.placement.topology.per) || self.placement.topology.per == 'job'",
+        "does not go with placement.topology.per pipeline: a spare is of no pipeline",
+        ".placement.topology",
+    ),
+)
+"""What a job with ``parallelism.spares`` needs: rule, message and field."""
 
 RULES: dict[str, list[Rule]] = {
     "": [
@@ -186,12 +201,26 @@ RULES: dict[str, list[Rule]] = {
             )
             for rule, message, field_path in WITH_MIN_REPLICAS
         ),
+        *(
+            Rule(
+                rule=f"self.parallelism.spares == 0 || {rule}",
+                message=f"parallelism.spares {message}",
+                field_path=field_path,
+            )
+            for rule, message, field_path in WITH_SPARES
+        ),
     ],
     "spec.parallelism": [
         Rule(
             rule="!has(self.layers) || self.layers % self.stages == 0",
             message="layers must be a multiple of stages",
             field_path=".layers",
+        ),
+        Rule(
+            rule=f"{PP_RANKS} * {_product('self', COLUMN_SIZES)} / self.ranksPerPod + self.spares"
+            f" <= {MAX_RANKS}",
+            message=f"there must be at most {MAX_RANKS} pods, spares among them",
+            field_path=".spares",
         ),
         Rule(
             rule="!has(self.minReplicas) || self.minReplicas <= self.replicas",

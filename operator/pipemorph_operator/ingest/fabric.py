@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
 from pipemorph.fabric.findings import Findings
@@ -56,23 +57,27 @@ MOST_LISTS = 100
 
 @dataclass(frozen=True)
 class Placed:
-    """The nodes of one attempt's ranks. ``ways``: of each link, the nodes at its ends, by column;
-    without links within a node and those into which the job itself injects faults."""
+    """The nodes of one attempt's ranks, in the pods of ``running``. ``ways``: of each link, the
+    nodes at its ends, by column; without links within a node and those into which the job itself
+    injects faults."""
 
     attempt: int
+    running: Running
     node_of_rank: Mapping[int, str]
     ways: tuple[Mapping[int, tuple[str, str]], ...]
 
     @staticmethod
-    def of(spec: JobSpec, attempt: int, pods: Iterable[PodFacts]) -> Placed | None:
-        """None unless every pod has a node."""
+    def of(
+        spec: JobSpec, attempt: int, pods: Iterable[PodFacts], running: Running
+    ) -> Placed | None:
+        """``spec``: of what runs. None unless every pod with ranks has a node."""
         size, mesh = spec.parallelism.ranks_per_pod, spec.parallelism.mesh
-        nodes = {
-            rank: pod.node
-            for pod in pods
-            if pod.node is not None
-            for rank in range(pod.index * size, (pod.index + 1) * size)
-        }
+        nodes: dict[int, str] = {}
+        for pod in pods:
+            place = running.place(pod.index)
+            if pod.node is not None and place is not None and running.has(pod.index):
+                first = running.rank(place * size)
+                nodes |= dict.fromkeys(range(first, first + size), pod.node)
         if not nodes.keys() >= set(range(mesh.world_size)):
             return None
         injected = {(fault.link, fault.replica) for fault in spec.faults}
@@ -83,7 +88,7 @@ class Placed:
                 ends = nodes[mesh.rank(link, column)], nodes[mesh.rank(link + 1, column)]
                 if ends[0] != ends[1] and (link, column) not in injected:
                     ways[link][column] = ends
-        return Placed(attempt, nodes, tuple(ways))
+        return Placed(attempt, running, nodes, tuple(ways))
 
 
 class Part(NamedTuple):
@@ -147,7 +152,7 @@ class FabricWatch:
         await self._place()
         for job in self.jobs():
             placed = self._placed.get(job.uid)
-            if placed is not None and placed.attempt == job.controller.attempt:
+            if placed is not None and self._is_current(placed, job):
                 self._take(job, placed, sick_ports, now)
                 await asyncio.sleep(0)
         if part.judges:
@@ -207,7 +212,7 @@ class FabricWatch:
             job
             for uid, job in jobs.items()
             if job.reports.reported_at is not None
-            and (uid not in self._placed or self._placed[uid].attempt != job.controller.attempt)
+            and (uid not in self._placed or not self._is_current(self._placed[uid], job))
         ]
         self._round += 1
         unknown.sort(key=lambda job: self._asked.get(job.uid, 0))
@@ -228,7 +233,12 @@ class FabricWatch:
         about = f"{names.LABEL_JOB_UID}={job.uid},{names.LABEL_ATTEMPT}={attempt}"
         pods = await self.cluster.list(path("Pod", job.namespace), labels=about)
         ours = [PodFacts.of(pod) for pod in pods if _is_of(pod, job.job_uid)]
-        return Placed.of(spec, attempt, ours)
+        return Placed.of(spec, attempt, ours, job.running)
+
+    @staticmethod
+    def _is_current(placed: Placed, job: TrackedJob) -> bool:
+        """Whether it is of the attempt in progress, and of the pods that have ranks now."""
+        return placed.attempt == job.controller.attempt and placed.running == job.running
 
     def _take(
         self, job: TrackedJob, placed: Placed, sick_ports: Mapping[str, set[str]], now: float

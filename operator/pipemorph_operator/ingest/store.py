@@ -322,7 +322,7 @@ class ClusterStore:
             seen is not None and seen.attempt == attempt and seen.last_report_time is not None
         )
         generations = Generations(
-            spec.parallelism.pods,
+            spec.parallelism.all_pods,
             spec.failure_policy.max_restarts,
             attempt,
             status.recoveries,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.running import Places, Running
 from pipemorph.api.status import AttemptRecord
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names
@@ -46,17 +47,22 @@ class Cause:
 
 
 def classify(
-    ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism, *, saves: bool = False
+    ended: Ended,
+    pods: Sequence[PodFacts],
+    parallelism: Parallelism,
+    *,
+    places: Places = (),
+    saves: bool = False,
 ) -> Cause:
-    """Why an attempt failed, from its Job's condition and the pods that still exist. ``saves``: its
-    ranks save before they end, if they are asked to."""
+    """Why an attempt failed, from its Job's condition and the pods that still exist. ``places``: of
+    its last generation. ``saves``: its ranks save before they end, if they are asked to."""
     disrupted = next((p for p in pods if p.disrupted), None)
     # The disruption rule is the first in the Job's podFailurePolicy. A disruption takes precedence
     # over the errors of other ranks, which may result from it; invalid input fails again anyway.
     if disrupted is not None or "FailJob rule at index 0" in ended.message:
         where = ended.message
         if disrupted is not None:
-            where = f"{ranks_of(disrupted.index, parallelism)} on node {disrupted.node}"
+            where = f"{ranks_of(disrupted.index, parallelism, places)} on node {disrupted.node}"
         return Cause(names.R_DISRUPTED, where, counted=False)
     failed = sorted(
         (p for p in pods if p.exit_code not in (None, 0)),
@@ -76,7 +82,7 @@ def classify(
     )
     told = (p for code, pods in ranked for p in pods if p.exit_code == code)
     pod = next(told, failed[0])
-    return _by_code(pod.exit_code, describe(pod, parallelism), saves)
+    return _by_code(pod.exit_code, describe(pod, parallelism, places), saves)
 
 
 def _by_code(code: int | None, message: str, saves: bool) -> Cause:
@@ -127,16 +133,21 @@ def delay_seconds(consecutive: int) -> float:
     return min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(consecutive - 2, 16))
 
 
-def ranks_of(index: int, parallelism: Parallelism) -> str:
-    """``rank 5 (stage 1, replica 1)``, or ``pod 5 (ranks 40 to 47)`` if a pod has several ranks."""
-    size = parallelism.ranks_per_pod
+def ranks_of(index: int, parallelism: Parallelism, places: Places = ()) -> str:
+    """``rank 5 (stage 1, replica 1)``, or ``pod 5 (ranks 40 to 47)`` if a pod has several ranks;
+    with ``in pod 8`` if they are those of another pod, and ``pod 8 (a spare)`` if it has none."""
+    size, place = parallelism.ranks_per_pod, Running(parallelism, places=places).place(index)
+    if place is None:
+        return f"pod {index} (a spare)"
     if size > 1:
-        return f"pod {index} (ranks {index * size} to {(index + 1) * size - 1})"
-    return str(parallelism.mesh.coordinate(index))
+        return f"pod {index} (ranks {place * size} to {(place + 1) * size - 1})"
+    rank = str(parallelism.mesh.coordinate(place))
+    return rank if place == index else f"{rank} in pod {index}"
 
 
-def describe(pod: PodFacts, parallelism: Parallelism) -> str:
+def describe(pod: PodFacts, parallelism: Parallelism, places: Places = ()) -> str:
     """A failed pod, with its node, exit code and termination message."""
     where = f" on node {pod.node}" if pod.node else ""
     suffix = f": {pod.message}" if pod.message else ""
-    return f"{ranks_of(pod.index, parallelism)}{where} exited with code {pod.exit_code}{suffix}"
+    which = ranks_of(pod.index, parallelism, places)
+    return f"{which}{where} exited with code {pod.exit_code}{suffix}"

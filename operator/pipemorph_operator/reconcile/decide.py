@@ -165,7 +165,7 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
     draft.end_attempts()
     draft.stop_clock()
-    draft.status.pods = PodCounts(wanted=job.spec.parallelism.pods)
+    draft.status.pods = PodCounts(wanted=job.spec.parallelism.all_pods)
     if running:
         draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
         draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
@@ -289,9 +289,13 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         return _ended(
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
         )
-    ready = min(ranks, (current.ready + current.succeeded) * per_pod)
+    pods = current.ready + current.succeeded
+    if not _has_begun(draft):
+        # Any of them may be spares. Once the ranks train, these take the places of lost ones.
+        pods = max(0, pods - job.spec.parallelism.spares)
+    ready = min(ranks, pods * per_pod)
     status.pods = PodCounts(
-        wanted=job.spec.parallelism.pods,
+        wanted=job.spec.parallelism.all_pods,
         active=current.active,
         ready=current.ready,
         succeeded=current.succeeded,
@@ -305,7 +309,9 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
             draft.out.needs_pods = True
             return draft.out
         saves = job.spec.checkpoint is not None and job.spec.checkpoint.resume
-        cause = restart.classify(ended, draft.seen.pods, job.spec.parallelism, saves=saves)
+        cause = restart.classify(
+            ended, draft.seen.pods, job.spec.parallelism, places=draft.places, saves=saves
+        )
         return _ended(draft, job, cause)
     was_started = parse_time(status.job_start_time)
     if was_started is not None and (current.suspended or current.started_at != was_started):
@@ -322,7 +328,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     # Time in a queue counts neither for the deadline nor as run time of the attempt.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
-    if current.succeeded >= job.spec.parallelism.pods:
+    if current.succeeded >= job.spec.parallelism.all_pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
     note_nodes(draft, job)
     replacements.look(draft, job, current)
@@ -337,6 +343,13 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         if lost is not None:
             return _ended(draft, job, lost)
     return draft.done()
+
+
+def _has_begun(draft: Draft) -> bool:
+    """Whether ranks of the attempt have trained, as the ingest has written."""
+    training = (draft.seen.body.get("status") or {}).get("training") or {}
+    attempt, state = training.get("attempt"), training.get("state", "starting")
+    return attempt == draft.status.attempt and state != "starting"
 
 
 def _complete(draft: Draft, ranks: int) -> Decision:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from pipemorph.api.running import Places
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph_operator import names
@@ -75,6 +76,14 @@ class Draft:
         self.out = Decision()
         self.passing = False
         """Whether what keeps the job from running is expected to pass by itself."""
+
+    @property
+    def places(self) -> Places:
+        """Of the attempt in status, as the ingest has written them."""
+        found = JobStatus.model_validate(self.seen.body.get("status") or {}).recoveries
+        if found is None or found.attempt != (self.status.attempt or 0):
+            return ()
+        return found.moved
 
     def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipemorph.api.placement import Placement
+from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobStatus, SlowLink
 from pipemorph_operator import names
@@ -23,12 +24,13 @@ def note_nodes(draft: Draft, job: PipeMorphJob) -> None:
     if draft.seen.pods is None:
         draft.out.needs_pods = True
         return
-    size = job.spec.parallelism.ranks_per_pod
+    cut = job.spec.parallelism
+    place = Running(cut, places=draft.places).place
     nodes = {
         rank: pod.node
         for pod in draft.seen.pods
-        if pod.node is not None
-        for rank in range(pod.index * size, (pod.index + 1) * size)
+        if pod.node is not None and (at := place(pod.index)) is not None
+        for rank in range(at * cut.ranks_per_pod, (at + 1) * cut.ranks_per_pod)
     }
     missing = [link for link in slow if (link.link, link.replica) not in known]
     draft.status.attempt_nodes = node_exclusion.note_nodes(

@@ -50,10 +50,11 @@ def _died(pod: PodFacts) -> bool:
 
 
 def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
-    where = restart.ranks_of(pod.index, job.spec.parallelism)
+    cut, places = job.spec.parallelism, draft.places
+    where = restart.ranks_of(pod.index, cut, places)
     on = f" on node {pod.node}" if pod.node else ""
     if pod.failed and pod.exit_code is not None and not pod.disrupted:
-        cause = restart.describe(pod, job.spec.parallelism)
+        cause = restart.describe(pod, cut, places)
     elif pod.disrupted:
         cause = f"{where}{on}: evicted or preempted, or its node is lost"
     else:

@@ -26,7 +26,8 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     seen, ranks = draft.seen, job.spec.parallelism.world_size
     message = f"{ready} of {ranks} ranks are ready"
     age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
-    patience = MISSING_SECONDS if current.missing == job.spec.parallelism.pods else STUCK_SECONDS
+    nobody = current.missing == job.spec.parallelism.all_pods
+    patience = MISSING_SECONDS if nobody else STUCK_SECONDS
     if age < patience:
         draft.requeue_within(patience - age + 0.1)
         draft.waiting(message)
@@ -50,7 +51,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     stuck = [p for p in seen.pods if p.stuck]
     if stuck:
         first = min(stuck, key=lambda p: p.index)
-        where = restart.ranks_of(first.index, job.spec.parallelism)
+        where = restart.ranks_of(first.index, job.spec.parallelism, draft.places)
         message += f"; {where}: {first.stuck}"
         if any(p.unschedulable for p in stuck):
             message += _advice(job)

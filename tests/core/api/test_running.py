@@ -38,7 +38,7 @@ def test_ranks_keep_all_coordinates_but_the_replica(order: list[str]) -> None:
     for rank in range(cut.world_size):
         whole = cut.mesh.coordinate(rank)
         assert (
-            running.has(rank) == (whole.replica != 1) and running.of_pod(rank)[0] == whole.replica
+            running.has(rank) == (whole.replica != 1) and running.of_place(rank)[0] == whole.replica
         )
         if whole.replica != 1:
             found.append(running.rank(rank))
@@ -60,12 +60,12 @@ def test_pods_are_whole(each: int, missing: int) -> None:
             "order": ["dp_replicate", "pp"],
         }
     )
-    lost = tuple(Running(cut).of_pod(missing))
+    lost = tuple(Running(cut).of_place(missing))
     running = Running(cut, lost)
     for pod in range(cut.pods):
         ranks = range(pod * each, (pod + 1) * each)
         replicas = {cut.mesh.coordinate(rank).replica for rank in ranks}
-        assert set(Running(cut).of_pod(pod)) == replicas
+        assert set(Running(cut).of_place(pod)) == replicas
         assert running.has(pod) == (not replicas & set(lost))
         if running.has(pod):
             first = running.rank(ranks[0])
@@ -135,6 +135,50 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
         keeping(60000, replicas=2, minReplicas=1, stages=10)
     with pytest.raises(ValidationError, match="batch: is keep, without minReplicas"):
         Parallelism.model_validate({"stages": 2, "replicas": 4, "batch": "keep"})
+
+
+def test_a_place_is_in_one_pod() -> None:
+    cut = Parallelism.model_validate({"stages": 4, "ranksPerPod": 2, "spares": 2})
+    assert (cut.pods, cut.all_pods) == (2, 4)
+    first = Running(cut)
+    assert [first.place(pod) for pod in range(4)] == [0, 1, None, None]
+    assert (first.pods, first.holders, first.fits()) == ((0, 1), {0, 1}, True)
+    moved = Running(cut, places=((0, 3), (1, 0)))
+    assert [moved.place(pod) for pod in range(4)] == [1, None, None, 0]
+    assert (moved.pods, moved.holders, moved.fits()) == ((3, 0), {0, 3}, True)
+    for wrong in (((0, 1),), ((0, 2), (1, 2)), ((0, 2), (0, 3)), ((2, 0),), ((0, 4),)):
+        assert not Running(cut, places=wrong).fits(), wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "failurePolicy.maxRestarts: is 0, with parallelism.spares"),
+        (
+            {"placement": {"rdma": {"resourceName": "a/b", "check": "require"}}},
+            "placement.rdma.check: is require, with parallelism.spares",
+        ),
+        (
+            {
+                "placement": {
+                    "topology": {"key": "rack", "required": True, "per": "pipeline"},
+                    "gang": {"kueue": {"queue": "q"}},
+                }
+            },
+            "placement.topology.per: is pipeline, with parallelism.spares: a spare is of no pipe",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_with_spares_are_refused(changes: dict[str, Any], why: str) -> None:
+    policy = {"failurePolicy": {"maxRestarts": 1 if changes else 0}}
+    with pytest.raises(ValidationError, match=why):
+        spec(parallelism={"stages": 2, "spares": 1}, **policy, **changes)
+
+
+def test_there_may_be_as_many_pods_as_a_job_may_have() -> None:
+    why = "spares: is 1000; with the 99500 pods that have ranks that are 100500 pods; expected at"
+    with pytest.raises(ValidationError, match=why):
+        Parallelism.model_validate({"stages": 199, "replicas": 500, "spares": 1000})
 
 
 def test_the_smaller_job_has_what_each_replica_has_in_the_whole_one() -> None:

@@ -178,6 +178,38 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
         trainer(attempt(**fewer, failurePolicy={"maxRestarts": 2}, template=mine))
 
 
+def test_spares_are_pods_of_the_same_job() -> None:
+    spares = {"parallelism": {"stages": 2, "replicas": 4, "ranksPerPod": 4, "spares": 9}}
+    made = attempt(**spares, failurePolicy={"maxRestarts": 2})
+    job = batch_job(made, CONFIG)
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (11, 11)
+    assert len(f"{job['metadata']['name']}-10") <= 63
+    env = {v["name"]: v.get("value") for v in trainer(made)["env"]}
+    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("8", "4")
+    pattern = env["PIPEMORPH_POD_ADDRESS"]
+    assert pattern is not None and pattern.replace("{}", "0") == env["MASTER_ADDR"]
+    spec = json.loads(job_file(made.job))["spec"]
+    assert (spec["parallelism"]["spares"], spec["failurePolicy"]) == (9, {"maxRestarts": 1})
+    JobSpec.model_validate(spec)
+    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
+    with pytest.raises(Unbuildable, match="spares is set, and ranks do not start again"):
+        trainer(attempt(**spares, failurePolicy={"maxRestarts": 2}, template=mine))
+
+
+def test_a_new_pod_that_is_not_fit_does_not_end_ranks_that_train_beside_it() -> None:
+    """Without spares all others wait for it."""
+
+    def ends_the_job(spares: int) -> list[int]:
+        cut = {"stages": 2, "spares": spares}
+        made = attempt(parallelism=cut, failurePolicy={"maxRestarts": 2})
+        rules = batch_job(made, CONFIG)["spec"]["podFailurePolicy"]["rules"]
+        found: list[int] = rules[1]["onExitCodes"]["values"]
+        return found
+
+    assert ends_the_job(0) == [0, 75, 137, 143]
+    assert ends_the_job(1) == [0, 75, 78, 137, 143]
+
+
 def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
     """Whose job has no failure policy: it may change."""
     made = attempt(failurePolicy={"hangSeconds": 7, "startSeconds": 300})

@@ -100,6 +100,16 @@ def test_what_does_not_go_with_fewer_replicas_is_refused_at_admission() -> None:
             assert default is not None or f"has(self{name})" in rule, field
 
 
+def test_what_does_not_go_with_spares_is_refused_at_admission() -> None:
+    found = {
+        rule.field_path
+        for rule in RULES["spec"]
+        if rule.rule.startswith("self.parallelism.spares == 0 || ")
+    }
+    assert found == {".failurePolicy", ".placement.rdma.check", ".placement.topology"}
+    assert dict(walk(schema(), ""))["spec.parallelism.spares"]["default"] == 0
+
+
 def test_one_number_or_one_per_stage_keeps_its_bounds() -> None:
     node = dict(walk(schema(), ""))["spec.schedule.inFlightLimit"]
     assert node["x-kubernetes-preserve-unknown-fields"] is True

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from operator_objects import body
 
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
 from pipemorph.fabric.findings import nodes
@@ -80,7 +82,7 @@ class Job:
         self.slow: set[tuple[int, int]] = set()
         self.unknown: set[int] = set()
         self.sick: tuple[Any, ...] = ()
-        self.controller = self
+        self.controller, self.running = self, Running(self.spec.parallelism)
         self.reports = SimpleNamespace(reported_at=1.0)
         api.pods[uid] = [pod(i, node, self.job_uid) for i, node in enumerate(placed)]
 
@@ -239,6 +241,19 @@ def test_a_new_attempt_is_placed_anew_and_one_that_waits_not_yet() -> None:
     job.attempt = 2
     world.look()
     assert world.api.lists == 3
+
+
+def test_a_spare_that_takes_a_place_brings_its_node() -> None:
+    world = World()
+    cut = {"stages": 3, "replicas": 1, "spares": 1}
+    job = world.job("a", ["n0", "n1", "n2", "n3"], stages=3, failurePolicy={"maxRestarts": 1})
+    job.spec = job.spec.model_copy(update={"parallelism": Parallelism.model_validate(cut)})
+    job.running = Running(job.spec.parallelism)
+    world.look()
+    assert dict(world.watch._placed["a"].node_of_rank) == {0: "n0", 1: "n1", 2: "n2"}
+    job.running = Running(job.spec.parallelism, places=((1, 3),))
+    world.look()
+    assert dict(world.watch._placed["a"].node_of_rank) == {0: "n0", 1: "n3", 2: "n2"}
 
 
 def test_racks_are_read_from_the_nodes_and_switches_accused() -> None:

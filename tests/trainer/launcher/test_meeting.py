@@ -23,7 +23,8 @@ from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.wire import GenerationState, ResumedFrom
 from pipemorph_trainer.launcher import meeting as meeting_module
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
-from pipemorph_trainer.launcher.pod import Pod, PodSite
+from pipemorph_trainer.launcher.pod import Pod
+from pipemorph_trainer.launcher.site import PodSite
 
 NEVER = 600.0
 
@@ -67,7 +68,7 @@ def meeting(
     tmp_path: Path,
     port: int,
     notes: list[str],
-    runs: Callable[[tuple[int, ...]], bool] = lambda _: True,
+    runs: Callable[[GenerationState], bool] = lambda _: True,
 ) -> Meeting:
     (tmp_path / "token").write_text("secret\n")
     url = f"http://127.0.0.1:{port}"
@@ -140,9 +141,9 @@ def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
     tmp_path: Path, notes: list[str]
 ) -> None:
     """Longer than pods wait for each other, and then its copies are of an old state."""
-    fewer = GenerationState(attempt=0, generation=3, left_out=(1,), again=0.05)
+    fewer = GenerationState(attempt=0, generation=3, left_out=(1,), places=((0, 4),), again=0.05)
     host = Answers(200, fewer.model_dump())
-    pod = meeting(tmp_path, host.server_address[1], notes, runs=lambda left: 1 not in left)
+    pod = meeting(tmp_path, host.server_address[1], notes, runs=lambda told: 1 not in told.left_out)
     assert pod.join(NEVER, lambda: False) == fewer, "it has to import before it may run"
 
     def turns() -> bool:
@@ -156,7 +157,8 @@ def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
     told = [json.loads(text) for _, text in host.asked]
     assert [(each["generation"], each["left_out"]) for each in told[1:3]] == [(2, [1]), (3, [1])]
     assert {each["event"] for each in told[1:]} == {"gone"}
-    assert notes == ["generation 3 runs without replicas 1; this pod waits until a pod is back"]
+    assert [each["places"] for each in told[1:3]] == [[[0, 4]], [[0, 4]]]
+    assert notes == ["generation 3 runs without replicas 1; this pod waits until it is needed"]
 
 
 def test_a_pod_that_did_not_hear_of_a_generation_was_left_out_of_it(

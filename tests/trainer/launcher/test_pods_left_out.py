@@ -13,11 +13,13 @@ import torch
 from pods import DEADLINE, Job
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph_trainer import Part, TrainerContext
 from pipemorph_trainer.examples import gpt
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
-from pipemorph_trainer.launcher.pod import Pod, PodSite
+from pipemorph_trainer.launcher.pod import Pod
+from pipemorph_trainer.launcher.site import PodSite
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -194,12 +196,13 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
         "PIPEMORPH_KEPT_DIR": str(tmp_path),
     }
     pod = Pod.from_env(given)
-    assert not pod.runs_without((1,)) and pod.runs_without((0,))
-    small = pod.without((0,))
+    fewer = Life(left_out=(0,))
+    assert not pod.runs_in(Life(left_out=(1,))) and pod.runs_in(fewer)
+    small = pod.within(fewer)
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, None, environ=given)
-    env = {**given, **site._smaller(tmp_path, (0,))}
-    context = TrainerContext.from_env(small.environment(0, env, pod))
+    env = {**given, **site._changed(tmp_path, fewer)}
+    context = TrainerContext.from_env(small.environment(0, env))
     # Rank 4 is stage 1 of replica 1 in the whole job.
     assert (context.rank, context.kept_rank, context.world_size) == (2, 4, 4)
     assert (context.coordinate().stage, context.coordinate().replica) == (1, 0)

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 
 from pipemorph.errors import InputError
 from pipemorph.local.processes.supervise import End, Ending
-from pipemorph_trainer.launcher.pod import Pod, describe, exit_code, run
+from pipemorph_trainer.launcher.pod import Pod
+from pipemorph_trainer.launcher.site import describe, exit_code, run
 from pipemorph_trainer.preflight import EXIT_UNFIT, TERMINATION_LOG
 
 GRACE_SECONDS = 28.0

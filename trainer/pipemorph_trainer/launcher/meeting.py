@@ -170,7 +170,7 @@ class Meeting:
     """What the pod number ``pod`` of an attempt tells and hears. Its threads end with the process.
 
     ``note`` is told when the ingest does not answer, and does again. ``runs``: whether a generation
-    without some replicas has ranks in this pod.
+    has ranks in this pod.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class Meeting:
         pod: int,
         attempt: int,
         note: Callable[[str], None],
-        runs: Callable[[tuple[int, ...]], bool] = lambda _: True,
+        runs: Callable[[GenerationState], bool] = lambda _: True,
     ) -> None:
         self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
         self._runs = runs
         self.missed = False
         """Whether a generation ran without this pod: its copies are not of the newest state."""
-        self._left_out: tuple[int, ...] = ()
-        """Of the generation that this pod was told of last."""
+        self._told = GenerationState(attempt=attempt, generation=0)
+        """What this pod was told last."""
         self._leaving: int | None = None
         """A generation whose ranks are to leave."""
         self._launcher = secrets.token_hex(8)
@@ -285,18 +285,21 @@ class Meeting:
         self, patience: float, meets: float, cancelled: threading.Event
     ) -> GenerationState | str:
         end, backoff = time.monotonic() + patience, FIRST_BACKOFF_SECONDS
-        why = "the ingest has not answered"
+        why, told = "the ingest has not answered", patience < inf
         while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
             try:
                 state = self._ask({}, self._report(0, "joined"), REQUEST_SECONDS)
             except (*_NO_ANSWER, Refused) as error:
                 # Refused: the ingest may learn of this pod later than the pod begins.
                 why = one_line(str(error))
+                if not told:
+                    self._note(f"no ingest knows this pod: {why}; asking again for ever")
+                    told = True
                 cancelled.wait(min(backoff, left))
                 backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
                 continue
-            self._left_out = state.left_out
-            if state.verdict or not (state.over and self._runs(state.left_out)):
+            self._told = state
+            if state.verdict or not (state.over and self._runs(state)):
                 return state
             self._note(f"waiting for the generation after {state.generation}: {state.reason}")
             return self._wait(state.generation, None, 0, meets, cancelled)
@@ -336,13 +339,12 @@ class Meeting:
             # A generation does not follow one that this pod has not heard of, unless that ran
             # without it.
             self.missed |= state.generation > generation + 1
-            self._left_out = state.left_out
-            runs = self._runs(state.left_out)
+            self._told, runs = state, self._runs(state)
             if state.verdict or (state.generation > generation and not state.over and runs):
                 return state
             if not runs:
                 self._tell_once(state)
-                self.missed, why = True, "the other replicas train on"
+                self.missed, why = True, "the others train on without this pod"
                 end = inf  # There is nothing else to do, whether an ingest answers or not.
             elif end == inf:
                 end = time.monotonic() + patience
@@ -355,9 +357,11 @@ class Meeting:
 
     def _tell_once(self, state: GenerationState) -> None:
         if not self.missed and not state.over:
+            without = ", ".join(map(str, state.left_out))
             self._note(
-                f"generation {state.generation} runs without replicas"
-                f" {', '.join(map(str, state.left_out))}; this pod waits until a pod is back"
+                f"generation {state.generation} runs without"
+                + (f" replicas {without}" if without else " this pod")
+                + "; this pod waits until it is needed"
             )
 
     def _watch(self) -> None:
@@ -455,6 +459,7 @@ class Meeting:
                 "finished": finished,
                 "resumed": resumed,
                 "why": why[:LONGEST_LINE],
-                "left_out": self._left_out,
+                "left_out": self._told.left_out,
+                "places": self._told.places,
             }
         )

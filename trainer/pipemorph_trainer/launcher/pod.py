@@ -1,47 +1,19 @@
-"""The ranks of one pod: starts them, and waits until all have ended."""
+"""One pod, by the variables that the operator gives it: which ranks of the job it has, and when."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipemorph.api.running import Running
 from pipemorph.api.spec import FailurePolicy, PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
-from pipemorph.local.generations import Generations, Life
-from pipemorph.local.processes.forks import Forks
-from pipemorph.local.processes.hang import HangWatch
-from pipemorph.local.processes.interrupts import Interrupts
-from pipemorph.local.processes.kept import KeptFolder
+from pipemorph.local.generations import Life
 from pipemorph.local.processes.rank_log import PrefixedLog
-from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, supervise
-from pipemorph.wire import Loss, ResumedFrom
-from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
+from pipemorph.wire import GenerationState
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
-
-EXIT_FAILED = 1
-MEET_SECONDS = 60.0
-"""How long to wait for the next generation, beside the grace period that ranks elsewhere may use
-up: longer than another ingest needs to take over."""
-JOIN_SECONDS = 20.0
-"""How long a pod that begins asks for an ingest: it may be a new one in the place of another, whose
-ranks must not begin as generation 0."""
-FOLLOW_SECONDS = 5.0
-"""By how much a pod outlives the one whose rank has failed: its end would be taken for the cause,
-and end that pod before its log is whole."""
-LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,8 +32,8 @@ class Pod:
     address: str | None = None
     """Of any pod of the job, with its number in the place of ``{}``; None: all have that of the
     first one."""
-    left_out: tuple[int, ...] = ()
-    """Replicas without which the job runs that this is a pod of, see :meth:`without`."""
+    kept_first: int | None = None
+    """By what number copies of its first rank are found, see :meth:`within`; None: ``first``."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
@@ -77,9 +49,12 @@ class Pod:
         context = TrainerContext.from_env({**environ, "RANK": str(index * size)})
         if context.job is None:
             raise InputError("PIPEMORPH_JOB_FILE is not set; the operator sets it")
-        if size < 1 or (index + 1) * size > context.world_size:
+        spares = context.job.spec.parallelism.spares
+        if size < 1 or (index - spares + 1) * size > context.world_size:
+            more = f" and {spares} spares" if spares else ""
             raise InputError(
                 f"pod {index} with {size} ranks is outside of a job of {context.world_size} ranks"
+                f"{more}"
             )
         return Pod(
             context.job,
@@ -99,32 +74,49 @@ class Pod:
 
     @property
     def pods(self) -> int:
-        return self.job.spec.parallelism.world_size // self.size
+        """Those of the job, with spares."""
+        cut = self.job.spec.parallelism
+        return cut.world_size // self.size + cut.spares
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it begins without ranks."""
+        return self.first >= self.job.spec.parallelism.world_size
 
     @property
     def resizes(self) -> bool:
         """Whether generations may have different replicas."""
         return self.job.spec.parallelism.min_replicas is not None
 
-    def runs_without(self, left_out: tuple[int, ...]) -> bool:
-        """Whether this pod has ranks in a generation without some replicas."""
-        return Running(self.job.spec.parallelism, left_out).has(self.index)
+    @property
+    def may_wait(self) -> bool:
+        """Whether a generation may run without this pod."""
+        return self.resizes or self.job.spec.parallelism.spares > 0
 
-    def without(self, left_out: tuple[int, ...]) -> Pod:
-        """This pod in the smaller job that runs without some replicas."""
-        running = Running(self.job.spec.parallelism, left_out)
-        spec = running.spec(self.job.spec)
-        job = self.job.model_copy(update={"spec": spec})
-        return replace(self, job=job, first=running.rank(self.first), left_out=left_out)
+    def runs_in(self, told: GenerationState | Life) -> bool:
+        """Whether this pod has ranks in a generation."""
+        return self._running(told).has(self.index)
 
-    def environment(
-        self, local_rank: int, environ: Mapping[str, str], whole: Pod | None = None
-    ) -> dict[str, str]:
-        """The variables of one rank. ``whole``: this pod in the whole job, if it is not that."""
+    def within(self, life: Life) -> Pod:
+        """This pod with its ranks of a generation, and the job of the replicas that run in it."""
+        if not (life.left_out or life.places):
+            return self
+        running = self._running(life)
+        place = running.place(self.index)
+        assert place is not None, "a pod is asked where it has ranks"
+        job = self.job.model_copy(update={"spec": running.spec(self.job.spec)})
+        kept = place * self.size
+        return replace(self, job=job, first=running.rank(kept), kept_first=kept)
+
+    def _running(self, told: GenerationState | Life) -> Running:
+        return Running(self.job.spec.parallelism, told.left_out, told.places)
+
+    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables of one rank."""
         rank = self.first + local_rank
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        if whole is not None:
-            own["PIPEMORPH_KEPT_RANK"] = str(whole.first + local_rank)
+        if self.kept_first is not None:
+            own["PIPEMORPH_KEPT_RANK"] = str(self.kept_first + local_rank)
         port = environ.get("PIPEMORPH_METRICS_PORT")
         if port and int(port):
             # The ranks of a pod share its address.
@@ -144,316 +136,3 @@ def _policy(environ: Mapping[str, str]) -> FailurePolicy:
         if not text.isdecimal() or int(text) == 0:
             raise InputError(f"{names[key]} is {text!r}; expected seconds, at least 1")
     return FailurePolicy.model_validate({key: int(text) for key, text in given.items()})
-
-
-def generation_secret(secret: bytes, generation: int) -> bytes:
-    """The engine's secret of a generation, the same in all pods, and of no use for the others."""
-    return hmac.new(secret, b"generation %d" % generation, hashlib.sha256).hexdigest().encode()
-
-
-@dataclass
-class PodSite:
-    """The :class:`~pipemorph.local.generations.Site` of a pod. Without a ``meeting``, the end of a
-    rank is that of the pod."""
-
-    pod: Pod
-    program: list[str]
-    grace: float
-    events: Events
-    interrupts: Interrupts
-    meeting: Meeting | None
-    word: int | None = None
-    """The generation of which rank 0's word is awaited."""
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    forks: Forks | None = None
-    asked: bool = False
-    """Whether the ranks have been asked to leave, so that a replica can join."""
-    hangs: HangWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.hangs = HangWatch(self.pod.policy, self.pod.job.spec.trainer.iterations)
-
-    def first(self) -> Life | Ending:
-        if self.meeting is None:
-            return Life()
-        patience = MEET_SECONDS + self.grace
-        met = self.meeting.join(JOIN_SECONDS, self.is_over, meets=patience)
-        if self.is_over():
-            return Ending(End.INTERRUPTED)
-        if isinstance(met, str):
-            # Ranks do not wait for an ingest that is away: most pods are the first in their place.
-            note(f"{met}; the ranks begin as generation 0")
-            return Life()
-        if not met.verdict and not self.pod.runs_without(met.left_out):
-            # Others train meanwhile, and stop only when this pod can begin.
-            if self.forks is not None:
-                self.forks.server(self.is_over)
-            late = self.meeting.meet(met.generation, None, patience, self.is_over)
-            if self.is_over():
-                return Ending(End.INTERRUPTED)
-            if isinstance(late, str):
-                return Ending(End.FAILED, late)
-            self.meeting.missed, met = False, late
-        if met.verdict not in ("", "completed"):
-            return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
-        if met.verdict == "completed":
-            return Ending(End.COMPLETED)
-        if met.generation:
-            note(f"this pod takes the place of another one, in generation {met.generation}")
-        return Life(generation=met.generation, left_out=met.left_out)
-
-    @contextmanager
-    def shared(self, life: Life) -> Iterator[dict[str, str]]:
-        """The variables of a generation, its secret, and where its ranks count iterations."""
-        env = {**self.environ, "PIPEMORPH_GENERATION": str(life.generation)}
-        if self.meeting is None and not self.hangs.watches:
-            yield env  # A pod may have no folder that can be written.
-            return
-        try:
-            made = tempfile.TemporaryDirectory(prefix="life-", dir=self.pod.kept_dir)
-        except OSError as error:
-            raise InputError(
-                f"no folder can be made for what the ranks of this pod finish ({error}); set"
-                " PIPEMORPH_KEPT_DIR to one that can be written, such as a volume of the pod"
-            ) from error
-        with made as folder:
-            env["PIPEMORPH_PROGRESS_DIR"] = folder
-            if life.generation > 0 and self.pod.secret:
-                file = Path(folder) / "engine"
-                file.touch(mode=0o600)
-                file.write_bytes(generation_secret(self.pod.secret, life.generation))
-                env["PIPEMORPH_SECRET_FILE"] = str(file)
-            if life.left_out:
-                env |= self._smaller(Path(folder), life.left_out)
-            yield env
-
-    def _smaller(self, folder: Path, left_out: tuple[int, ...]) -> dict[str, str]:
-        """The variables of all ranks of a generation without some replicas."""
-        cut = self.pod.job.spec.parallelism
-        running, pod = Running(cut, left_out), self.pod.without(left_out)
-        file = folder / "job.json"
-        file.write_text(pod.job.model_dump_json(by_alias=True, exclude_defaults=True))
-        env = {
-            "PIPEMORPH_JOB_FILE": str(file),
-            "WORLD_SIZE": str(pod.job.spec.parallelism.world_size),
-        }
-        if self.pod.address is not None:
-            env["MASTER_ADDR"] = self.pod.address.replace("{}", str(running.pods[0]))
-        return env
-
-    def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
-        pod = self.pod.without(life.left_out) if life.left_out else self.pod
-        mesh = pod.job.spec.parallelism.mesh
-        ranks_here = range(pod.first, pod.first + pod.size)
-        folder = shared.get("PIPEMORPH_PROGRESS_DIR")
-        self.hangs.begin(HangWatch.files(Path(folder), ranks_here) if folder else ())
-        self.asked = False
-        for local_rank in range(pod.size):
-            rank = pod.first + local_rank
-            env = pod.environment(local_rank, shared, self.pod if self.pod.resizes else None)
-            ranks.start(mesh.coordinate(rank), self.program, env, pod.log(rank))
-        if self.meeting is not None:
-            self.meeting.watch(life.generation)
-            self.word = life.generation if pod.first == 0 and life.generation else None
-
-    def watch(self, ranks: RankSet, life: Life) -> Ending:
-        ending = self._supervise(ranks, life)
-        self.hangs.end()
-        return ending
-
-    def _supervise(self, ranks: RankSet, life: Life) -> Ending:
-        meeting = self.meeting
-        straggle = self.pod.job.spec.transport.deadline_seconds
-        saves = self.pod.job.spec.checkpoint is not None
-        if meeting is None:
-            return supervise(
-                ranks,
-                self.events,
-                refresh=lambda: None,
-                note=note,
-                grace=self.grace,
-                straggle=straggle,
-                saves=saves,
-                hung=self.hangs.look,
-            )
-        return supervise(
-            ranks,
-            self.events,
-            refresh=lambda: self._look(meeting, life),
-            note=note,
-            grace=self.grace,
-            straggle=straggle,
-            recovers=True,
-            saves=saves,
-            # Ranks leave only by an agreement of all, which another pod may have asked for.
-            moves=lambda: self.pod.resizes,
-            hung=self.hangs.look,
-            told=lambda: meeting.over(life.generation),
-            on_failure=lambda ending: self._tell(meeting, life, ending),
-        )
-
-    def is_over(self) -> bool:
-        return self.interrupts.received is not None
-
-    def agree(self, life: Life, ending: Ending) -> Life | Ending:
-        if ending.status == EXIT_NO_MORE:
-            ending = replace(ending, status=EXIT_FAILED)  # A rank's own code means nothing like it.
-        if self.meeting is None:
-            return ending
-        if ending.end is End.INTERRUPTED and ending.saved and not self.is_over():
-            # Another pod was asked to end, and ranks of all have saved: this one stays.
-            reason = f"the ranks saved and ended with those of another pod ({ending.reason})"
-            ending = replace(ending, end=End.FAILED, reason=reason, retry=True, lost_peer=True)
-        if ending.end is End.MOVED:
-            note("the ranks have left, so that a replica can join")
-        elif ending.end not in (End.COMPLETED, End.FAILED):
-            return ending
-        if ending.end is End.COMPLETED:
-            if self.pod.pods > 1:
-                self.meeting.completed(life.generation, self.is_over)
-            return ending
-        if ending.end is not End.MOVED:
-            _print(ending)
-        # Of ranks that hang, all pods say what theirs did.
-        told = ending.end is End.MOVED or (ending.told and not ending.hang)
-        loss = None if told else loss_of(ending)
-        patience = MEET_SECONDS + self.grace
-        met = self.meeting.meet(
-            life.generation, loss, patience, self.is_over, finished=self.hangs.finished
-        )
-        if self.is_over():
-            return replace(ending, end=End.INTERRUPTED)
-        self._forget_what_is_old()
-        if not isinstance(met, str) and met.verdict == "completed":
-            return Ending(End.COMPLETED)
-        if ending.end is End.MOVED:
-            ending = replace(ending, end=End.FAILED)
-        ending = _not_as_lost(ending)
-        if isinstance(met, str):
-            why = f"not started again within the pod: {met}"
-            return replace(ending, details=(*ending.details, why))
-        if not met.verdict:
-            without = ", ".join(map(str, met.left_out))
-            fewer = f", without replica {without}" if without else ""
-            note(f"the ranks start again as generation {met.generation}{fewer}")
-            return Life(life.attempt, met.generation, met.left_out)
-        if met.why:
-            ending = replace(ending, details=(*ending.details, met.why))
-        if met.cause != self.pod.index:
-            self._follow()
-            return replace(ending, status=EXIT_FAILED)
-        return ending if met.verdict == "attempt" else replace(ending, status=EXIT_NO_MORE)
-
-    def _tell(self, meeting: Meeting, life: Life, ending: Ending) -> None:
-        if not ending.told:
-            meeting.failed(life.generation, loss_of(ending))
-
-    def _forget_what_is_old(self) -> None:
-        """Remove copies of the state of an earlier generation, if one ran without this pod: those
-        of the others are of the same iterations, but of other batches."""
-        assert self.meeting is not None
-        if self.pod.resizes and self.meeting.missed and self.pod.kept_dir is not None:
-            KeptFolder(self.pod.kept_dir).clear()
-        self.meeting.missed = False
-
-    def _look(self, meeting: Meeting, life: Life) -> None:
-        self._look_for_word()
-        if self.pod.kept_dir is None or not self.pod.resizes:
-            return
-        kept = KeptFolder(self.pod.kept_dir)
-        # Rank 0 says why they go on as they are, whichever pod has asked them.
-        why = kept.stay(life.generation)
-        if why:
-            kept.forget_stay(life.generation)
-            note(f"the ranks do not leave for a replica that could join: {why}")
-            meeting.stays(life.generation, why)
-        leaves = meeting.leaves(life.generation)
-        if leaves and not self.asked:
-            kept.ask_to_leave(life.generation)
-        self.asked = leaves
-
-    def _look_for_word(self) -> None:
-        """Pass on what the ranks have begun with, once rank 0 has left word of it."""
-        if self.word is None or self.meeting is None or self.pod.kept_dir is None:
-            return
-        found = KeptFolder(self.pod.kept_dir).resumed(self.word)
-        if found is not None:
-            resumed = ResumedFrom(
-                iteration=found.iteration, rung=found.rung[:32], why=found.why[:LONGEST_LINE]
-            )
-            self.meeting.resumed(self.word, resumed)
-            self.word = None
-
-    def _follow(self) -> None:
-        end = time.monotonic() + FOLLOW_SECONDS
-        while time.monotonic() < end and not self.is_over():
-            time.sleep(LOOK_SECONDS)
-
-
-def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = False) -> Ending:
-    """Run the pod's ranks to their end. Call it from the main thread.
-
-    ``generations``: when ranks have ended, ask the ingest whether to start them again. Raises
-    :class:`InputError` if it is not known where that is.
-    """
-    program = [shutil.which(command[0]) or command[0], *command[1:]]
-    # A single rank needs nobody to have imported before it, unless it starts again.
-    modules = pod.job.spec.trainer.preload if pod.size > 1 or generations else []
-    meeting = None
-    if generations:
-        endpoint = Endpoint.from_env(os.environ, pod.namespace, pod.job.metadata.name)
-        meeting = Meeting(endpoint, pod.index, pod.attempt, note, pod.runs_without)
-    events, reaper = Events(), Reaper()
-    try:
-        with (
-            Interrupts(events) as interrupts,
-            Forks(modules, program, os.environ, note) as forks,
-        ):
-            site = PodSite(pod, program, grace, events, interrupts, meeting, forks=forks)
-            return Generations(site, reaper, forks, events).to_the_end()
-    finally:
-        reaper.close()
-
-
-def _not_as_lost(ending: Ending) -> Ending:
-    """An ending whose exit code is not one by which Kubernetes would replace this pod alone."""
-    if exit_code(ending) in EXITS_LOST:
-        return replace(ending, status=EXIT_FAILED)
-    return ending
-
-
-def loss_of(ending: Ending) -> Loss:
-    """A failure, for the ingest."""
-    return Loss(
-        reason=ending.reason[:LONGEST_LINE],
-        at=ending.at,
-        rank=ending.position.rank if ending.position else None,
-        retry=ending.retry,
-        error=ending.error[:LONGEST_LINE] if ending.error else None,
-        lost_peer=ending.lost_peer,
-        hang=ending.hang,
-        waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
-    )
-
-
-def exit_code(ending: Ending) -> int:
-    """The exit code of the pod: 0, or that of the rank that failed, or of those that saved."""
-    if ending.end is End.COMPLETED:
-        return 0
-    if ending.end is End.INTERRUPTED:
-        return EXIT_SAVED if ending.saved else EXIT_SIGTERM
-    status = ending.status if ending.status is not None else EXIT_FAILED
-    return status if status >= 0 else 128 - status
-
-
-def describe(ending: Ending) -> str:
-    """All lines of an ending: the reason, then indented details."""
-    return "\n".join((ending.reason, *(f"  {line}" for line in ending.details))) + "\n"
-
-
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _print(ending: Ending) -> None:
-    print(describe(ending), end="", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
 from pipemorph.control import JobController
@@ -127,9 +128,15 @@ class TrackedJob:
         )
 
     @property
+    def running(self) -> Running:
+        """Which ranks run, and in which pods."""
+        return Running(self.spec.parallelism, self.generations.left_out, self.generations.places)
+
+    @property
     def recovers(self) -> bool:
         """Whether status does not have what there is to tell of generations."""
-        return bool(self.generations.saved.count) and self.generations.saved != self.recoveries
+        told = self.generations.told
+        return told is not None and told != self.recoveries
 
     def goodput(self, now: float) -> float | None:
         """See :mod:`pipemorph.control.record.goodput`. ``now``: wall clock, seconds. Of reports
@@ -179,4 +186,6 @@ class TrackedJob:
             self.spec.parallelism.replicas if self.spec.parallelism.min_replicas else None,
             self.generations.left_out,
             self.generations.stays,
+            self.spec.parallelism.spares,
+            self.generations.spares_ready,
         )

@@ -204,13 +204,11 @@ class StatusWriter:
         control = tracked.control
         if control is not None:
             control = control.model_copy(update={"reserved": tracked.versions.reserved})
-        # Not of jobs whose ranks have always been well.
-        saved = tracked.generations.saved
         status = JobStatus(
             conditions=conditions,
             training=training,
             control=control,
-            recoveries=saved if saved.count else None,
+            recoveries=tracked.generations.told,
             goodput=tracked.goodput(wall),
             useful_time=_useful_time(tracked),
         )

@@ -1,0 +1,117 @@
+"""Spares in status, in the condition that tells of them, and where pods are looked for."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from operator_status import Shared
+
+from pipemorph.api.status import JobStatus, condition
+from pipemorph.ingest import GenerationDesk
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.ingest.store import ClusterStore
+
+KEY = ("team", "gpt")
+LOSS = {"reason": "rank 0 lost rank 2", "at": 1.0, "rank": 0, "lost_peer": True}
+PATIENCE = 20.0
+
+
+def an_ingest(api: Shared) -> ClusterStore:
+    """Of a job with four pods that have ranks, and a spare, pod 4."""
+    api.job["spec"]["parallelism"] = {"stages": 4, "replicas": 1, "spares": 1}
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": 5}
+    store = ClusterStore(api)  # type: ignore[arg-type]
+    store.changed(KEY, copy.deepcopy(api.job))
+    return store
+
+
+def report(store: ClusterStore, sequence: int, *indices: int) -> None:
+    common = {"seconds": 1.0, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
+    controller = store.lookup(*KEY)
+    assert controller is not None
+    values = {
+        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0,
+        "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
+        "observed_plan_version": 0, "applied_plan_version": 0,
+        "iterations": [{"index": index, **common} for index in indices],
+    }  # fmt: skip
+    controller.report(LinkHealthReport.model_validate(values), time.time())
+
+
+async def tell(desk: GenerationDesk, pod: int, wait: str = "0", **more: Any) -> dict[str, Any]:
+    word = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone", "launcher": f"of {pod}"}
+    reply = await desk.tell(*KEY, json.dumps(word | more).encode(), wait)
+    assert reply.status == 200, reply
+    told: dict[str, Any] = json.loads(reply.body)
+    return told
+
+
+def lost(api: Shared, pod: int) -> None:
+    """The operator writes that a pod is lost, in whole seconds."""
+    at = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+    record = {"attempt": 0, "pod": pod, "uid": str(pod), "at": at, "cause": "node n2 is lost"}
+    api.job["status"]["replacements"] = [record]
+
+
+def seen(api: Shared) -> tuple[JobStatus, tuple[str, str, str]]:
+    found = JobStatus.model_validate(api.job["status"])
+    told = condition(found, "SparesReady")
+    assert told is not None
+    return found, (told.status, told.reason, told.message)
+
+
+def test_a_spare_stands_by_takes_a_place_and_another_stands_by() -> None:
+    api = Shared()
+    store = an_ingest(api)
+    report(store, 1, 0, 1)
+
+    async def work() -> None:
+        desk = GenerationDesk(store)
+        store.on_lost = desk.hurry
+        assert (await tell(desk, 4, event="joined"))["generation"] == 0
+        await store.persist_generations(*KEY)
+        few = "0 of 1 spare stands by; the others are not there, or not ready yet"
+        assert seen(api)[1] == ("False", "FewerSpares", few)
+        spare = asyncio.create_task(tell(desk, 4, "30"))
+        await asyncio.sleep(0)
+        assert store.jobs()[0].recovers and store.jobs()[0].has_news, "status is written soon"
+        await store.persist_generations(*KEY)
+        found, told = seen(api)
+        assert told == ("True", "AllSpares", "1 of 1 spare stands by")
+        assert found.recoveries is not None and found.recoveries.spares_ready == 1
+
+        waiting = [asyncio.create_task(tell(desk, pod, "30", loss=LOSS)) for pod in (0, 1, 3)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        lost(api, 2)
+        store.changed(KEY, copy.deepcopy(api.job))
+        async with asyncio.timeout(PATIENCE):
+            answers = await asyncio.gather(spare, *waiting)
+        assert {each["generation"] for each in answers} == {1}
+        assert [each["places"] for each in answers] == [[[2, 4]]] * 4
+
+        await tell(desk, 2, event="joined", launcher="new")
+        await tell(desk, 2, generation=1, launcher="new", places=[[2, 4]])
+        await store.persist_generations(*KEY)
+
+    asyncio.run(work())
+    found, told = seen(api)
+    assert told[0] == "True"
+    assert found.recoveries is not None
+    assert found.recoveries.moved == ((2, 4),)
+    (record,) = found.recoveries.last
+    assert record.cause == "node n2 is lost"
+    assert [(each.pod, each.instead_of) for each in record.spares] == [(4, 2)]
+    assert store.jobs()[0].running.pods == (0, 1, 4, 3)
+    expected = store.expected(*KEY)
+    assert expected is not None and expected.pods == 5
+    # Another ingest goes on from that.
+    again = ClusterStore(api)  # type: ignore[arg-type]
+    again.changed(KEY, copy.deepcopy(api.job))
+    generations = again.generations(*KEY)
+    assert generations is not None and generations.state.places == ((2, 4),)
