@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import pytest
 from observing import Agent
 from operator_objects import body
-from operator_status import Shared
+from operator_status import Shared, known
 from plant_support import Plant
 
 from pipemorph.api.spec import JobSpec
@@ -30,9 +31,11 @@ from pipemorph.wire import (
     HandIn,
     LinkHealthReport,
 )
+from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.status.write_budget import SPACING_SECONDS
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.names import PLAN_KIND
 from pipemorph_trainer.agent.uplinks.deputy import Deputy
 
 KEY = ("team", "gpt")
@@ -54,6 +57,8 @@ class Api(Shared):
         schedule |= {"dispatch": "static"}
         self.job = body(stages=4, trainer=trainer, schedule=schedule)
         self.job["status"] = {"attempt": 0}
+        self.saved: dict[int, str] = {}
+        """By version: every plan that was saved."""
 
     def control(self) -> ControlState | None:
         found = self.job["status"].get("control")
@@ -72,6 +77,17 @@ class Api(Shared):
         assert new is None or new["reserved"] >= new["planVersion"]
         super().write(copy.deepcopy(status))
 
+    def put(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """As the CRD's rules allow, and never ahead of status."""
+        if self.plan is not None:
+            assert all(plan[name] >= self.plan[name] for name in ("attempt", "planVersion"))
+        assert plan["planVersion"] <= self.job["status"]["control"]["planVersion"]
+        saved = snapshot_codec.unpack(plan["snapshot"])["directive"]
+        if saved is not None:
+            text = json.dumps(saved["plan"])
+            assert self.saved.setdefault(saved["plan_version"], text) == text, "two plans"
+        return super().put(plan)
+
 
 class Host:
     """One ingest: until it is killed, at the write with number ``dies_at``: before the API server
@@ -85,28 +101,35 @@ class Host:
         self.writes = 0
         cluster: Any = self
         self.store = ClusterStore(cluster, clock=clock, monotonic=clock)
-        self.store.changed(("team", "gpt"), copy.deepcopy(api.job))
         self.handler = IngestHandler(self.store, limits=Limits(1e9, 1_000_000_000))
 
     async def get(self, url: str) -> Any:
         await self._reach()
         return await self.api.get(url)
 
-    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
+        if obj["kind"] == PLAN_KIND:
+            return await self._write(lambda: self.api.create(obj, owner))
         return obj
 
+    async def replace(self, obj: dict[str, Any], owner: str) -> Any:
+        return await self._write(lambda: self.api.replace(obj, owner))
+
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        return await self._write(lambda: self.api.apply(obj, owner, subresource=subresource))
+
+    async def _write(self, write: Callable[[], Awaitable[Any]]) -> Any:
         await self._reach()
         if self.late is not None:
             await self.late.wait()
         self.writes += 1
         dies = self.writes - 1 == self.dies_at
         if dies and self.got_through:
-            await self.api.apply(obj, owner, subresource=subresource)
+            await write()
         if dies:
             self.dead = True
             await self._reach()
-        return await self.api.apply(obj, owner, subresource=subresource)
+        return await write()
 
     async def _reach(self) -> None:
         if self.away:
@@ -143,6 +166,7 @@ class Ranks(Plant):
     def host(self, dies_at: int = -1, *, got_through: bool = False) -> Host:
         host = Host(self.api, lambda: self.now, dies_at)
         host.got_through = got_through
+        self.loop.run_until_complete(known(host.store, self.api.job))
         self.hosts = [host]
         return host
 
@@ -296,8 +320,9 @@ def undisturbed_writes() -> int:
         return host.writes
 
 
-WRITES = range(5)
-"""Of one ingest, from the first reservation to the third directive and its figures."""
+WRITES = range(9)
+"""Of one ingest, of status and of plans, from the first reservation to the third directive and its
+figures."""
 
 
 def test_there_are_as_many_transitions_as_kills() -> None:
@@ -337,7 +362,7 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
         control = job.api.control()
         assert control is not None and control.plan_version >= job.observed
         saved = job.host().store._tracked[KEY].controller.wanted
-        assert saved.version == job.observed, "what is in force is in status at last"
+        assert saved.version == job.observed, "what is in force is saved at last"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -440,7 +465,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
         assert training["lastAdaptation"]["reason"] == reason
         saved = job.host().store._tracked[KEY].controller
-        assert saved.wanted == job.plan, "it is in status now"
+        assert saved.wanted == job.plan, "it is saved now"
         # It knows what the plan is for.
         job.delays = [0.0, 0.0, 0.0]
         job.adapts()
