@@ -218,6 +218,7 @@ def test_the_plan_is_in_an_object_of_the_job_and_not_in_status() -> None:
     asyncio.run(store.persist(*KEY, controller.snapshot()))
     assert control_of(api) == {"attempt": 0, "planVersion": 8, "reserved": 8 + ALL}
     assert api.plan is not None
+    assert store.jobs()[0].unsaved is None, "it keeps the plan, and writes it again and again"
     job = api.job["metadata"]
     assert (api.plan["kind"], api.plan["jobUid"]) == (names.PLAN_KIND, job["uid"])
     assert api.plan["metadata"]["ownerReferences"] == [
@@ -228,7 +229,6 @@ def test_the_plan_is_in_an_object_of_the_job_and_not_in_status() -> None:
     assert (back.wanted, api.reads) == (controller.wanted, ["pipemorphplans"])
     tracked = again.jobs()[0]
     assert tracked.unsaved is None and tracked.control is not None
-    assert tracked.control.snapshot is None, "an ingest has no plan of its jobs twice in memory"
 
 
 def test_of_a_plan_that_is_too_large_the_versions_are_saved(
