@@ -32,8 +32,8 @@ PLAN_AGAIN_SECONDS = 5.0
 """Delay before a retry after the planner process of first plans died."""
 MOST_READS = 16
 """Limit of concurrent reads of saved plans."""
-READ_AGAIN_SECONDS = 0.5
-"""Delay before a saved plan is read again after that failed."""
+READ_AGAIN_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+"""Delay before a saved plan is read again after that failed; it doubles each time, up to this."""
 ARRIVAL_SECONDS = 4.0
 """How long a request waits for its job to be known: an agent waits for five seconds."""
 
@@ -166,6 +166,7 @@ class ComingJobs:
     async def _saved_plan(self, key: Key) -> plan_object.Found:
         """What is saved of the job. If the plan was written after the job was read, the job is read
         again."""
+        pause = READ_AGAIN_SECONDS
         while True:
             coming = self._jobs[key]
             uid = coming.body["metadata"]["uid"]
@@ -182,7 +183,8 @@ class ComingJobs:
                 return found
             except REQUEST_ERRORS as error:
                 log.warning("%s/%s: its plan could not be read: %s", *key, reason_of(error))
-                await asyncio.sleep(READ_AGAIN_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def _control(body: Mapping[str, Any]) -> ControlState | None:
