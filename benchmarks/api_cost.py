@@ -36,7 +36,8 @@ from scale_table import MIX  # noqa: E402
 from scale_usage import Processors, Result  # noqa: E402
 from testbed import tools, wait_for  # noqa: E402
 
-from pipemorph.api.status import JobStatus  # noqa: E402
+from pipemorph.api.plan import SavedPlan  # noqa: E402
+from pipemorph.api.status import ControlState, JobStatus  # noqa: E402
 from pipemorph.control import JobController  # noqa: E402
 from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
@@ -45,7 +46,8 @@ from pipemorph_operator.children.attempt import audience  # noqa: E402
 from pipemorph_operator.cluster.client import Cluster, path  # noqa: E402
 from pipemorph_operator.cluster.events import Event, emit  # noqa: E402
 from pipemorph_operator.ingest.auth import REVIEW_PATH  # noqa: E402
-from pipemorph_operator.ingest.status import snapshot_codec  # noqa: E402
+from pipemorph_operator.ingest.plans import snapshot_codec  # noqa: E402
+from pipemorph_operator.ingest.plans.plan_object import PlanObject, saved_plan  # noqa: E402
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize  # noqa: E402
 
 EACH, WARM, REST = 20, 20, 2.0
@@ -55,8 +57,8 @@ RESERVED = 96
 Ask = Callable[[int], Awaitable[Any]]
 
 
-def status_of(stages: int) -> dict[str, Any]:
-    """What the ingest writes of a job after a slow link: with a plan."""
+def written_of(stages: int) -> tuple[dict[str, Any], SavedPlan]:
+    """What the ingest writes of a job after a slow link: status, and a plan."""
     controller = JobController(parse_job(yaml.safe_dump(job_of(stages, "j"))).spec)
     reports = Reports(stages, 1)
     for at, kind in enumerate(("first", *["quiet"] * 19, "alarm")):
@@ -65,15 +67,17 @@ def status_of(stages: int) -> dict[str, Any]:
         if (asked := controller.replan) is not None:
             controller.settle(asked, propose(asked), now=at * PERIOD)
     source = Source(controller, 20.0, 1)
-    control = snapshot_codec.pack(controller.snapshot())
+    snapshot = controller.snapshot()
+    version = snapshot["plan_version"]
     status = JobStatus(
         conditions=judge(source, [], 20.0), training=summarize(source, 20.0),
-        control=control.model_copy(update={"reserved": RESERVED}),
+        control=ControlState(attempt=0, plan_version=version, reserved=RESERVED),
     )  # fmt: skip
+    plan = saved_plan("", snapshot, snapshot_codec.pack(snapshot))
     return status.model_dump(
         mode="json", by_alias=True, exclude_none=True,
         include={"conditions", "training", "control"},
-    )  # fmt: skip
+    ), plan  # fmt: skip
 
 
 async def measured(installation: Installation, jobs: Jobs, requests: int) -> dict[str, Result]:
@@ -96,7 +100,8 @@ async def measured(installation: Installation, jobs: Jobs, requests: int) -> dic
 
     async with await Cluster.configured() as cluster:
         for first, stages in enumerate(MIX):
-            status = status_of(stages)
+            status, plan = written_of(stages)
+            objects: dict[str, tuple[PlanObject, dict[str, str]]] = {}
 
             def name(number: int, first: int = first) -> str:
                 return f"j{first * EACH + number % EACH}"
@@ -112,10 +117,26 @@ async def measured(installation: Installation, jobs: Jobs, requests: int) -> dic
                     names.INGEST_OWNER, subresource="status",
                 )  # fmt: skip
 
+            async def save(
+                number: int,
+                plan: SavedPlan = plan,
+                objects: dict[str, tuple[PlanObject, dict[str, str]]] = objects,
+            ) -> None:
+                job = name(number)
+                if job not in objects:
+                    found = await cluster.get(path(names.KIND, namespace, job))
+                    assert found is not None
+                    about = {"namespace": namespace, "name": job, "uid": found["metadata"]["uid"]}
+                    objects[job] = PlanObject(None), about
+                saves, about = objects[job]
+                changes = {"job_uid": about["uid"], "attempt": number}  # Or nothing is written.
+                await saves.write(cluster, about, plan.model_copy(update=changes))
+
             async def read(number: int) -> None:
                 await cluster.get(path(names.KIND, namespace, name(number)))
 
             await measure(f"write of the ingest's status, {stages} stages", apply)
+            await measure(f"write of a plan, {stages} stages", save)
             await measure(f"read of a job, {stages} stages", read)
         job = await cluster.get(path(names.KIND, namespace, "j0"))
         assert job is not None

@@ -61,6 +61,7 @@ class PlayedApi:
             }
             for name, spec in specs.items()
         }  # fmt: skip
+        self._plans: dict[str, Object] = {}
         self._leases: dict[str, Object] = {}
         self._watching: set[asyncio.Queue[Object | None]] = set()
 
@@ -71,6 +72,9 @@ class PlayedApi:
             ("GET", f"{JOBS_URL}/pipemorphjobs", self._list),
             ("GET", f"{JOBS_URL}{one}/pipemorphjobs/{{name}}", self._get),
             ("PATCH", f"{JOBS_URL}{one}/pipemorphjobs/{{name}}/status", self._apply),
+            ("GET", f"{JOBS_URL}{one}/pipemorphplans/{{name}}", self._get_plan),
+            ("POST", f"{JOBS_URL}{one}/pipemorphplans", self._put_plan),
+            ("PUT", f"{JOBS_URL}{one}/pipemorphplans/{{name}}", self._put_plan),
             ("GET", LEASES_URL, self._list_leases),
             ("GET", f"{LEASES_URL}/{{name}}", self._get_lease),
             ("POST", LEASES_URL, self._put_lease),
@@ -142,6 +146,20 @@ class PlayedApi:
         for queue in self._watching:
             queue.put_nowait(changed)
         return web.json_response(changed)
+
+    async def _get_plan(self, request: web.Request) -> web.StreamResponse:
+        plan = self._plans.get(request.match_info["name"])
+        if plan is None:
+            return web.json_response({"reason": "NotFound", "message": "no plan"}, status=404)
+        return web.json_response(plan)
+
+    async def _put_plan(self, request: web.Request) -> web.StreamResponse:
+        """Of a job's one ingest: it is the only one that writes it."""
+        plan = await request.json()
+        self._version += 1
+        plan["metadata"]["resourceVersion"] = str(self._version)
+        self._plans[plan["metadata"]["name"]] = plan
+        return web.json_response(plan)
 
     async def _list_leases(self, _: web.Request) -> web.StreamResponse:
         return web.json_response({"metadata": {}, "items": [*self._leases.values()]})

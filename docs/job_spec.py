@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipemorph_operator.crd.generate import custom_resource_definition
+from pipemorph_operator.crd.generate import job_definition
 
 PAGE = Path(__file__).with_name("job-spec.md")
 TABLE = re.compile(r"(<!-- fields: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 def page(text: str) -> str:
     """``text`` with every table made anew. Raises ``KeyError`` for a field that is none."""
-    version = custom_resource_definition()["spec"]["versions"][0]
+    version = job_definition()["spec"]["versions"][0]
     spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
     return TABLE.sub(lambda found: found[1] + table(spec, found[2]) + found[3], text)
 

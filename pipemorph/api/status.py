@@ -387,18 +387,28 @@ class TrainingStatus(StatusModel):
 
 
 class ControlState(StatusModel):
-    """The controller's state for a restart, and the plan versions that may be in use."""
+    """The plan versions that may be in use. The plan is in an object of its own
+    (:mod:`pipemorph.api.plan`)."""
 
     attempt: int = Field(ge=0, description="Attempt of the directive.")
     plan_version: int = Field(ge=0, description="Highest plan version issued; never decreases.")
     reserved: int | None = Field(
         default=None,
         ge=0,
-        description="Plans of versions up to this one may be in force though they are not saved"
-        " here: another ingest begins above it. Never decreases.",
+        description="Plans of versions up to this one may be in force though they are not saved:"
+        " another ingest begins above it. Never decreases.",
     )
-    snapshot: str = Field(
-        max_length=1 << 20, description="State of the controller: JSON, xz, base64."
+    writer: str | None = Field(
+        default=None,
+        max_length=64,
+        description="The ingest that wrote this, as a random word: tells two of them apart that"
+        " write the same.",
+    )
+    snapshot: str | None = Field(
+        default=None,
+        max_length=1 << 20,
+        description="Of a job that an earlier version of the ingest wrote: what the PipeMorphPlan"
+        " of the job has now. Removed with the next write.",
     )
 
 
@@ -582,7 +592,9 @@ class JobStatus(StatusModel):
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."
     )
-    control: ControlState | None = Field(default=None, description="Issued directives.")
+    control: ControlState | None = Field(
+        default=None, description="Versions of the plans that were issued."
+    )
     recoveries: Recoveries | None = Field(
         default=None, description="Starts of the ranks within their pods, after failures."
     )

@@ -13,8 +13,9 @@ def installation(
 ) -> Iterator[Installation]:
     """The chart, installed once, with both programs running. A test that kills one starts it."""
     cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
-    cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
-    wait_for_kind(cluster, "pipemorphjobs")
+    for kind in ("pipemorphjobs", "pipemorphplans"):
+        cluster.wait("crds", f"{kind}.pipemorph.io", "Established")
+        wait_for_kind(cluster, kind)
     made = Installation(cluster, tmp_path_factory.mktemp("operator"))
     made.operator.start()
     made.ingest.start()

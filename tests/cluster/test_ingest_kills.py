@@ -1,4 +1,4 @@
-"""The ingest is killed at its writes of a job's status, from the job's first to its last."""
+"""The ingest is killed at its writes of a job, status and plan, from the first to the last."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,12 +22,13 @@ pytestmark = pytest.mark.cluster
 
 STAGES = 2
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
-PASSED = 1
-"""Writes between two that the ingest is killed at."""
+PASSED = 1, 2
+"""Writes between two that the ingest is killed at, in turn. A plan follows its status: so both are
+killed at, and both get through."""
 
 
 class Killer:
-    """Kills the ingest at writes of status: in turn the write is lost, arrives after another ingest
+    """Kills the ingest at writes of a job: in turn the write is lost, arrives after another ingest
     serves the job, or has arrived and nobody was told."""
 
     def __init__(self, proxy: ApiProxy, ingest: Program, seed: int) -> None:
@@ -52,7 +53,7 @@ class Killer:
 
     def _work(self) -> None:
         for number in count(self.seed):
-            spared = PASSED if self.kills else self.seed
+            spared = PASSED[number % len(PASSED)] if self.kills else self.seed
             if not self._until(partial(self._have_passed, self._passed() + spared)):
                 return
             moment = MOMENTS[number % len(MOMENTS)]
@@ -81,24 +82,25 @@ class Killer:
 
     def _passed(self) -> int:
         """Writes that have reached the API server."""
-        return sum(_writes_status(*each) for each in self.proxy.asked)
+        return sum(_writes_job(*each) for each in self.proxy.asked)
 
 
 class _First:
-    """The first write of status that is asked."""
+    """The first write of a job that is asked."""
 
     def __init__(self) -> None:
         self._asked = False
 
     def __call__(self, method: str, path: str) -> bool:
-        if self._asked or not _writes_status(method, path):
+        if self._asked or not _writes_job(method, path):
             return False
         self._asked = True
         return True
 
 
-def _writes_status(method: str, path: str) -> bool:
-    return method != "GET" and "/pipemorphjobs/" in path
+def _writes_job(method: str, path: str) -> bool:
+    """Whether it writes the status or the plan of a job."""
+    return method != "GET" and ("/pipemorphjobs/" in path or "/pipemorphplans" in path)
 
 
 class Launchers:

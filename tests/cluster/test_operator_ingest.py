@@ -123,6 +123,59 @@ def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     assert again.observed > newest
 
 
+def test_the_plan_is_in_an_object_that_goes_with_the_job(jobs: Jobs) -> None:
+    """Whole, readable and fenced; status has no packed text."""
+    jobs.apply(manifest("planned"))
+    ranks = Ranks.of(jobs, "planned", jobs.run("planned", 4)[0])
+    ranks.run(4)
+    client, namespace = jobs.cluster.client, jobs.namespace
+    assert client.list("pipemorphplans", namespace) == []
+    ranks.delays[1] = SLOW
+    ranks.until("ScheduleAdapted=True")
+
+    def saved() -> Object | None:
+        found = [each for each in client.list("pipemorphplans", namespace) if "plan" in each]
+        return found[0] if found else None
+
+    plan = wait_for("the plan to be saved", saved, DEADLINE)
+    job = jobs.get("planned")
+    assert plan["metadata"]["name"] == "planned"
+    assert plan["jobUid"] == job["metadata"]["uid"]
+    assert {entry["manager"] for entry in plan["metadata"]["managedFields"]} == {"pipemorph-ingest"}
+    assert plan["plan"]["version"] == ranks.observed == job["status"]["control"]["planVersion"]
+    assert set(job["status"]["control"]) == {"attempt", "planVersion", "reserved", "writer"}
+    told = jobs.cluster.kubectl("describe", "pmj", "planned", "-n", namespace)
+    assert max(map(len, told.splitlines())) < 1000, told
+    head, line = jobs.cluster.kubectl("get", "pmplan", "-n", namespace).splitlines()
+    assert head.split()[:5] == ["NAME", "PLAN", "POLICY", "DISPATCH", "STAGES"]
+    assert line.split()[:3] == ["planned", str(ranks.observed), "pipemorph"]
+
+    def write(version: str = "", **changes: object) -> None:
+        now = client.get("pipemorphplans", "planned", namespace)
+        if version:
+            now["metadata"]["resourceVersion"] = version
+        where = client.path("pipemorphplans", namespace, "planned")
+        client.request("PUT", where, now | changes)
+
+    for changes, words in (
+        ({"planVersion": plan["planVersion"] - 1}, "planVersion must not decrease"),
+        ({"attempt": -1}, "attempt"),
+        ({"snapshot": "x" * (1536 * 1024)}, "may not be more than 1507328"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            write(**changes)
+    # As large as it may be: the API server and etcd take it.
+    write(snapshot="x" * (1472 * 1024))
+    with pytest.raises(ApiError, match="the object has been modified"):
+        write(version=plan["metadata"]["resourceVersion"])
+    client.delete("pipemorphjobs", "planned", namespace)
+    wait_for(
+        "the plan to go with its job",
+        lambda: client.list("pipemorphplans", namespace) == [],
+        DEADLINE,
+    )
+
+
 def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
     """As one that was killed while its write was on its way, or is cut off."""
     jobs.apply(manifest("behind", stages=1, managedBy="somebody.else/here"))
@@ -132,7 +185,7 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
         body = {"status": status}
         return client.patch("pipemorphjobs", "behind", body, jobs.namespace, subresource="status")
 
-    control = {"attempt": 5, "planVersion": 7, "reserved": 70, "snapshot": ""}
+    control = {"attempt": 5, "planVersion": 7, "reserved": 70}
     write({"attempt": 5, "control": control})
     for status, words in (
         ({"control": {"reserved": 69}}, "reserved must not decrease"),

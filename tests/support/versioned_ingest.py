@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from unittest.mock import patch
 
 from observing import Agent
 from operator_objects import body
-from operator_status import Shared
+from operator_status import Shared, known
 from plant_support import Plant
 
 from pipemorph.api.spec import JobSpec
@@ -29,7 +30,9 @@ from pipemorph.wire import (
     HandIn,
     LinkHealthReport,
 )
+from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.names import PLAN_KIND
 from pipemorph_trainer.agent.uplinks.deputy import Deputy
 
 KEY = ("team", "gpt")
@@ -51,6 +54,8 @@ class Api(Shared):
         schedule |= {"dispatch": "static"}
         self.job = body(stages=4, trainer=trainer, schedule=schedule)
         self.job["status"] = {"attempt": 0}
+        self.saved: dict[int, str] = {}
+        """By version: every plan that was saved."""
 
     def control(self) -> ControlState | None:
         found = self.job["status"].get("control")
@@ -69,6 +74,17 @@ class Api(Shared):
         assert new is None or new["reserved"] >= new["planVersion"]
         super().write(copy.deepcopy(status))
 
+    def put(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """As the CRD's rules allow, and never ahead of status."""
+        if self.plan is not None:
+            assert all(plan[name] >= self.plan[name] for name in ("attempt", "planVersion"))
+        assert plan["planVersion"] <= self.job["status"]["control"]["planVersion"]
+        saved = snapshot_codec.unpack(plan["snapshot"])["directive"]
+        if saved is not None:
+            text = json.dumps(saved["plan"])
+            assert self.saved.setdefault(saved["plan_version"], text) == text, "two plans"
+        return super().put(plan)
+
 
 class Host:
     """One ingest: until it is killed, at the write with number ``dies_at``: before the API server
@@ -82,28 +98,35 @@ class Host:
         self.writes = 0
         cluster: Any = self
         self.store = ClusterStore(cluster, clock=clock, monotonic=clock)
-        self.store.changed(("team", "gpt"), copy.deepcopy(api.job))
         self.handler = IngestHandler(self.store, limits=Limits(1e9, 1_000_000_000))
 
     async def get(self, url: str) -> Any:
         await self._reach()
         return await self.api.get(url)
 
-    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
+        if obj["kind"] == PLAN_KIND:
+            return await self._write(lambda: self.api.create(obj, owner))
         return obj
 
+    async def replace(self, obj: dict[str, Any], owner: str) -> Any:
+        return await self._write(lambda: self.api.replace(obj, owner))
+
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        return await self._write(lambda: self.api.apply(obj, owner, subresource=subresource))
+
+    async def _write(self, write: Callable[[], Awaitable[Any]]) -> Any:
         await self._reach()
         if self.late is not None:
             await self.late.wait()
         self.writes += 1
         dies = self.writes - 1 == self.dies_at
         if dies and self.got_through:
-            await self.api.apply(obj, owner, subresource=subresource)
+            await write()
         if dies:
             self.dead = True
             await self._reach()
-        return await self.api.apply(obj, owner, subresource=subresource)
+        return await write()
 
     async def _reach(self) -> None:
         if self.away:
@@ -140,6 +163,7 @@ class Ranks(Plant):
     def host(self, dies_at: int = -1, *, got_through: bool = False) -> Host:
         host = Host(self.api, lambda: self.now, dies_at)
         host.got_through = got_through
+        self.loop.run_until_complete(known(host.store, self.api.job))
         self.hosts = [host]
         return host
 

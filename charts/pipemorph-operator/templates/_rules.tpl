@@ -46,8 +46,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the ingest does: follow jobs, write its part of their status and events, look up the
-     callers' pods. */}}
+{{/* What the ingest does: follow jobs, write its part of their status, their plans and events, look
+     up the callers' pods. */}}
 {{- define "pipemorph.ingestRules" -}}
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs]
@@ -55,6 +55,9 @@
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs/status]
   verbs: [patch]
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphplans]
+  verbs: [get, create, update]
 - apiGroups: [""]
   resources: [pods]
   # Listed to learn on which nodes a job's ranks are.

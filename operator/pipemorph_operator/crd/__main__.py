@@ -1,8 +1,13 @@
-"""``python -m pipemorph_operator.crd``: prints the CRD."""
+"""``python -m pipemorph_operator.crd FOLDER…``: writes the CRDs into each folder."""
 
 import sys
+from pathlib import Path
 
-from pipemorph_operator.crd.generate import render
+from pipemorph_operator.crd.generate import files
 
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    if len(sys.argv) < 2:
+        sys.exit("expected folders to write the CRDs into, such as crds")
+    for folder in map(Path, sys.argv[1:]):
+        for name, text in files().items():
+            (folder / name).write_text(text)

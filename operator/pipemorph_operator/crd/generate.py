@@ -1,4 +1,4 @@
-"""Generates the CRD from the models: ``python -m pipemorph_operator.crd > crds/…yaml``.
+"""Generates the CRDs from the models: ``python -m pipemorph_operator.crd FOLDER…``.
 
 Converts pydantic's JSON Schema to a structural schema: no ``$ref``, no ``anyOf``, a type on every
 node, no ``additionalProperties: false`` (the API server prunes unknown fields, and rejects them
@@ -12,14 +12,12 @@ from typing import Any
 
 import yaml
 
+from pipemorph.api.plan import SavedPlan
 from pipemorph.api.spec import API_GROUP, KIND, JobSpec
 from pipemorph.api.status import JobStatus
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
-from pipemorph_operator.crd.rules import RULES
-from pipemorph_operator.names import PLURAL, VERSION
-
-CRD_NAME = f"{PLURAL}.{API_GROUP}"
-FILE_NAME = f"{API_GROUP}_{PLURAL}.yaml"
+from pipemorph_operator.crd.rules import PLAN_RULES, RULES
+from pipemorph_operator.names import PLAN_KIND, PLAN_PLURAL, PLURAL, VERSION
 
 Schema = dict[str, Any]
 
@@ -173,10 +171,12 @@ def _template_schema() -> Schema:
     }
 
 
-def _columns() -> list[dict[str, Any]]:
-    def column(name: str, kind: str, path: str, description: str, **more: object) -> dict[str, Any]:
-        return {"name": name, "type": kind, "jsonPath": path, "description": description, **more}
+def column(name: str, kind: str, path: str, description: str, **more: object) -> dict[str, Any]:
+    """A printer column."""
+    return {"name": name, "type": kind, "jsonPath": path, "description": description, **more}
 
+
+def _columns() -> list[dict[str, Any]]:
     return [
         column("State", "string", ".status.state", "The conditions in one word."),
         column("Ready", "string", ".status.ready", "Ready pods of all pods."),
@@ -220,8 +220,26 @@ def _columns() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def custom_resource_definition() -> dict[str, Any]:
-    """The whole CustomResourceDefinition."""
+def _plan_columns() -> list[dict[str, Any]]:
+    return [
+        column("Plan", "integer", ".plan.version", "Version of the plan."),
+        column("Policy", "string", ".plan.policy", "Policy that made it."),
+        column("Dispatch", "string", ".plan.dispatch", "How stages choose their next op."),
+        column("Stages", "integer", ".plan.stages", "Number of stages."),
+        column("Delegated", "integer", ".plan.delegatedLinks", "Links on the route delegated."),
+        column("Seconds", "number", ".plan.iterationSeconds", "Predicted time of an iteration."),
+        column(
+            "Promised", "number", ".plan.promised",
+            "Fraction of an iteration that it is predicted to save.",
+        ),
+        column("Age", "date", ".metadata.creationTimestamp", "Since the first plan was saved."),
+        column("Attempt", "integer", ".attempt", "Attempt of the job.", priority=1),
+        column("Reason", "string", ".plan.reason", "Why it was made.", priority=1),
+    ]  # fmt: skip
+
+
+def job_definition() -> dict[str, Any]:
+    """The CustomResourceDefinition of PipeMorphJobs."""
     spec_root = JobSpec.model_json_schema(by_alias=True, mode="validation")
     status_root = JobStatus.model_json_schema(by_alias=True, mode="validation")
     spec = structural(spec_root, spec_root, "spec")
@@ -245,20 +263,55 @@ def custom_resource_definition() -> dict[str, Any]:
         },
         "x-kubernetes-validations": [rule.dump() for rule in RULES[""]],
     }
+    names = {"shortNames": ["pmj", "pmjs"], "categories": ["all"]}
+    return _definition(KIND, PLURAL, names, schema, _columns(), subresources={"status": {}})
+
+
+def plan_definition() -> dict[str, Any]:
+    """The CustomResourceDefinition of PipeMorphPlans, all of which the ingest writes."""
+    root = SavedPlan.model_json_schema(by_alias=True, mode="validation")
+    found = structural(root, root, "plan")
+    schema = {
+        "type": "object",
+        "description": "PipeMorphPlan is the plan of the PipeMorphJob of its name, saved by the"
+        " ingest for the next one.",
+        "required": found["required"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"{API_GROUP}/{VERSION}"},
+            "kind": {"type": "string", "description": PLAN_KIND},
+            "metadata": {"type": "object"},
+            **found["properties"],
+        },
+        "x-kubernetes-validations": [rule.dump() for rule in PLAN_RULES],
+    }
+    names = {"shortNames": ["pmplan", "pmplans"]}
+    return _definition(PLAN_KIND, PLAN_PLURAL, names, schema, _plan_columns())
+
+
+def _definition(
+    kind: str,
+    plural: str,
+    names: dict[str, Any],
+    schema: Schema,
+    columns: list[dict[str, Any]],
+    **version: object,
+) -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": CRD_NAME, "labels": {"app.kubernetes.io/part-of": "pipemorph"}},
+        "metadata": {
+            "name": f"{plural}.{API_GROUP}",
+            "labels": {"app.kubernetes.io/part-of": "pipemorph"},
+        },
         "spec": {
             "group": API_GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": "pipemorphjob",
-                "shortNames": ["pmj", "pmjs"],
-                "categories": ["all"],
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                **names,
             },
             "versions": [
                 {
@@ -266,8 +319,8 @@ def custom_resource_definition() -> dict[str, Any]:
                     "served": True,
                     "storage": True,
                     "schema": {"openAPIV3Schema": schema},
-                    "subresources": {"status": {}},
-                    "additionalPrinterColumns": _columns(),
+                    **version,
+                    "additionalPrinterColumns": columns,
                 }
             ],
         },
@@ -291,9 +344,11 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def render() -> str:
-    """The content of the CRD's file under ``crds/``."""
+def files() -> dict[str, str]:
+    """The files of ``crds/``: the text of each by its name."""
     head = "# Generated by: python -m pipemorph_operator.crd. Do not edit.\n"
-    return head + yaml.dump(
-        custom_resource_definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
-    )
+    return {
+        f"{API_GROUP}_{plural}.yaml": head
+        + yaml.dump(definition, Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True)
+        for plural, definition in ((PLURAL, job_definition()), (PLAN_PLURAL, plan_definition()))
+    }

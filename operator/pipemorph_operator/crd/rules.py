@@ -390,3 +390,14 @@ RULES: dict[str, list[Rule]] = {
         ),
     ],
 }  # fmt: skip
+
+PLAN_RULES = [
+    Rule(
+        rule=f"self.jobUid != oldSelf.jobUid || self.{name} >= oldSelf.{name}",
+        message=f"{name} must not decrease: the writer's copy is outdated",
+        field_path=f".{name}",
+        reason="FieldValueForbidden",
+    )
+    for name in ("attempt", "planVersion")
+]
+"""Of a PipeMorphPlan. One of another job's UID is that of a deleted job of the same name."""

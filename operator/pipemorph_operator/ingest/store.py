@@ -22,17 +22,10 @@ from pipemorph.api.status import (
     condition,
 )
 from pipemorph.control import JobController
-from pipemorph.control.first_plan import (
-    FirstSchedule,
-    initial_problem,
-    is_quick,
-    is_shared,
-    share,
-)
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob, Followed, PlannerLost, Versions
+from pipemorph.ingest import ControlledJob, Followed, Versions
 from pipemorph.spans import job_spans
 from pipemorph.watch.document import Recovered
 from pipemorph_operator import names
@@ -40,7 +33,10 @@ from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest.auth import Expected
-from pipemorph_operator.ingest.status import snapshot_codec, write_budget
+from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
+from pipemorph_operator.ingest.plans.plan_object import Found, PlanObject
+from pipemorph_operator.ingest.plans.restore import in_status, in_use, restore
+from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
@@ -54,15 +50,6 @@ from pipemorph_operator.metrics import (
 from pipemorph_operator.policy.lifetime import is_ours
 
 log = logging.getLogger("pipemorph.ingest")
-
-PLAN_AGAIN_SECONDS = 5.0
-"""Delay before a retry after the planner process of first plans died."""
-
-ARRIVAL_SECONDS = 4.0
-"""How long a request waits for its job to be known: an agent waits for five seconds."""
-
-FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
-"""The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
 
 def _running(spec: JobSpec, generations: Generations) -> JobSpec:
@@ -93,9 +80,7 @@ class ClusterStore:
         """Told of jobs that are not tracked any more."""
         self.on_lost: Callable[[Generations], None] = lambda _: None
         """Told when pods may have been lost: what is due may be so earlier."""
-        self._first_plan = first_plan
-        self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
-        """Jobs to track once they have their first plan: the latest object, and the task."""
+        self._coming = ComingJobs(cluster, first_plan, self._take)
         self._clock = clock
         self._tracked: dict[Key, TrackedJob] = {}
         self._writer = StatusWriter(
@@ -105,9 +90,6 @@ class ClusterStore:
             is_tracked=lambda tracked: self._tracked.get(tracked.key) is tracked,
             overtaken=self._overtaken,
         )
-        self._listed = False
-        self._awaited: dict[Key, list[asyncio.Future[None]]] = {}
-        """Requests for jobs that may be tracked soon."""
         self._final_writes: dict[Key, asyncio.Task[None]] = {}
 
     # --- the JobStore interface -----------------------------------------------------------
@@ -128,31 +110,16 @@ class ClusterStore:
 
     async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
         """All jobs are known once these have been waited for."""
-        for each in kinds:
-            await each
-        self._listed = True
-        for key in self._awaited.keys() - self._planning.keys():
-            self._arrived(key)
+        await self._coming.listed(kinds)
 
     async def arrival(self, namespace: str, job: str) -> None:
-        """Wait until the job is tracked, or it is known that it is not, or a little: after a
-        restart all agents come at once, before jobs have been read, and large ones planned."""
-        key = namespace, job
-        if key in self._tracked or (self._listed and key not in self._planning):
-            return
-        waiting = asyncio.get_running_loop().create_future()
-        self._awaited.setdefault(key, []).append(waiting)
-        await asyncio.wait((waiting,), timeout=ARRIVAL_SECONDS)
-        if not waiting.done():
-            self._awaited[key].remove(waiting)
+        """Wait a little for a job that may be tracked soon."""
+        if (namespace, job) not in self._tracked:
+            await self._coming.arrival((namespace, job))
 
     def may_come(self, namespace: str, job: str) -> bool:
-        """Whether a job that is not tracked may still be: jobs are being read, or it is planned."""
-        return not self._listed or (namespace, job) in self._planning
-
-    def _arrived(self, key: Key) -> None:
-        for waiting in self._awaited.pop(key, ()):
-            waiting.cancel()
+        """Whether a job that is not tracked may still be."""
+        return self._coming.may_come((namespace, job))
 
     def reserved(self, namespace: str, job: str) -> int:
         tracked = self._tracked.get((namespace, job))
@@ -265,7 +232,15 @@ class ClusterStore:
         began = raw.get("attempt") is not None
         return began and (not _has_ended(raw) or self._is_unfinished(key, raw))
 
-    def _take(self, key: Key, body: Mapping[str, Any]) -> None:
+    def _take(
+        self,
+        key: Key,
+        body: Mapping[str, Any],
+        found: Found | None = None,
+        *,
+        overtaken: bool = False,
+    ) -> None:
+        """``found``: what is saved of it, if that has been read."""
         metadata, raw = body["metadata"], body.get("status") or {}
         tracked = self._tracked.get(key)
         ended = _has_ended(raw)
@@ -274,15 +249,16 @@ class ClusterStore:
         if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
             final = ended and ours and "deletionTimestamp" not in metadata
             if tracked is None and final and self._is_unfinished(key, raw) and attempt is not None:
-                self._track(key, body, attempt)  # The job finished while no ingest was running.
-                if key in self._planning:
+                # The job finished while no ingest was running.
+                self._track(key, body, attempt, found, overtaken=overtaken)
+                if key in self._coming:
                     return
             if tracked is not None:
                 tracked.placed = Placed.of(raw)
             self._drop(key, final=final)
             return
         if tracked is None:
-            self._track(key, body, attempt)
+            self._track(key, body, attempt, found, overtaken=overtaken)
             return
         if tracked.generation != metadata["generation"]:
             tracked.generation = metadata["generation"]
@@ -309,14 +285,24 @@ class ClusterStore:
             for c in status.get("conditions") or ()
         )
 
-    def _track(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
+    def _track(
+        self,
+        key: Key,
+        body: Mapping[str, Any],
+        attempt: int,
+        found: Found | None,
+        *,
+        overtaken: bool,
+    ) -> None:
         spec = self._spec(key, body)
         if spec is None:
             return
-        if self._first_plan is not None and not (is_quick(spec) or is_shared(spec)):
-            self._plan_first(key, body, spec)
-            return
         status = JobStatus.model_validate(body.get("status") or {})
+        if found is None and status.control is None:
+            found = Found()  # Nothing was ever saved.
+        if found is None or self._coming.needs_first_plan(spec):
+            self._coming.expect(key, body, spec, overtaken=overtaken)
+            return
         seen = status.training
         reported = (
             seen is not None and seen.attempt == attempt and seen.last_report_time is not None
@@ -337,25 +323,31 @@ class ClusterStore:
         reports = write_budget.ReportLog(
             self._clock, generations, Useful(useful.seconds, useful.iterations)
         )
+        control, uid = status.control, body["metadata"]["uid"]
+        # One in an object of its own is newer.
+        moves = in_status(uid, control) if found.plan is None else None
         try:
-            controller, problem = snapshot_codec.restore(
-                _running(spec, generations), status.control, attempt, reports.record
+            controller, problem = restore(
+                _running(spec, generations), control, found.plan or moves, attempt, reports.record
             )
         except InputError as error:
             log.error("%s/%s cannot accept reports: %s", *key, error)
             return
-        if problem:
+        if problem := found.problem or problem:
             log.error("%s/%s: %s", *key, problem)
+        newest, saved = seen.wanted_plan_version if reported and seen else 0, controller.directive()
+        if newest > (saved.plan_version if saved is not None else 0):
+            log.warning("%s/%s: plan v%d is not saved; its agent may hand it in", *key, newest)
         metadata = body["metadata"]
         own = [c for k in names.INGEST_CONDITIONS if (c := condition(status, k)) is not None]
         tracked = TrackedJob(
             namespace=key[0],
             name=key[1],
-            uid=metadata["uid"],
+            uid=uid,
             generation=metadata["generation"],
             spec=spec,
             controller=controller,
-            control=status.control,
+            control=control and control.model_copy(update={"snapshot": None}),
             conditions=own,
             reports=reports,
             generations=generations,
@@ -364,49 +356,21 @@ class ClusterStore:
             events=ConditionEvents(own),
             spans=TrackedSpans(job_spans(*key, known=controller.plan_version), status.recoveries),
             fence=Fence(metadata.get("resourceVersion"), status),
-            versions=Versions(snapshot_codec.in_use(status.control)),
+            plan=PlanObject(found.version),
+            versions=Versions(in_use(control)),
+            unsaved=moves,
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,
             placed=Placed.of(body.get("status") or {}),
             left_out=generations.left_out,
             written=status.training,
             profiled_at=controller.profiled_at,
+            overtaken=overtaken,
         )
+        self._coming.drop(key)
         self._tracked[key] = tracked
-        self._arrived(key)
+        self._coming.arrived(key)
         JOBS_TRACKED.set(len(self._tracked))
-
-    def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
-        """Start computing the job's first plan; then track the job, with its latest object."""
-        before = self._planning.get(key)
-        task = before[1] if before else asyncio.create_task(self._track_planned(key, spec))
-        self._planning[key] = body, task
-
-    def _forget_plan(self, key: Key) -> None:
-        planning = self._planning.pop(key, None)
-        if planning is not None:
-            planning[1].cancel()
-
-    async def _track_planned(self, key: Key, spec: JobSpec) -> None:
-        assert self._first_plan is not None
-        while True:
-            try:
-                schedule = await self._first_plan(spec)
-                break
-            except InputError as error:
-                log.error("%s/%s cannot accept reports: %s", *key, error)
-                del self._planning[key]
-                self._arrived(key)
-                return
-            except (PlannerLost, OSError) as error:
-                log.error("%s/%s: computing the first plan failed; retrying: %s", *key, error)
-                await asyncio.sleep(PLAN_AGAIN_SECONDS)
-        assert schedule is not None
-        # The cache of shared plans is weak: keep the plan alive until the controller has it.
-        kept = share(initial_problem(spec), schedule)
-        body, _ = self._planning.pop(key)
-        self._take(key, body)
-        del kept
 
     def _spec_edited(self, tracked: TrackedJob, body: Mapping[str, Any]) -> None:
         """Apply an edit of the spec: of the mutable fields the controller uses ``adaptation``."""
@@ -436,8 +400,8 @@ class ClusterStore:
             return None
 
     def _drop(self, key: Key, *, final: bool = False) -> None:
-        self._forget_plan(key)
-        self._arrived(key)
+        self._coming.drop(key)
+        self._coming.arrived(key)
         tracked = self._tracked.pop(key, None)
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
@@ -452,6 +416,4 @@ class ClusterStore:
     def _overtaken(self, tracked: TrackedJob, error: Overtaken) -> None:
         """Go on from what another ingest has written."""
         self._drop(tracked.key)
-        self._take(tracked.key, error.body)
-        if (again := self._tracked.get(tracked.key)) is not None:
-            again.overtaken = True
+        self._take(tracked.key, error.body, overtaken=True)

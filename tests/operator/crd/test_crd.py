@@ -13,22 +13,25 @@ import yaml
 from pipemorph.api.spec import JobSpec
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
 from pipemorph_operator.crd.generate import (
-    FILE_NAME,
-    custom_resource_definition,
-    render,
+    files,
+    job_definition,
+    plan_definition,
     structural,
 )
-from pipemorph_operator.crd.rules import RULES
+from pipemorph_operator.crd.rules import PLAN_RULES, RULES
 
 ROOT = Path(__file__).resolve().parents[3]
-COPIES = (ROOT / "crds" / FILE_NAME, ROOT / "charts/pipemorph-operator/files" / FILE_NAME)
+FOLDERS = ("crds", "charts/pipemorph-operator/files")
 
 Node = dict[str, Any]
 
 
 def schema() -> Node:
-    version = custom_resource_definition()["spec"]["versions"][0]
-    root: Node = version["schema"]["openAPIV3Schema"]
+    return schema_of(job_definition())
+
+
+def schema_of(definition: Node) -> Node:
+    root: Node = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return root
 
 
@@ -42,20 +45,23 @@ def walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield from walk(node["additionalProperties"], f"{path}.*")
 
 
-@pytest.mark.parametrize("copy", COPIES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_checked_in_copies_are_what_the_models_say(copy: Path) -> None:
-    assert copy.read_text() == render(), (
-        f"{copy.relative_to(ROOT)} is old: python -m pipemorph_operator.crd > it"
-    )
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_checked_in_copies_are_what_the_models_say(folder: str) -> None:
+    found = {each.name: each.read_text() for each in (ROOT / folder).glob("*.yaml")}
+    assert found == files(), f"{folder} is old: python -m pipemorph_operator.crd {folder}"
 
 
-def test_rendered_file_is_the_definition() -> None:
-    assert yaml.safe_load(render()) == custom_resource_definition()
+def test_rendered_files_are_the_definitions() -> None:
+    found = [yaml.safe_load(text) for text in files().values()]
+    assert found == [job_definition(), plan_definition()]
 
 
-def test_every_node_is_structural_bounded_and_described() -> None:
-    nodes = dict(walk(schema(), ""))
-    assert len(nodes) > 150, "looked in the wrong place"
+@pytest.mark.parametrize(
+    ("definition", "least"), [(job_definition(), 150), (plan_definition(), 15)], ids=["job", "plan"]
+)
+def test_every_node_is_structural_bounded_and_described(definition: Node, least: int) -> None:
+    nodes = dict(walk(schema_of(definition), ""))
+    assert len(nodes) > least, "looked in the wrong place"
     for path, node in nodes.items():
         assert not {"$ref", "anyOf", "oneOf", "allOf", "const", "title"} & set(node), path
         assert "type" in node or node.get("x-kubernetes-preserve-unknown-fields"), path
@@ -141,7 +147,7 @@ def test_a_union_that_no_structural_schema_can_say_is_refused() -> None:
 
 
 def test_printer_columns_and_short_names() -> None:
-    spec = custom_resource_definition()["spec"]
+    spec = job_definition()["spec"]
     columns = [
         c["name"] for c in spec["versions"][0]["additionalPrinterColumns"] if "priority" not in c
     ]
@@ -158,3 +164,29 @@ def test_printer_columns_and_short_names() -> None:
     ]
     assert spec["names"]["shortNames"] == ["pmj", "pmjs"]
     assert spec["versions"][0]["subresources"] == {"status": {}}
+
+
+def test_a_plan_is_read_in_a_line_and_bounded_by_what_etcd_takes() -> None:
+    spec, nodes = plan_definition()["spec"], dict(walk(schema_of(plan_definition()), ""))
+    assert spec["names"]["kind"] == "PipeMorphPlan"
+    assert (spec["names"]["plural"], spec["names"]["singular"]) == (
+        "pipemorphplans", "pipemorphplan",
+    )  # fmt: skip
+    assert spec["names"]["shortNames"] == ["pmplan", "pmplans"]
+    columns = {c["name"]: c["jsonPath"] for c in spec["versions"][0]["additionalPrinterColumns"]}
+    assert {"Plan", "Policy", "Dispatch", "Stages", "Promised"} < set(columns)
+    assert {where.removeprefix(".") for where in columns.values()} - set(nodes) == {
+        "metadata.creationTimestamp"
+    }
+    assert nodes["snapshot"]["maxLength"] + 32768 < 1536 * 1024
+    rules = nodes[""]["x-kubernetes-validations"]
+    assert rules == [rule.dump() for rule in PLAN_RULES]
+    assert {rule["fieldPath"] for rule in rules} == {".attempt", ".planVersion"}
+
+
+def test_status_of_a_job_has_the_versions_and_no_plan() -> None:
+    """But in jobs that an earlier version has written."""
+    control = dict(walk(schema(), ""))["status.control"]
+    assert control["required"] == ["attempt", "planVersion"]
+    names = {"attempt", "planVersion", "reserved", "writer", "snapshot"}
+    assert set(control["properties"]) == names

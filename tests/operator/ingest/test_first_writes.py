@@ -45,6 +45,9 @@ class Written:
     async def create(self, obj: dict[str, Any], owner: str) -> Any:
         return obj  # Events.
 
+    async def get(self, url: str) -> None:
+        """No plan is saved."""
+
 
 class Ingest:
     """One that has read these jobs, by name with their status. Each has reported ``sequence``
@@ -58,6 +61,12 @@ class Ingest:
             metadata = {"name": name, "namespace": "default", "uid": name, "generation": 1}
             body = {"metadata": metadata, "spec": SPEC, "status": status}
             self.store.changed(("default", name), body)
+
+    async def known(self) -> Ingest:
+        """Once it has read the saved plans."""
+        for name in self.jobs:
+            await self.store.arrival("default", name)
+        return self
 
     def hear(self, name: str, **more: Any) -> None:
         """A report of an iteration."""
@@ -95,7 +104,7 @@ def test_after_a_restart_what_has_changed_is_written_before_what_has_not() -> No
     names = [f"j{number}" for number in range(9)]
 
     async def run() -> None:
-        ingest = Ingest(await written_of(names), 2000.0, sequence=10_000)
+        ingest = await Ingest(await written_of(names), 2000.0, sequence=10_000).known()
         failed, slow = {"state": "failed"}, {"health": "unknown", "link": 0}
         more = {"j7": failed, "j8": {"links": [slow]}}
         for name in names:
@@ -113,7 +122,7 @@ def test_first_writes_leave_the_api_server_to_others() -> None:
     names = [f"j{number}" for number in range(100)]
 
     async def run() -> list[int]:
-        ingest, found = Ingest(await written_of(names), 2000.0, sequence=10_000), []
+        ingest, found = await Ingest(await written_of(names), 2000.0, sequence=10_000).known(), []
         for tenth in range(450):
             ingest.now = 2000.0 + tenth / 10
             if tenth % 10 == 0:

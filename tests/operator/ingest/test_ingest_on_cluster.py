@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
-import random
 from typing import Any
 
 import pytest
 from observing import tell
 from operator_objects import body
-from operator_status import Shared
-from plant_support import settle
+from operator_status import Shared, known
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
-from pipemorph.control.plans import HAND_IN_SECONDS
 from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
-from pipemorph.wire import LinkHealthReport, PlanMessage, StageProfile
+from pipemorph.wire import LinkHealthReport, StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest.__main__ import count_decision, parser
-from pipemorph_operator.ingest.status import snapshot_codec, write_budget, writer
+from pipemorph_operator.ingest.plans import snapshot_codec
+from pipemorph_operator.ingest.status import write_budget, writer
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.store import ClusterStore
-
-# --- saved state ------------------------------------------------------------------------------
 
 STALE = 30.0
 """Seconds without a report after which links are unknown."""
@@ -47,74 +42,6 @@ def report(sequence: int, **changes: Any) -> LinkHealthReport:
         "applied_plan_version": 0,
     }  # fmt: skip
     return LinkHealthReport.model_validate(values | changes)
-
-
-def test_saved_state_comes_back_and_attempts_go_on() -> None:
-    controller = JobController(spec())
-    controller.report(report(5, observed_plan_version=7), 1000.0)
-    controller.report(report(6, observed_plan_version=7), 1000.0 + HAND_IN_SECONDS)
-    settle(controller, 1000.0)
-    state = snapshot_codec.pack(controller.snapshot())
-    plan_version = controller.plan_version
-    assert state.plan_version == plan_version > 7
-    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
-    assert (back.plan_version, back.attempt, problem) == (plan_version, 0, "")
-    later, _ = snapshot_codec.restore(spec(), state, 3, lambda _: None)
-    assert (later.plan_version, later.attempt) == (plan_version, 3)
-
-
-@pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
-def test_damaged_state_still_gives_its_plan_version(damage: str) -> None:
-    state = snapshot_codec.pack(JobController(spec()).snapshot()).model_copy(
-        update={"snapshot": damage, "plan_version": 9}
-    )
-    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
-    assert back.plan_version == 9
-    assert "kept only its plan version" in problem
-
-
-def test_a_large_plan_fits_into_status() -> None:
-    """Of a 16th of the largest size, with stages all different: an order without a pattern."""
-    times = [
-        {"forward": 10 + i * 7 % 5, "backwardInput": 11 + i * 3 % 4, "backwardWeight": 6 + i % 3}
-        for i in range(128)
-    ]
-    many = JobSpec.model_validate(
-        body(stages=128)["spec"]
-        | {"schedule": {"microbatches": 512, "stageTimes": times, "inFlightLimit": 160}}
-    )
-    controller = JobController(many)
-    plan = PlanMessage.of(controller.wanted).model_dump(mode="json")
-    state = snapshot_codec.pack(controller.snapshot() | {"bases": plan})
-    assert len(state.snapshot) < snapshot_codec.MAX_PACKED / 16
-    assert snapshot_codec.unpack(state)["bases"] == plan
-
-
-def test_what_does_not_fit_is_refused() -> None:
-
-    noise = random.Random(1).randbytes(snapshot_codec.MAX_PACKED).hex()
-    with pytest.raises(snapshot_codec.TooLarge, match="status holds at most"):
-        snapshot_codec.pack({"attempt": 0, "plan_version": 0, "noise": noise})
-
-
-def test_of_a_plan_too_large_for_status_the_versions_are_saved(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(snapshot_codec, "MAX_PACKED", 100)
-    api = Shared()
-    store, controller = ingest_of(api)
-    controller.report(report(5, observed_plan_version=7), 1000.0)
-    controller.report(report(6, observed_plan_version=7), 1000.0 + HAND_IN_SECONDS)
-    settle(controller, 1000.0)
-
-    async def run() -> None:
-        await store.persist("team", "gpt", controller.snapshot())
-
-    asyncio.run(run())
-    assert "status holds at most 100; saved only its version" in caplog.text
-    assert api.job["status"]["control"]["planVersion"] == controller.plan_version == 8
-    _, back = ingest_of(api)
-    assert back.plan_version == api.job["status"]["control"]["reserved"] == 8 + BLOCK + AGENT_BLOCK
 
 
 # --- summaries --------------------------------------------------------------------------------
@@ -343,17 +270,17 @@ def test_the_last_word_on_a_job_is_tried_again(
 def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     cluster: Any = api
     store = ClusterStore(cluster)
-    store.changed(("team", "gpt"), copy.deepcopy(api.job))
+    asyncio.run(known(store, api.job))
     controller = store.lookup("team", "gpt")
     assert isinstance(controller, JobController)
     return store, controller
 
 
 def versions(api: Shared) -> tuple[int, int]:
-    """On record: of the newest plan, and of the one in the snapshot."""
+    """On record: in status, and in the snapshot."""
     control = JobStatus.model_validate(api.job["status"]).control
-    assert control is not None
-    return control.plan_version, snapshot_codec.unpack(control)["plan_version"]
+    assert control is not None and api.plan is not None
+    return control.plan_version, snapshot_codec.unpack(api.plan["snapshot"])["plan_version"]
 
 
 def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
@@ -369,6 +296,7 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
         with pytest.raises(Overtaken):
             await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
         assert api.job["status"]["control"] == before
+        await other.arrival("team", "gpt")
         await one.persist("team", "gpt", first.snapshot())
 
     asyncio.run(run())
@@ -382,6 +310,24 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
     reserved = api.job["status"]["control"]["reserved"]
     everything = 4 + BLOCK + AGENT_BLOCK
     assert taken.plan_version == reserved == everything, "the other may have served all of them"
+
+
+def test_of_two_ingests_that_write_the_same_one_loses() -> None:
+    """Both would serve the versions that one has reserved."""
+    api = Shared()
+    both = ingest_of(api), ingest_of(api)
+    for _, controller in both:
+        controller.report(report(1), 1000.0)
+
+    async def run() -> None:
+        for store, _ in both:
+            await store.look(("team", "gpt"))
+        (one, _), (other, _) = both
+        await other.arrival("team", "gpt")
+        assert one.reserved("team", "gpt") == BLOCK
+        assert other.reserved("team", "gpt") == 0, "it has to reserve others"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("got_through", [False, True])
@@ -415,16 +361,20 @@ class Counted(Shared):
         super().__init__()
         self.asked: list[str] = []
 
-    async def get(self, url: str) -> dict[str, Any]:
+    async def get(self, url: str) -> dict[str, Any] | None:
         self.asked.append("get")
         return await super().get(url)
+
+    def put(self, plan: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append("plan")
+        return super().put(plan)
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.asked.append("apply")
         return await super().apply(obj, owner, subresource=subresource)
 
 
-def test_a_write_after_the_operators_is_one_request() -> None:
+def test_a_write_after_the_operators_is_one_request_and_one_for_the_plan() -> None:
     api = Counted()
     store, controller = ingest_of(api)
 
@@ -438,7 +388,7 @@ def test_a_write_after_the_operators_is_one_request() -> None:
             store.changed(("team", "gpt"), early)
 
     asyncio.run(run())
-    assert api.asked == ["apply"] * 3
+    assert api.asked == ["apply", "plan"] * 3
 
 
 def test_a_plan_of_another_ingest_that_the_watch_shows_is_not_written_over() -> None:
@@ -460,14 +410,14 @@ def test_op_times_that_were_decided_on_are_saved_for_the_next_ingest() -> None:
     api, now = Counted(), 1000.0
     cluster: Any = api
 
-    def ingest() -> tuple[ClusterStore, Any]:
+    async def ingest() -> tuple[ClusterStore, Any]:
         made = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
-        made.changed(("team", "gpt"), copy.deepcopy(api.job))
+        await known(made, api.job)
         return made, made.lookup("team", "gpt")
 
     async def run() -> None:
         nonlocal now
-        store, controller = ingest()
+        store, controller = await ingest()
         controller.report(report(1), now)
         await store.look(("team", "gpt"))
         assert api.asked == ["apply"], "versions are reserved"
@@ -476,8 +426,8 @@ def test_op_times_that_were_decided_on_are_saved_for_the_next_ingest() -> None:
             now += 1
             controller.report(report(sequence), now)
             await store.look(("team", "gpt"))
-        assert api.asked == ["apply"] * 2, "once, and it waits for no change of state"
-        assert ingest()[1].profiled_at == 17
+        assert api.asked == ["apply", "apply", "plan"], "once, and it waits for no change of state"
+        assert (await ingest())[1].profiled_at == 17
 
     asyncio.run(run())
 
@@ -492,7 +442,7 @@ def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
             await store.persist("team", "gpt", controller.snapshot())
 
     asyncio.run(run())
-    assert "control" not in api.job["status"]
+    assert "control" not in api.job["status"] and api.plan is None
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

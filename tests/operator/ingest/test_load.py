@@ -47,7 +47,7 @@ BODY: dict[str, Any] = {
             {"type": "LinksHealthy", "status": "True"},
         ],
         "training": {"attempt": 0, "state": "training", "iteration": 5, "slowLinks": []},
-        "control": {"attempt": 0, "planVersion": 0, "snapshot": "x"},
+        "control": {"attempt": 0, "planVersion": 0, "reserved": 96},
     },
 }
 
@@ -65,14 +65,14 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
     "body",
     [
         changed("status", "training", "iteration", to=6),
-        changed("status", "control", "snapshot", to="y"),
+        changed("status", "control", "reserved", to=192),
         changed("status", "conditions", 1, "status", to="False"),
         changed("status", "training", "slowLinks", to=[{"link": 0, "replica": 0}]),
         changed("metadata", "resourceVersion", to="77"),
         changed("status", "attemptNodes", to={"links": []}),
     ],
     ids=[
-        "iteration", "snapshot", "LinksHealthy", "slow link that is noted", "resourceVersion",
+        "iteration", "versions", "LinksHealthy", "slow link that is noted", "resourceVersion",
         "noted nodes",
     ],
 )  # fmt: skip
@@ -152,6 +152,9 @@ class SlowApi:
         await self.go.wait()
         self.now -= 1
         self.applied.append(obj["metadata"]["name"])
+        return obj
+
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
         return obj
 
 

@@ -21,8 +21,9 @@ def undisturbed_writes() -> int:
         return host.writes
 
 
-WRITES = range(5)
-"""Of one ingest, from the first reservation to the third directive and its figures."""
+WRITES = range(9)
+"""Of one ingest, of status and of plans, from the first reservation to the third directive and its
+figures."""
 
 
 def test_there_are_as_many_transitions_as_kills() -> None:
@@ -62,7 +63,7 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
         control = job.api.control()
         assert control is not None and control.plan_version >= job.observed
         saved = job.host().store._tracked[KEY].controller.wanted
-        assert saved.version == job.observed, "what is in force is in status at last"
+        assert saved.version == job.observed, "what is in force is saved at last"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -165,7 +166,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
         assert training["lastAdaptation"]["reason"] == reason
         saved = job.host().store._tracked[KEY].controller
-        assert saved.wanted == job.plan, "it is in status now"
+        assert saved.wanted == job.plan, "it is saved now"
         # It knows what the plan is for.
         job.delays = [0.0, 0.0, 0.0]
         job.adapts()

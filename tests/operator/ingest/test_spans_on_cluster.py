@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from operator_status import Shared
+from operator_status import Shared, known
 
 from pipemorph import spans
 from pipemorph.ingest import GenerationDesk
@@ -26,7 +25,7 @@ def an_ingest(api: Shared) -> ClusterStore:
     api.job["spec"]["failurePolicy"] = {"maxRestarts": 5}
     cluster: Any = api
     store = ClusterStore(cluster)
-    store.changed(KEY, copy.deepcopy(api.job))
+    asyncio.run(known(store, api.job))
     return store
 
 

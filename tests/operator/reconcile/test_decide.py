@@ -480,7 +480,7 @@ def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
             "lastTransitionTime": format_time(T0)}  # fmt: skip
     job["status"] = {
         "training": {"iteration": 3},
-        "control": {"attempt": 0, "planVersion": 1, "snapshot": ""},
+        "control": {"attempt": 0, "planVersion": 1},
         "conditions": [mine, mine | {"type": "LinksHealthy"}],
     }
     part = dump(operator_part(job))

@@ -13,7 +13,7 @@ from operator_objects import CONFIG, World, body, failed, job_facts, pod
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.cluster.job import dump
-from pipemorph_operator.crd.generate import custom_resource_definition
+from pipemorph_operator.crd.generate import job_definition
 from pipemorph_operator.reconcile.decide import internal_error, objects_rejected
 from pipemorph_operator.reconcile.waits import MISSING_SECONDS
 
@@ -220,7 +220,7 @@ def test_a_job_that_an_operator_before_this_one_finished() -> None:
 
 def test_a_job_that_no_operator_has_looked_at_is_in_progress() -> None:
     """The API server shows the definition's default of status."""
-    version = custom_resource_definition()["spec"]["versions"][0]
+    version = job_definition()["spec"]["versions"][0]
     default = version["schema"]["openAPIV3Schema"]["properties"]["status"]["default"]
     unseen = body()
     assert kstatus(unseen) == "Current"

@@ -17,7 +17,7 @@ from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph_operator.crd.rules import RULES
-from pipemorph_operator.ingest import store as ingest_store
+from pipemorph_operator.ingest import coming
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.reconcile import plans
 from pipemorph_operator.reconcile.plans import Plans
@@ -236,7 +236,7 @@ def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
         assert len(planner.asked) == 2
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ingest_store, "PLAN_AGAIN_SECONDS", 0.0)
+        patched.setattr(coming, "PLAN_AGAIN_SECONDS", 0.0)
         held_once_planned(planner, test)
 
 

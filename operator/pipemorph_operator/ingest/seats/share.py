@@ -7,6 +7,7 @@ reads it, and its agent tells it everything, and hands in the plan in force.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ MOST_READS = 16
 READ_AGAIN_SECONDS = 0.5
 """Delay before such a job is read again after that failed."""
 ARRIVAL_SECONDS = 4.0
-"""How long a request waits for its job to be read: an agent waits for five seconds."""
+"""How long a request waits for its job and its plan to be read: an agent waits for five seconds."""
 
 Key = tuple[str, str]
 
@@ -63,11 +64,12 @@ class Share:
 
     async def arrival(self, namespace: str, job: str) -> None:
         """Wait a little for a job that may be known soon."""
-        reading = self._reading.get((namespace, job))
-        if reading is not None:
-            await asyncio.wait((reading,), timeout=ARRIVAL_SECONDS)
-        elif (namespace, job) not in self._elsewhere:
-            await self._jobs.arrival(namespace, job)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVAL_SECONDS):
+                if (reading := self._reading.get((namespace, job))) is not None:
+                    await asyncio.wait((reading,))
+                if (namespace, job) not in self._elsewhere:
+                    await self._jobs.arrival(namespace, job)
 
     def may_come(self, namespace: str, job: str) -> bool:
         """Whether a job that is not known here may still be."""

@@ -10,6 +10,7 @@ whether another ingest wrote.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,9 @@ class Fence:
     """
 
     def __init__(self, version: str | None, status: JobStatus) -> None:
+        self.writer = secrets.token_hex(6)
+        """To be written with every change of ``control``: another ingest may write the same
+        versions."""
         self._version = version
         self._own = {_mark(status)}
         """Hashes of what is in status, and of later writes whose outcome is unknown."""
@@ -102,6 +106,6 @@ class Fence:
 
 
 def _mark(status: JobStatus) -> str:
-    """A hash of what is fenced, which may be large."""
+    """A hash of what is fenced."""
     text = status.model_dump_json(include=FENCED, exclude_none=True)
     return hashlib.sha256(text.encode()).hexdigest()

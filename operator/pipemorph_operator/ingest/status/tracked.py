@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipemorph.api.plan import SavedPlan
 from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
@@ -15,6 +16,7 @@ from pipemorph.control.generations import Generations
 from pipemorph.ingest import Versions
 from pipemorph.planning import Policy
 from pipemorph_operator.cluster.facts import parse_time
+from pipemorph_operator.ingest.plans.plan_object import PlanObject
 from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
@@ -73,6 +75,7 @@ class TrackedJob:
     events: ConditionEvents
     spans: TrackedSpans
     fence: Fence
+    plan: PlanObject
     versions: Versions
     job_uid: str | None
     """UID of the attempt's batch Job."""
@@ -91,7 +94,9 @@ class TrackedJob:
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
     profiled_at: int | None = None
-    """Of the control state in status: see :attr:`JobController.profiled_at`."""
+    """Of the saved plan: see :attr:`JobController.profiled_at`."""
+    unsaved: SavedPlan | None = None
+    """To be written after the next write of status."""
     looked_at: float = float("-inf")
     looked_version: int = -1
     """The newest plan version at the last look."""
@@ -103,6 +108,17 @@ class TrackedJob:
     @property
     def key(self) -> Key:
         return self.namespace, self.name
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Of the API object: name, namespace and UID."""
+        return {"name": self.name, "namespace": self.namespace, "uid": self.uid}
+
+    def issue(self, attempt: int, plan_version: int) -> None:
+        """Have these written with the next status, as by this ingest."""
+        self.control = ControlState(
+            attempt=attempt, plan_version=plan_version, writer=self.fence.writer
+        )
 
     @property
     def manifest(self) -> PipeMorphJob:
@@ -171,6 +187,7 @@ class TrackedJob:
             self.reports.news
             or self.recovers
             or self.reserves_early
+            or self.unsaved is not None
             or self.looked_version != self.controller.plan_version
             or (newest is not None and newest.iteration_seconds_after is None)
         )

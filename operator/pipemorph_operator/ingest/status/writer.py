@@ -1,8 +1,9 @@
-"""Writes the ingest's part of jobs' status: plans, what they train, and their conditions.
+"""Writes the ingest's part of jobs' status, what they train and their conditions, and their plans.
 
 The ingest owns ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime`` and six
 conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
-other. Every write contains all owned fields.
+other. Every write contains all owned fields. A plan is written after the status that has its
+version, so that only who may write status writes a plan.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, UsefulTime
+from pipemorph.api.status import Condition, JobStatus, TrainingStatus, UsefulTime
 from pipemorph.control import JobView
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.ingest import figures
-from pipemorph_operator.ingest.status import snapshot_codec, write_budget
+from pipemorph_operator.ingest.plans import snapshot_codec
+from pipemorph_operator.ingest.plans.plan_object import saved_plan
+from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.summary import judge, summarize
@@ -70,7 +73,7 @@ class StatusWriter:
         started = self._monotonic()
         self._budget.charge(started, replicas=self.replicas)
         async with tracked.writing:
-            await self._pack(tracked, snapshot)
+            await self._keep(tracked, snapshot)
             tracked.versions.reserve(tracked.controller.plan_version)
             await self._write(tracked)
         DIRECTIVES.inc()
@@ -124,7 +127,7 @@ class StatusWriter:
             recoveries=tracked.generations.saved.count or 0, goodput=tracked.goodput(wall),
         )  # fmt: skip
         known = training == tracked.written and conditions == tracked.conditions
-        if known and not (reserves or recovers):
+        if known and not (reserves or recovers or tracked.unsaved):
             tracked.reports.looked()
             return
         # Who waits for the first write of this process, which may have a thousand to make? Nobody,
@@ -148,14 +151,14 @@ class StatusWriter:
         tracked.reports.looked()
         async with tracked.writing:
             try:
-                if (
-                    reserves
-                    or tracked.has_profile
-                    or (state_changed and training.adaptations and tracked.control is not None)
+                if tracked.has_profile or (
+                    state_changed and training.adaptations and tracked.control is not None
                 ):
-                    await self._pack(tracked, tracked.controller.snapshot())
+                    await self._keep(tracked, tracked.controller.snapshot())
                 if reserves:
-                    tracked.versions.reserve(tracked.controller.plan_version)
+                    newest = tracked.controller.plan_version
+                    tracked.issue(tracked.controller.attempt, newest)
+                    tracked.versions.reserve(newest)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken, LookupError) as error:
                 tracked.reports.again()
@@ -163,19 +166,17 @@ class StatusWriter:
                 log.warning("%s/%s: writing status failed: %s", *key, error)
 
     @staticmethod
-    async def _pack(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
-        """Keep the snapshot for the next write; only its versions if it is too large for status."""
+    async def _keep(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
+        """Keep the snapshot for the next write; only its versions if it is too large."""
         tracked.profiled_at = snapshot.get("profiled_at")
+        tracked.issue(snapshot["attempt"], snapshot["plan_version"])
+        tracked.unsaved = None
         try:
-            tracked.control = await snapshot_codec.pack_beside(snapshot)
+            packed = await snapshot_codec.pack_beside(snapshot)
         except snapshot_codec.TooLarge as error:
-            log.warning(
-                "%s/%s: %s; saved only its version: after a restart, another plan is made",
-                *tracked.key, error,
-            )  # fmt: skip
-            tracked.control = ControlState(
-                attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=""
-            )
+            log.warning("%s/%s: %s; saved only its version", *tracked.key, error)
+        else:
+            tracked.unsaved = saved_plan(tracked.uid, snapshot, packed)
 
     @staticmethod
     def _summary(
@@ -186,11 +187,15 @@ class StatusWriter:
         return training, judge(source, tracked.conditions, now, view)
 
     async def _write(self, tracked: TrackedJob) -> None:
-        """Write the ingest's part of a job's status, as of when the write starts."""
+        """Write the ingest's part of a job's status, as of when the write starts; then the plan
+        that has been kept, if it is not saved."""
         self._writing += 1
         try:
             async with self._writes:
                 await self._apply(tracked)
+                if tracked.unsaved is not None:
+                    await tracked.plan.write(self._cluster, tracked.about, tracked.unsaved)
+                    tracked.unsaved = None
         finally:
             self._writing -= 1
 
@@ -212,9 +217,8 @@ class StatusWriter:
             goodput=tracked.goodput(wall),
             useful_time=_useful_time(tracked),
         )
-        about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
         try:
-            await tracked.fence.apply(self._cluster, about, status)
+            await tracked.fence.apply(self._cluster, tracked.about, status)
         except BaseException as error:
             STATUS_WRITES.labels(result="error").inc()
             if isinstance(error, Overtaken) and self._is_tracked(tracked):
@@ -227,7 +231,7 @@ class StatusWriter:
         tracked.written, tracked.conditions = training, conditions
         tracked.recoveries = status.recoveries
         events = tracked.recovery_events.changed(status.recoveries)
-        self._sender.send(about, [*tracked.events.changed(conditions, wall), *events])
+        self._sender.send(tracked.about, [*tracked.events.changed(conditions, wall), *events])
         tracked.written_at = self._monotonic()
         if key_state != tracked.key_state:
             tracked.key_state, tracked.changed_at = key_state, tracked.written_at

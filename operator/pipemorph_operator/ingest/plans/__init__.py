@@ -1,0 +1,1 @@
+"""The plan of each job, in an object of its own."""
