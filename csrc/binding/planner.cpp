@@ -226,14 +226,14 @@ Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<nb::bytes>& order,
                                          const std::vector<std::vector<int>>& waits,
-                                         std::vector<int> caps, std::vector<int> slots, double most,
-                                         int draws) {
+                                         std::vector<int> caps, std::vector<int> slots,
+                                         const std::vector<std::vector<int>>& stages_of,
+                                         double most, int draws) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide =
-        to_guide(order, waits, std::move(slots), one_stage_each(costs.stages), costs);
+    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
     expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
     const nb::gil_scoped_release release;
-    return jittered(costs, guide, most, draws);
+    return jittered(costs, guide, stages_of, most, draws);
 }
 
 Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
@@ -314,7 +314,7 @@ NB_MODULE(_planner, module) {
     module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
                "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
-               "slots"_a, "most"_a, "draws"_a);
+               "slots"_a, "stages_of"_a, "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);

@@ -1,5 +1,6 @@
 #include "planner/guided.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -110,19 +111,27 @@ double drawn(double sent, double most, int link, int draw) {
 
 }  // namespace
 
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws) {
-    InOrder in_order(costs);
-    Guided guided(costs, guide, one_stage_each(costs.stages));
+std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
+                               const std::vector<std::vector<int>>& stages_of, double most,
+                               int draws) {
+    InOrder in_order(costs, stages_of);
+    Guided guided(costs, guide, stages_of);
+    std::vector<bool> within(costs.delay.size());  // which links join stages of one rank
+    for (const auto& mine : stages_of)
+        for (const int stage : mine)
+            if (std::find(mine.begin(), mine.end(), stage + 1) != mine.end()) within[stage] = true;
     std::array<double, 2> sum{};
     for (int draw = 0; draw < draws; ++draw) {
         const DelayAt delay_at = [&](int link, double sent) {
-            return costs.delay[link] + most * drawn(sent, most, link, draw);
+            const double late = within[link] ? 0.0 : most * drawn(sent, most, link, draw);
+            return costs.delay[link] + late;
         };
         sum[0] += in_order.run(guide.order, delay_at);
         guided.run(delay_at);
         double makespan = 0.0;
-        for (int i = 0; i < costs.stages; ++i)
-            makespan = std::max(makespan, guided.ran()[i].end.back() + costs.after[i]);
+        for (size_t rank = 0; rank < stages_of.size(); ++rank)
+            if (const auto& ran = guided.ran()[rank]; !ran.end.empty())
+                makespan = std::max(makespan, ran.end.back() + costs.after[rank]);
         sum[1] += makespan;
     }
     for (double& each : sum) each /= draws;

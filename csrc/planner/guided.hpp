@@ -54,8 +54,10 @@ class Guided {
     std::vector<FirstReady::Ran> ran_;
 };
 
-// Mean makespans, with one stage per rank, of the order itself and of guided dispatch, over `draws`
-// iterations in which each message comes up to `most` late, at random by the moment of its send.
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws);
+// Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
+// message between ranks comes up to `most` late, at random by the moment of its send.
+std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
+                               const std::vector<std::vector<int>>& stages_of, double most,
+                               int draws);
 
 }  // namespace pipemorph::planner

@@ -140,18 +140,14 @@ def initial_plan(spec: JobSpec) -> Plan:
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """
     schedule, problem = initial_schedule(spec), initial_problem(spec)
-    turns: tuple[tuple[int, ...], ...] = ()
     dispatch = problem.dispatch
-    waits: Waits = ()
+    if _may_go_guided(spec) and _goes_guided(problem, initial_routes(spec)):
+        dispatch = Dispatch.GUIDED
+    waits = _waits(problem) if dispatch is Dispatch.GUIDED else ()
+    turns: tuple[tuple[int, ...], ...] = ()
     if isinstance(schedule, InterleavedSchedule):
         turns = schedule.turns
-        if dispatch is Dispatch.GUIDED:
-            waits = interleaved_waits(schedule, problem)
         schedule = schedule.per_stage()
-    elif dispatch is Dispatch.GUIDED:
-        waits = _waits(problem)
-    elif _may_go_guided(spec) and _goes_guided(problem, initial_routes(spec)):
-        dispatch, waits = Dispatch.GUIDED, _waits(problem)
     return Plan(
         version=0,
         policy=spec.schedule.policy_kind,
@@ -175,18 +171,20 @@ def _may_go_guided(spec: JobSpec) -> bool:
 
 @lru_cache(maxsize=64)
 def _waits(problem: Problem) -> Waits:
-    return planned_waits(_per_stage(problem), problem)
+    schedule = _known(problem)
+    if isinstance(schedule, InterleavedSchedule):
+        return interleaved_waits(schedule, problem)
+    return planned_waits(schedule, problem)
 
 
 @lru_cache(maxsize=64)
 def _goes_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
     """Whether plan 0 takes no longer with guided dispatch while all links are well."""
-    links = tuple(link_on(route, 0.0) for route in routes)
-    schedule, real = _per_stage(problem), problem.model_copy(update={"links": links})
-    return as_fast_guided(schedule, real, _waits(problem))
+    several = problem.ranks is not None
+    links = tuple(link_on(route, 0.0, several=several) for route in routes)
+    real = problem.model_copy(update={"links": links})
+    return as_fast_guided(_known(problem), real, _waits(problem))
 
 
-def _per_stage(problem: Problem) -> Schedule:
-    schedule = _shared.get(problem) or _schedule(problem)
-    assert isinstance(schedule, Schedule)
-    return schedule
+def _known(problem: Problem) -> FirstSchedule:
+    return _shared.get(problem) or _schedule(problem)

@@ -67,6 +67,7 @@ def jittered(
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
     slots: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
     most: float,
     draws: int,
 ) -> Sequence[float]:

@@ -94,6 +94,19 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
     )
 
 
+def online_plans(problem: Problem, routes: Sequence[Route]) -> Iterator[Plan]:
+    """Plans for online dispatch whose activations stay on the device, those with the fewest
+    microbatches in flight first.
+
+    Online dispatch holds as many as its limits allow, whether it needs them or not. So these limits
+    are what a list schedule of policy pipemorph may have in flight, and no more.
+    """
+    within, placement = on_device(problem), _placement(problem)
+    for caps in _caps(within):
+        schedule = _list(within, placement, caps)
+        yield schedule.to_plan(0, routes, in_flight_limits=caps, dispatch=Dispatch.ONLINE)
+
+
 def _by_rule(problem: Problem, policy: Policy) -> InterleavedSimulation:
     match policy:
         case Policy.ZERO_BUBBLE_V:
@@ -131,13 +144,7 @@ def _best(problem: Problem) -> _Candidate:
 
 def _candidates(problem: Problem) -> Iterator[_Candidate]:
     """Schedules whose activations stay on the device."""
-    stages, ranks = problem.stage_count, problem.ranks
-    if ranks is None or stages % ranks:
-        raise InputError(
-            f"ranks is {ranks}; policy pipemorph puts {stages} stages on a number of ranks that"
-            " divides them"
-        )
-    placement = place_stages(stages, ranks, problem.placement)
+    placement = _placement(problem)
     for make in (one_f_one_b_interleaved, zero_bubble_v):
         try:
             schedule = make(problem)
@@ -151,13 +158,23 @@ def _candidates(problem: Problem) -> Iterator[_Candidate]:
         yield problem, _listed(problem, placement, caps)
 
 
+def _placement(problem: Problem) -> tuple[int, ...]:
+    """The rank of each stage."""
+    stages, ranks = problem.stage_count, problem.ranks
+    if ranks is None or stages % ranks:
+        raise InputError(
+            f"ranks is {ranks}; policy pipemorph puts {stages} stages on a number of ranks that"
+            " divides them"
+        )
+    return place_stages(stages, ranks, problem.placement)
+
+
 def _exceeding(problem: Problem) -> Iterator[_Candidate]:
     """List schedules of which activations leave the device; none if no stage has a device limit.
 
     Where a stage recomputes, the more microbatches are in flight, the fewer stay on its device.
     """
-    assert problem.ranks is not None, "checked for the candidates on the device"
-    placement = place_stages(problem.stage_count, problem.ranks, problem.placement)
+    placement = _placement(problem)
     for caps in _caps(problem):
         stages = tuple(map(_with_cap, problem.stages, caps))
         if any(stage.device_limit is not None for stage in stages):
@@ -197,6 +214,10 @@ def _caps(problem: Problem) -> Iterator[tuple[int, ...]]:
 def _listed(
     problem: Problem, placement: tuple[int, ...], caps: Sequence[int]
 ) -> InterleavedSimulation:
+    return simulate_interleaved(_list(problem, placement, caps), problem)
+
+
+def _list(problem: Problem, placement: tuple[int, ...], caps: Sequence[int]) -> InterleavedSchedule:
     """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*: what online
     dispatch does under the delays of the problem."""
     ranks = range(max(placement) + 1)
@@ -216,7 +237,7 @@ def _listed(
         exact_warmup=given is not None,
     )
     codes = core.online(costs, rules, stages_of=stages_of).codes
-    return simulate_interleaved(decoded(codes, stages_of, problem.microbatches), problem)
+    return decoded(codes, stages_of, problem.microbatches)
 
 
 def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:

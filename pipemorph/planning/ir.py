@@ -305,13 +305,16 @@ class Plan:
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
-        mine, theirs = (
-            [
-                (p.schedule, p.dispatch, p.waits, p.turns, p.routes, p.device_limits, p.recompute)
-                for p in plan.each
-            ]
-            for plan in (self, other)
-        )
+
+        def acts(plan: Plan) -> tuple[object, ...]:
+            # Online, the limits decide what runs, and not the order.
+            limits = plan.in_flight_limits if plan.dispatch is Dispatch.ONLINE else ()
+            return (
+                plan.schedule, plan.dispatch, plan.waits, plan.turns, plan.routes, limits,
+                plan.device_limits, plan.recompute,
+            )  # fmt: skip
+
+        mine, theirs = (list(map(acts, plan.each)) for plan in (self, other))
         return mine == theirs and [r for r, _ in self.own] == [r for r, _ in other.own]
 
 

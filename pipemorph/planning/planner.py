@@ -167,14 +167,16 @@ def problem_for(
     transfers: Sequence[float] | None = None,
     queues: int = DELEGATED_QUEUES,
     half_duplex: bool = False,
+    several: bool = False,
 ) -> Problem:
     """The problem that :func:`plan_for` plans, to predict other schedules for it. ``transfers[i]``:
-    how long a message occupies link *i* before it travels for ``delays[i]``."""
+    how long a message occupies link *i* before it travels for ``delays[i]``. ``several``: see
+    :func:`link_on`."""
     if routes is None:
         links = [Link(delay=delay) for delay in delays]
     else:
         links = [
-            link_on(route, delay, queues=queues, half_duplex=half_duplex)
+            link_on(route, delay, queues=queues, half_duplex=half_duplex, several=several)
             for route, delay in zip(routes, delays, strict=True)
         ]
     if transfers is not None and any(transfers):
@@ -186,19 +188,25 @@ def problem_for(
 
 
 def link_on(
-    route: Route, delay: float, *, queues: int = DELEGATED_QUEUES, half_duplex: bool = False
+    route: Route,
+    delay: float,
+    *,
+    queues: int = DELEGATED_QUEUES,
+    half_duplex: bool = False,
+    several: bool = False,
 ) -> Link:
     """The link model of a route with ``delay``.
 
     Direct: one queue per direction (``half_duplex``: one for both), and the third send in flight
-    blocks compute until the first has arrived, like a framework's in-order send queue. Delegated:
-    ``queues`` queues, round robin; sends never block compute.
+    blocks compute until the first has arrived, like a framework's in-order send queue. Not if
+    ranks have ``several`` stages, which take turns: a bound on the sends of one could block
+    another. Delegated: ``queues`` queues, round robin; sends never block compute.
     """
     if route is Route.DIRECT:
         return Link(
             delay=delay,
             queues=DIRECT_QUEUES,
-            outstanding=DIRECT_OUTSTANDING,
+            outstanding=None if several else DIRECT_OUTSTANDING,
             half_duplex=half_duplex,
         )
     return Link(delay=delay, queues=queues)

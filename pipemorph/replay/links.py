@@ -105,8 +105,11 @@ class Links:
     def under(self, routes: Sequence[Route]) -> Problem:
         """The problem with links as they are without a fault, for messages on ``routes``, and with
         what delegating takes of the ops at their ends."""
+        several = len(set(self.rank_of)) < len(self.rank_of)
         links = [
-            link_on(route, base, half_duplex=half).model_copy(update={"transfer": transfer})
+            link_on(route, base, half_duplex=half, several=several).model_copy(
+                update={"transfer": transfer}
+            )
             for route, base, transfer, half in zip(
                 routes, self._base, self._transfers, self._half, strict=True
             )

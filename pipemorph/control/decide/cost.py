@@ -16,6 +16,8 @@ THOROUGH_CELL = 0.1e-3
 shortest."""
 CELL = 8e-6
 """With the usual effort."""
+SEVERAL_CELL = 0.2e-3
+"""With several stages per rank: of all orders, each with what else it may be dispatched by."""
 VARIANTS_CELL, VARIANTS = 25e-6, 3
 """Where activations may leave the device, or backwards may be fused: per stage × microbatch of each
 plan that is tried, and how many are tried at least, beside changes of them."""
@@ -31,9 +33,11 @@ def estimated_seconds(asked: Replan) -> float:
     cells = cut.stages * rules.schedule.microbatches
     if asked.previous is not None or cut.stages == 2:
         one = CELL * cells
+    elif cut.stages_per_rank > 1:
+        one = SEVERAL_CELL * cells
     elif allows_variants(situation.stages):
         one = VARIANTS_CELL * cells * (VARIANTS + steps(cells))
-    elif cells <= THOROUGH_CELLS and cut.stages_per_rank == 1:
+    elif cells <= THOROUGH_CELLS:
         one = THOROUGH_CELL * cells
     else:
         one = CELL * cells

@@ -25,6 +25,7 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
+    Schedule,
     StageTimes,
     lower_bound,
     plan,
@@ -37,12 +38,13 @@ from pipemorph.planning import (
     validate_waits,
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.interleaved import online_plans, plan_interleaved
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
-    predict_interleaved_period,
+    interleaved_waits,
+    predict_interleaved,
     simulate_interleaved,
     validate_interleaved,
 )
@@ -247,7 +249,7 @@ class Forecast:
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
         self._varying = None
-        if any(situation.recent) and spec.parallelism.stages_per_rank == 1:
+        if any(situation.recent):
             cells = spec.parallelism.stages * spec.schedule.microbatches
             self._varying = Varying.of(situation.recent, situation.delays, situation.stages, cells)
 
@@ -279,7 +281,7 @@ class Forecast:
 
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
-        situation = self._situation
+        situation, cut = self._situation, self._spec.parallelism
         routes = situation.carried(routes)
         transfers = [situation.transfer(i) for i in range(len(routes))]
         problem = problem_for(
@@ -290,8 +292,8 @@ class Forecast:
             transfers=transfers,
             queues=self._spec.transport.queues,
             half_duplex=self._spec.transport.direct_duplex == "half",
+            several=cut.stages_per_rank > 1,
         )
-        cut = self._spec.parallelism
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         if cut.stages_per_rank > 1:
@@ -308,7 +310,7 @@ class Forecast:
     def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
         """The ops of one iteration by rank, each with its stage; seconds. For a valid plan of
         replicas that are alike. Delays that vary are their mean."""
-        problem = self.problem(plan.routes).under(plan)
+        problem = self._within(plan)
         if plan.turns:
             order = InterleavedSchedule.of_plan(plan)
             return simulate_interleaved(order, problem, plan.dispatch, waits=plan.waits).by_rank()
@@ -317,14 +319,12 @@ class Forecast:
 
     def _seconds(self, plan: Plan) -> float:
         """Of the replicas that run this plan, without those that run another."""
-        problem = self.problem(plan.routes).under(plan)
-        if plan.turns:
-            order = InterleavedSchedule.of_plan(plan)
-            if not self._situation.barrier:
-                return predict_interleaved_period(order, problem, plan.dispatch, plan.waits)
-            return simulate_interleaved(order, problem, plan.dispatch, waits=plan.waits).makespan
+        problem = self._within(plan)
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
+        if plan.turns:
+            order = InterleavedSchedule.of_plan(plan)
+            return predict_interleaved(order, problem, plan.dispatch, plan.waits)
         if not self._situation.barrier:
             return predict_period(plan.schedule, problem, plan.dispatch, plan.waits)
         return predict(plan.schedule, problem, plan.dispatch, plan.waits)
@@ -378,6 +378,9 @@ class Forecast:
             for plan in plans
             if plan.schedule.mixed is None
         ]
+        problem = self.problem(routes)
+        if problem.ranks is not None:
+            others = [*online_plans(problem, routes), *others]
         if self._varying is not None:
             # Only here does a prediction show what it costs not to wait for what is nearly there.
             others += [_guided(each, self._within(each)) for each in plans if not _is_guided(each)]
@@ -394,7 +397,7 @@ class Forecast:
         limited = any(limit is not None and limit < n for limit in plan.in_flight_limits)
         if self._spec.schedule.dispatch != "auto" or not _is_guided(plan) or not limited:
             return plan
-        if as_fast_guided(plan.schedule, self._within(plan), plan.waits):
+        if as_fast_guided(_order(plan), self._within(plan), plan.waits):
             return plan
         return replace(plan, dispatch=Dispatch.STATIC, waits=())
 
@@ -426,7 +429,6 @@ class Forecast:
         return (
             self._spec.schedule.dispatch == "auto"
             and self._spec.parallelism.mesh.lockstep == 1
-            and self._spec.parallelism.stages_per_rank == 1
             and bool(slow)
             and all(route is Route.DELEGATED for route in slow)
         )
@@ -435,7 +437,7 @@ class Forecast:
         problem, dispatch = self.problem(routes), self._dispatch
         if problem.ranks is not None:
             several = plan_interleaved(problem, Policy.PIPEMORPH)
-            return [self.of(several.to_plan(0, routes, dispatch))]
+            return [self.of(self._as_open(several.to_plan(0, routes, dispatch)))]
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
@@ -485,7 +487,17 @@ def _is_guided(plan: Plan) -> bool:
 
 def _guided(plan: Plan, problem: Problem) -> Plan:
     """A static plan for a problem, with guided dispatch."""
-    return replace(plan, dispatch=Dispatch.GUIDED, waits=planned_waits(plan.schedule, problem))
+    order = _order(plan)
+    if isinstance(order, InterleavedSchedule):
+        waits = interleaved_waits(order, problem)
+    else:
+        waits = planned_waits(order, problem)
+    return replace(plan, dispatch=Dispatch.GUIDED, waits=waits)
+
+
+def _order(plan: Plan) -> Schedule | InterleavedSchedule:
+    """The order of the ops of all ranks."""
+    return InterleavedSchedule.of_plan(plan) if plan.turns else plan.schedule
 
 
 def runnable(plan: Plan) -> str | None:

@@ -14,7 +14,7 @@ from pipemorph.control.decide.replan import Cause, Proposal
 from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observed.links import Health, LinkHealth
-from pipemorph.planning import Plan, Policy
+from pipemorph.planning import Policy
 from pipemorph.wire import Directive
 
 COLUMNS = 110
@@ -140,8 +140,15 @@ def _predicted(current: Option | None, chosen: Option) -> str:
     return (
         f"predicted per iteration {old}, {shown_time(chosen.seconds)} with"
         f" warm-up {'-'.join(map(str, chosen.plan.warmup))} and"
-        f" {links if moved else 'all links direct'}"
+        f" {links if moved else 'all links direct'}{_new_dispatch(current, chosen)}"
     )
+
+
+def _new_dispatch(current: Option | None, chosen: Option) -> str:
+    """The dispatch of a plan, if it is not that of the plan before."""
+    if current is None or chosen.plan.dispatch is current.plan.dispatch:
+        return ""
+    return f", {chosen.plan.dispatch} dispatch"
 
 
 def _sentence(finding: findings.Finding) -> str:
@@ -264,7 +271,7 @@ def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Pro
         change = f" ({chosen.seconds / current.seconds - 1:+.0%})" if current.seconds > 0 else ""
     times = [f"predicted {time}{change}", f"{time}{change}", time]
     # Each part in the longest form that fits; the later ones matter more.
-    forms = [_short_why(cause, links), times, _short_plan(chosen.plan)]
+    forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
     shorten = [0, 1, 1, 2]
     saves = next((each for each in proposal.found if isinstance(each, findings.Saves)), None)
     if saves is not None:
@@ -308,19 +315,21 @@ def _short_why(cause: Cause, links: Sequence[LinkHealth]) -> list[str]:
     ]
 
 
-def _short_plan(plan: Plan) -> list[str]:
+def _short_plan(current: Option | None, chosen: Option) -> list[str]:
+    plan = chosen.plan
     counts, moved = list(map(str, plan.warmup)), plan.delegated
     if len(counts) > FULL_WARMUP:
         counts = [*counts[:2], "…", counts[-1]]
     warmup = f"warm-up {'-'.join(counts)}"
     own = f", {len(plan.own)} own plan{'s' * (len(plan.own) > 1)}" if plan.own else ""
+    more = f"{own}{_new_dispatch(current, chosen)}"
     if not moved:
-        return [f"{warmup}, direct{own}"]
+        return [f"{warmup}, direct{more}"]
     plural = "s" * (len(moved) > 1)
-    named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{own}"
-    few = f"{warmup}, {len(moved)} link{plural} delegated{own}"
+    named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{more}"
+    few = f"{warmup}, {len(moved)} link{plural} delegated{more}"
     forms = [named, few] if len(moved) <= NAMED else [few]
-    return [forms[0], f"{warmup}{own}"] if own else forms
+    return [forms[0], f"{warmup}{more}"] if own else forms
 
 
 # --- words --------------------------------------------------------------------------------

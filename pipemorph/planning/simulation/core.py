@@ -201,14 +201,22 @@ def guided(
     return ran
 
 
-def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
+def jittered(
+    costs: Costs,
+    guide: Guide,
+    most: float,
+    draws: int,
+    stages_of: Sequence[Sequence[int]] | None = None,
+) -> tuple[float, float]:
     """Mean makespans of a valid order and of guided dispatch by it, over ``draws`` iterations in
-    which each message comes up to ``most`` late, at random by the moment of its send."""
+    which each message between ranks comes up to ``most`` late, at random by the moment of its send.
+    ``stages_of``: as of :func:`in_order`."""
+    stages_of = stages_of or one_stage_each(costs.stage_count)
     if compiled is not None:
         made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
-        own, guided_ = compiled.jittered(costs.packed(), *made, most, draws)
+        own, guided_ = compiled.jittered(costs.packed(), *made, stages_of, most, draws)
         return own, guided_
-    return reference.jittered(costs, guide, most, draws)
+    return reference.jittered(costs, guide, stages_of, most, draws)
 
 
 def static(

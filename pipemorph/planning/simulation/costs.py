@@ -15,6 +15,8 @@ INF = float("inf")
 
 DelayAt = Callable[[int, float], float]
 """(link, time of send) → delay or transfer, in the problem's unit."""
+Changes = tuple[DelayAt, DelayAt | None]
+"""Delays of an iteration, and its transfers if they change as well."""
 
 
 class Costs(NamedTuple):

@@ -7,7 +7,7 @@ feeds stage *s+1*, which may be on another rank or the same. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,13 +17,15 @@ from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Sch
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import CODE, KINDS, MAX_STAGES_PER_RANK, Ran
-from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.simulation.simulator import (
+    Runner,
     Simulation,
     TimedOp,
     fused_stages,
+    mean_of_changes,
     settled_period,
 )
 from pipemorph.planning.simulation.waits import Waits, waits_of
@@ -98,6 +100,10 @@ class InterleavedSchedule:
 
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage. Raises :class:`InputError` if a stage is on no rank or on two."""
+        return self._placement
+
+    @cached_property
+    def _placement(self) -> tuple[int, ...]:
         found: dict[int, int] = {}
         for rank, ops in enumerate(self.ranks):
             for op in ops:
@@ -242,7 +248,7 @@ def validate_interleaved(
         after=no_time,
         before=no_time,
     )
-    stages_of, codes = _encoded(schedule)
+    stages_of, codes = encoded(schedule)
     _check_complete(schedule, core.in_order(free, codes, stages_of))
 
 
@@ -281,11 +287,11 @@ def simulate_interleaved(
     if before is not None:
         costs = costs._replace(before=[*before, *[0.0] * (len(placement) - len(before))])
     run = _runner(schedule, problem, dispatch, waits)
-    ran = run(costs, _between_ranks(delay_at, placement), _between_ranks(transfer_at, placement))
+    ran = run(costs, delay_at, transfer_at)
     if dispatch is Dispatch.STATIC:
         _check_complete(schedule, ran)
     else:
-        schedule = decoded(ran.codes, _encoded(schedule)[0], schedule.microbatches)
+        schedule = decoded(ran.codes, encoded(schedule)[0], schedule.microbatches)
     simulation = _by_stage(schedule, ran)
     after = [0.0] * problem.stage_count
     for ops, tail in zip(schedule.ranks, _after(schedule, problem), strict=True):
@@ -295,25 +301,32 @@ def simulate_interleaved(
     return InterleavedSimulation(schedule, simulation)
 
 
-def predict_interleaved_period(
+def predict_interleaved(
     schedule: InterleavedSchedule,
     problem: Problem,
     dispatch: Dispatch = Dispatch.STATIC,
     waits: Waits | None = None,
+    changes: Sequence[Changes] = (),
 ) -> float:
-    """As :func:`~pipemorph.planning.simulation.simulator.predict_period`, of the ranks. Without
-    checks, so the schedule must be valid."""
+    """Time of an iteration as the problem's objective counts it: its makespan, or what each takes
+    if many follow each other and nothing makes ranks wait for each other in between
+    (:func:`~pipemorph.planning.simulation.simulator.predict_period`). With ``changes``, the mean
+    of iterations with these delays and transfers
+    (:func:`~pipemorph.planning.simulation.simulator.predict_changing`). Without checks, so the
+    schedule must be valid.
+    """
+    costs, after = placed_costs(problem, schedule.placement()), _after(schedule, problem)
     run = _runner(schedule, problem, dispatch, waits)
-    return settled_period(
-        lambda costs: run(costs, None, None),
-        placed_costs(problem, schedule.placement()),
-        _after(schedule, problem),
-    )
+    if changes:
+        return mean_of_changes(run, costs, changes, after, problem.objective == "makespan")
+    if problem.objective == "period":
+        return settled_period(lambda each: run(each, None, None), costs, after)
+    return run(costs, None, None).makespan(after)
 
 
 def interleaved_waits(schedule: InterleavedSchedule, problem: Problem) -> Waits:
     """As :func:`~pipemorph.planning.simulation.waits.planned_waits`, where ranks wait: by stage."""
-    stages_of, codes = _encoded(schedule)
+    stages_of, codes = encoded(schedule)
     costs = placed_costs(problem, schedule.placement())
     found: list[list[int]] = [[] for _ in range(problem.stage_count)]
     places = _in_stages(schedule)
@@ -340,37 +353,61 @@ def _in_stages(schedule: InterleavedSchedule) -> list[list[tuple[int, int]]]:
 
 def _runner(
     schedule: InterleavedSchedule, problem: Problem, dispatch: Dispatch, waits: Waits | None
-) -> Callable[[Costs, DelayAt | None, DelayAt | None], Ran]:
-    """Executes a valid schedule under the costs, delays and transfers it is given."""
-    stages_of, codes = _encoded(schedule)
+) -> Runner:
+    """Executes a valid schedule. Of delays and transfers, those between ranks count."""
+    stages_of, codes = encoded(schedule)
+    placement = schedule.placement()
+
+    def at(times: DelayAt | None) -> DelayAt | None:
+        return _between_ranks(times, placement)
+
     if dispatch is Dispatch.STATIC:
-        return lambda costs, *at: core.in_order(costs, codes, stages_of, *at)
-    placement, per_stage = schedule.placement(), schedule.per_stage()
-    # A message within a rank needs no slot.
-    slots = [
-        None if placement[i] == placement[i + 1] else link.slots
-        for i, link in enumerate(problem.links)
-    ]
-    if dispatch is Dispatch.ONLINE:
-        rules = Rules.of(problem, per_stage.warmup(), fused=fused_stages(per_stage), slots=slots)
-        return lambda costs, delay_at, transfer_at: core.online(
-            costs, rules, delay_at, transfer_at, stages_of
+        return lambda costs, delay_at, transfer_at: core.in_order(
+            costs, codes, stages_of, at(delay_at), at(transfer_at)
         )
+    if dispatch is Dispatch.ONLINE:
+        per_stage = schedule.per_stage()
+        rules = Rules.of(
+            problem,
+            per_stage.warmup(),
+            fused=fused_stages(per_stage),
+            slots=_slots(schedule, problem),
+        )
+        return lambda costs, delay_at, transfer_at: core.online(
+            costs, rules, at(delay_at), at(transfer_at), stages_of
+        )
+    guide = interleaved_guide(schedule, problem, waits)
+    return lambda costs, delay_at, transfer_at: core.guided(
+        costs, guide, at(delay_at), at(transfer_at), stages_of
+    )
+
+
+def interleaved_guide(
+    schedule: InterleavedSchedule, problem: Problem, waits: Waits | None = None
+) -> Guide:
+    """As :func:`~pipemorph.planning.simulation.waits.guide_of`."""
     if waits is None:
         waits = interleaved_waits(schedule, problem)
     held, n = list(map(frozenset, waits)), schedule.microbatches
-    guide = Guide(
-        codes=tuple(codes),
+    slots = _slots(schedule, problem)
+    return Guide(
+        codes=tuple(encoded(schedule)[1]),
         waits=tuple(
             tuple(at for at, (stage, its) in enumerate(row) if held and its in held[stage])
             for row in _in_stages(schedule)
         ),
-        caps=per_stage.in_flight_peak(),
+        caps=schedule.per_stage().in_flight_peak(),
         slots=tuple(n if each is None else each for each in slots) if any(slots) else None,
     )
-    return lambda costs, delay_at, transfer_at: core.guided(
-        costs, guide, delay_at, transfer_at, stages_of
-    )
+
+
+def _slots(schedule: InterleavedSchedule, problem: Problem) -> list[int | None]:
+    """Per link. A message within a rank needs no slot."""
+    placement = schedule.placement()
+    return [
+        None if placement[i] == placement[i + 1] else link.slots
+        for i, link in enumerate(problem.links)
+    ]
 
 
 def _after(schedule: InterleavedSchedule, problem: Problem) -> list[float]:
@@ -408,7 +445,7 @@ def _between_ranks(times: DelayAt | None, placement: Sequence[int]) -> DelayAt |
     return lambda link, sent: 0.0 if placement[link] == placement[link + 1] else times(link, sent)
 
 
-def _encoded(schedule: InterleavedSchedule) -> tuple[list[list[int]], list[bytes]]:
+def encoded(schedule: InterleavedSchedule) -> tuple[list[list[int]], list[bytes]]:
     """The stages of each rank, and its ops as the core takes them."""
     stages_of = [sorted({op.stage for op in ops}) for ops in schedule.ranks]
     codes = [

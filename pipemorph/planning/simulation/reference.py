@@ -282,13 +282,17 @@ def guided(
     return core.run(choose)
 
 
-def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
+def jittered(
+    costs: Costs, guide: Guide, stages_of: Sequence[Sequence[int]], most: float, draws: int
+) -> tuple[float, float]:
     """See :func:`pipemorph.planning.simulation.core.jittered`."""
-    stages_of = [[i] for i in range(costs.stage_count)]
+    within = {stage for mine in stages_of for stage in mine if stage + 1 in mine}
     own = guided_ = 0.0
     for draw in range(draws):
 
         def delay_at(link: int, sent: float, draw: int = draw) -> float:
+            if link in within:
+                return costs.delay[link]
             mixed = int(min(sent / most * 1e6, 9e18)) * 0x9E3779B1
             mixed = (mixed + link * 0x85EBCA6B + draw * 0xC2B2AE35) % 2**32
             mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D % 2**32
@@ -298,7 +302,7 @@ def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float
         static = in_order(costs, guide.codes, stages_of, delay_at, None)
         ready = guided(costs, guide, stages_of, delay_at, None)
         sums = [
-            max(row[-1] + after for row, after in zip(ran[2], costs.after, strict=True))
+            max(row[-1] + after for row, after in zip(ran[2], costs.after, strict=False))
             for ran in (static, ready)
         ]
         own, guided_ = own + sums[0], guided_ + sums[1]

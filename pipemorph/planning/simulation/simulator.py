@@ -11,11 +11,13 @@ from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import KINDS, Ran, Rows, microbatches_of
-from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.simulation.waits import Waits, guide_of
 from pipemorph.planning.validator import ScheduleError, validate, validate_waits
 
+Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Ran]
+"""Executes a schedule under the costs, delays and transfers it is given."""
 SETTLED = 4
 """Iterations after which consecutive ones take about the same time."""
 
@@ -240,7 +242,7 @@ def settled_period(run: Callable[[Costs], Ran], costs: Costs, after: Sequence[fl
 def predict_changing(
     schedule: Schedule,
     problem: Problem,
-    changes: Sequence[tuple[DelayAt, DelayAt | None]],
+    changes: Sequence[Changes],
     dispatch_mode: Dispatch = Dispatch.STATIC,
     waits: Waits | None = None,
 ) -> float:
@@ -251,21 +253,31 @@ def predict_changing(
     """
     costs = Costs.of(problem)
     run = _runner(schedule, problem, dispatch_mode, waits)
+    return mean_of_changes(run, costs, changes, costs.after, problem.objective == "makespan")
+
+
+def mean_of_changes(
+    run: Runner,
+    costs: Costs,
+    changes: Sequence[Changes],
+    after: Sequence[float],
+    barrier: bool,
+) -> float:
+    """Mean time of iterations under each of the ``changes``. ``after``: what follows the last op of
+    each rank. ``barrier``: ranks wait for each other between them."""
     steps: list[float] = []
     for delay_at, transfer_at in changes:
         ran = run(costs, delay_at, transfer_at)
-        if problem.objective == "makespan":
-            steps.append(ran.makespan(costs.after))
+        if barrier:
+            steps.append(ran.makespan(after))
             continue
-        took, before = following(ran.free, costs.after)
+        took, begins = following(ran.free, after)
         steps.append(took)
-        costs = costs._replace(before=before)
+        costs = costs._replace(before=begins + [0.0] * (costs.stage_count - len(begins)))
     return sum(steps) / len(steps)
 
 
-def _runner(
-    schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None
-) -> Callable[[Costs, DelayAt | None, DelayAt | None], Ran]:
+def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None) -> Runner:
     """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
         codes = [core.encode(ops) for ops in schedule.stages]

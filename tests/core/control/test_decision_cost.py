@@ -46,6 +46,19 @@ def test_small_problems_and_quick_searches_are_short(
     assert (estimated_seconds(asked(stages, microbatches)) <= SHORT_SECONDS) is short
 
 
+def test_plans_for_several_stages_per_rank_cost_as_many_simulations() -> None:
+    found = []
+    for stages, each in ((16, 2), (64, 2), (64, 1)):
+        one = asked(stages, 128)
+        cut = one.spec.parallelism.model_copy(update={"stages_per_rank": each})
+        found.append(
+            estimated_seconds(replace(one, spec=one.spec.model_copy(update={"parallelism": cut})))
+        )
+    few, many, alone = found
+    assert many > 3.5 * few
+    assert many > 5 * alone
+
+
 def test_more_plans_to_try_cost_more() -> None:
     plain = asked(16, 64)
     now = plain.situation

@@ -107,15 +107,96 @@ def test_ranks_with_several_stages_are_planned_with_what_follows_their_last_op()
             "stagePlacement": "interleaved",
             "replicas": 2,
         },
-        schedule={"dispatch": "auto"},
+        schedule={"dispatch": "static"},
     )
     situation = Situation((op,) * 4, delays, delays, (False, True, False), (False,) * 3)
     routes = (Route.DIRECT, Route.DELEGATED, Route.DIRECT)
     (option,) = Forecast(job, situation).fresh(routes)
-    assert option.plan.dispatch is Dispatch.STATIC
     without = replace(situation, stages=(op.model_copy(update={"reduction": None}),) * 4)
     ops = Forecast(job, without).of(option.plan).seconds
     assert 0.06 * 8 < ops < option.seconds <= ops + 0.02
+
+
+def of_ranks(
+    limit: int | None = None, *, placement: str = "interleaved", tensor: int = 1, **fields: Any
+) -> Forecast:
+    """Two ranks with two stages each; link 0 is slow."""
+    delays = (0.06, 0.0, 0.0)
+    op = StageTimes(
+        forward=0.01, backward_input=0.0105, backward_weight=0.0055, in_flight_limit=limit
+    )
+    job = spec(
+        stages=4,
+        microbatches=24,
+        parallelism={
+            "stages": 4, "stagesPerRank": 2, "stagePlacement": placement, "tensor": tensor,
+        },
+        schedule={"dispatch": "auto", **({"inFlightLimit": limit} if limit else {})},
+    )  # fmt: skip
+    situation = Situation(
+        (op,) * 4, delays, delays, (True, False, False), (False,) * 3,
+        rooms=tuple(room(job, stage, None, None) for stage in range(4)),
+    )  # fmt: skip
+    return Forecast(job, replace(situation, **fields))
+
+
+BY_ENGINE = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
+
+
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("limit", [None, 6])
+def test_ranks_with_several_stages_may_go_online(placement: str, limit: int | None) -> None:
+    """While slow links are delegated: with as many in flight as the limits allow, or fewer."""
+    forecast = of_ranks(limit, placement=placement)
+    found = forecast.fresh(BY_ENGINE)
+    online = [each for each in found if each.plan.dispatch is Dispatch.ONLINE]
+    assert len(online) > 1
+    for option in online:
+        assert runnable(option.plan) is None
+        assert forecast.excess(option.plan) is None
+        assert option.seconds == forecast.of(option.plan).seconds
+    best = forecast.best(found)
+    assert best.seconds <= min(each.seconds for each in found) * (1 + SAME)
+    strained = forecast.under(forecast._situation.strained())
+    assert strained.of(best.plan).seconds <= 1.02 * min(
+        strained.of(each.plan).seconds for each in found
+    )
+    assert not [
+        each for each in forecast.fresh((Route.DIRECT,) * 3)
+        if each.plan.dispatch is Dispatch.ONLINE
+    ]  # fmt: skip
+    assert [
+        each.plan.dispatch for each in of_ranks(placement=placement, tensor=2).fresh(BY_ENGINE)
+    ] == [Dispatch.STATIC]
+
+
+def test_of_delays_that_vary_ranks_with_several_stages_take_the_mean() -> None:
+    runs = ((0.12,) * 4 + (0.0,) * 4) * 5
+    forecast = of_ranks(recent=(runs, (), ()))
+    found = forecast.fresh(BY_ENGINE)
+    assert {option.plan.dispatch for option in found} == set(Dispatch)
+    steady = of_ranks()
+    for option in found:
+        steps = []
+        for start in range(0, len(runs), len(runs) // DRAWS):
+
+            def delay_at(link: int, sent: float, start: int = start) -> float:
+                return 0.0 if link else runs[(start + int(sent / 0.05)) % len(runs)]
+
+            made = option.plan
+            problem = forecast.problem(made.routes).under(made)
+            ran = simulate_interleaved(
+                InterleavedSchedule.of_plan(made), problem, made.dispatch, waits=made.waits,
+                delay_at=delay_at,
+            )  # fmt: skip
+            steps.append(ran.makespan)
+        assert option.seconds == pytest.approx(mean(steps), rel=1e-9)
+    static = [each for each in found if each.plan.dispatch is Dispatch.STATIC]
+    best = forecast.best(found)
+    assert best.plan.dispatch is Dispatch.ONLINE
+    assert best.seconds < 0.98 * forecast.best(static).seconds
+    # In the mean of the delays alone there would be nothing to choose between them.
+    assert steady.of(static[0].plan).seconds < 1.01 * steady.of(best.plan).seconds
 
 
 @pytest.mark.parametrize("how", ["offload", "recompute"])
@@ -392,7 +473,11 @@ def test_what_is_not_searched_for_would_not_have_been_chosen(
         ({"dispatch": "static"}, {}, Dispatch.STATIC),
         ({"dispatch": "guided", "inFlightLimit": 10}, {}, Dispatch.GUIDED),
         ({}, {"tensor": 2}, Dispatch.STATIC),
-        ({}, {"stagesPerRank": 2}, Dispatch.STATIC),
+        ({}, {"stagesPerRank": 2}, Dispatch.GUIDED),
+        ({}, {"stagesPerRank": 2, "stagePlacement": "v"}, Dispatch.STATIC),
+        ({"inFlightLimit": 6}, {"stagesPerRank": 2}, Dispatch.STATIC),
+        ({"policy": "1f1b-interleaved"}, {"stagesPerRank": 2}, Dispatch.STATIC),
+        ({}, {"stagesPerRank": 2, "tensor": 2}, Dispatch.STATIC),
     ],
 )
 def test_a_job_begins_guided_where_that_takes_no_longer(

@@ -30,7 +30,7 @@ from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observed.links import Health, LinkHealth
-from pipemorph.planning import Plan, Policy, Route, Schedule
+from pipemorph.planning import Dispatch, Plan, Policy, Route, Schedule
 
 CAUSES = ("slow", "worse", "eased", "varies", "recovered", "steady", "profile", "memory", "restart")
 
@@ -70,6 +70,21 @@ def test_a_change_in_full_and_in_short() -> None:
         " | gain 4.3 s / 36 it"
     )
     assert len(line) == reasons.COLUMNS
+
+
+def test_another_dispatch_is_said() -> None:
+    """Of a change from one dispatch to another, in both forms."""
+    chosen = replace(plan((6, 4, 2, 1), (0,)), dispatch=Dispatch.ONLINE)
+    made = proposal(chosen)
+    full = reasons.reason("slow", [slow()], made)
+    assert full.endswith("1.069 s with warm-up 6-4-2-1 and link 0 delegated, online dispatch")
+    assert reasons.short(3, "slow", [slow()], made) == (
+        "plan v3: link 0 +6.5 ms | 1.198 -> 1.069 s/it (-11%) | warm-up 6-4-2-1, link 0 delegated,"
+        " online dispatch"
+    )
+    again = replace(made, current=Option(chosen, 1.198))
+    assert "dispatch" not in reasons.reason("worse", [slow()], again)
+    assert "dispatch" not in reasons.short(4, "worse", [slow()], again)
 
 
 @pytest.mark.parametrize(

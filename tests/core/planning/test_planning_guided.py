@@ -82,7 +82,8 @@ def test_jitter(problem: Problem, most: float, draws: int) -> None:
     planned = plan(problem, Policy.ZERO_BUBBLE)
     costs, guide = Costs.of(planned.problem), guide_of(planned.schedule, planned.problem)
     found = core.jittered(costs, guide, most, draws)
-    assert found == reference.jittered(costs, guide, most, draws)
+    stages_of = core.one_stage_each(costs.stage_count)
+    assert found == reference.jittered(costs, guide, stages_of, most, draws)
 
 
 @pytest.mark.parametrize(("limit", "suits"), [(None, True), (20, True), (16, False), (10, False)])

@@ -25,7 +25,7 @@ from pipemorph.planning.offload import device_peak, recompute_room
 from pipemorph.planning.search.variants import on_device
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
-    predict_interleaved_period,
+    predict_interleaved,
     simulate_interleaved,
     validate_interleaved,
 )
@@ -257,10 +257,10 @@ def test_iterations_that_follow_each_other(
     given = Problem(
         microbatches=microbatches, stages=tuple(map(stage, range(count))), ranks=ranks,
         links=tuple(Link(delay=source.choice((0, 3, 60))) for _ in range(count - 1)),
-        placement=placement, policy="pipemorph",
+        placement=placement, policy="pipemorph", objective="period",
     )  # fmt: skip
     found = plan_interleaved(given)
-    period = predict_interleaved_period(found.schedule, given)
+    period = predict_interleaved(found.schedule, given)
     assert found.simulation.period >= period or period == pytest.approx(found.simulation.period)
     stages = tuple(each.model_copy(update={"reduction": None}) for each in given.stages)
     without = given.model_copy(update={"stages": stages})
@@ -277,7 +277,7 @@ def test_iterations_that_follow_each_other(
         more = without.model_copy(update={"microbatches": times * microbatches})
         ran = simulate_interleaved(InterleavedSchedule(times * microbatches, ops), more)
         ended.append(ran.by_rank()[0][-1][1].end)
-    assert predict_interleaved_period(found.schedule, without) == pytest.approx(ended[1] - ended[0])
+    assert predict_interleaved(found.schedule, without) == pytest.approx(ended[1] - ended[0])
 
 
 def test_a_rank_that_waits_for_itself() -> None:

@@ -8,15 +8,23 @@ from typing import Any
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Link, Policy, Problem, StageTimes
-from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.simulation import core
+from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes
+from pipemorph.planning.analysis.jitter import as_fast_guided
+from pipemorph.planning.interleaved import InterleavedPlan, online_plans, plan_interleaved
+from pipemorph.planning.simulation import core, reference
 from pipemorph.planning.simulation.costs import DelayAt
 from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
     InterleavedSimulation,
+    encoded,
+    interleaved_guide,
+    interleaved_waits,
+    placed_costs,
+    predict_interleaved,
     simulate_interleaved,
     validate_interleaved,
 )
+from pipemorph.planning.simulation.simulator import following
 
 
 def drawn(rng: random.Random) -> Problem:
@@ -97,6 +105,98 @@ def test_what_it_brings_while_messages_are_late(placement: Any, most: float) -> 
         for mode in Dispatch:
             took[mode] += simulate_interleaved(order, given, mode, delay_at=delay_at).makespan / 20
     assert took[Dispatch.GUIDED] < most * took[Dispatch.STATIC], took
+
+
+def jittered(planned: InterleavedPlan, most: float, *, plain: bool = False) -> tuple[float, float]:
+    costs = placed_costs(planned.problem, planned.simulation.placement)
+    guide = interleaved_guide(planned.schedule, planned.problem)
+    stages_of = encoded(planned.schedule)[0]
+    if plain:
+        return reference.jittered(costs, guide, stages_of, most, 2)
+    return core.jittered(costs, guide, most, 2, stages_of)
+
+
+def test_jitter() -> None:
+    """Compiled and in Python, to the bit; messages within a rank come in time."""
+    rng = random.Random(6)
+    alone = later = 0
+    for _ in range(60):
+        planned = plan_interleaved(drawn(rng))
+        found = jittered(planned, 9.0)
+        assert found == jittered(planned, 9.0, plain=True)
+        if planned.problem.ranks == 1:
+            assert found == (planned.simulation.makespan,) * 2
+            alone += 1
+        else:
+            later += found[0] > planned.simulation.makespan
+    assert alone > 10 and later > 20
+
+
+@pytest.mark.parametrize(
+    ("placement", "limit", "suits"),
+    [("interleaved", None, True), ("interleaved", 6, False), ("v", None, False)],
+)
+def test_where_guided_costs_nothing_while_links_are_well(
+    placement: Any, limit: int | None, suits: bool
+) -> None:
+    ten = StageTimes(forward=10, backward_input=10, backward_weight=10, in_flight_limit=limit)
+    direct = Link(delay=1, queues=1, outstanding=2)
+    given = Problem(
+        microbatches=16, stages=(ten,) * 8, links=(direct,) * 7, ranks=4, placement=placement
+    )
+    order = plan_interleaved(given).schedule
+    assert as_fast_guided(order, given, interleaved_waits(order, given)) is suits
+
+
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+def test_predictions_are_what_is_simulated(placement: Any, objective: Any) -> None:
+    """Also under delays of which each iteration has its own."""
+    ten = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5, reduction=7)
+    given = Problem(
+        microbatches=12, stages=(ten,) * 4, links=(Link(delay=2),) * 3, ranks=2,
+        placement=placement, objective=objective,
+    )  # fmt: skip
+    order = plan_interleaved(given).schedule
+    rng = random.Random(7)
+    changes = [(late(rng, 40), None) for _ in range(3)]
+    for mode in Dispatch:
+        before, steps = None, []
+        for delay_at, _ in changes:
+            ran = simulate_interleaved(order, given, mode, delay_at=delay_at, before=before)
+            if objective == "makespan":
+                steps.append(ran.makespan)
+                continue
+            tails = [7.0] * 2
+            free = [
+                [max(ran.simulation.free[s][-1] for s, at in enumerate(ran.placement) if at == r)]
+                for r in range(2)
+            ]
+            took, before = following(free, tails)
+            steps.append(took)
+        found = predict_interleaved(order, given, mode, None, changes)
+        assert found == pytest.approx(sum(steps) / len(steps), rel=1e-9)
+    if objective == "makespan":
+        assert predict_interleaved(order, given) == simulate_interleaved(order, given).makespan
+
+
+def test_plans_for_online_dispatch_hold_what_they_need() -> None:
+    """Each has its own limits, which bind whatever comes late; the first has the tightest."""
+    ten = StageTimes(forward=10, backward_input=10, backward_weight=10)
+    slow = Link(delay=60, queues=8)
+    given = Problem(microbatches=24, stages=(ten,) * 4, links=(slow, Link(), Link()), ranks=2)
+    routes = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
+    plans = list(online_plans(given, routes))
+    assert len(plans) > 3
+    totals = [sum(limit or 24 for limit in plan.in_flight_limits) for plan in plans]
+    assert totals == sorted(totals)
+    rng = random.Random(8)
+    for plan in plans:
+        assert plan.dispatch is Dispatch.ONLINE
+        assert plan.routes == routes
+        order, under = InterleavedSchedule.of_plan(plan), given.under(plan)
+        ran = simulate_interleaved(order, under, Dispatch.ONLINE, delay_at=late(rng, 50))
+        validate_interleaved(ran.schedule, plan.in_flight_limits)
 
 
 def test_a_given_warmup_is_that_of_each_stage() -> None:

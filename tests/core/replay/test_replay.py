@@ -345,6 +345,28 @@ def test_ranks_with_several_stages(placement: str, rule: str, objective: str) ->
             assert change.measured == pytest.approx(change.promised, abs=0.01)
 
 
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+def test_ranks_with_several_stages_choose_their_dispatch(placement: str) -> None:
+    """A job is guided where that costs nothing, and else goes online for a slow link."""
+    problem = PROBLEM.model_copy(update={"ranks": 2, "placement": placement, "microbatches": 24})
+    fault = parse_trace('{"at_iteration": 12, "links": {"0": {"delay_ms": 60}}}', 3)
+    found = {
+        dispatch: replay(problem, fault, telemetry="python", dispatch=dispatch, iterations=40)
+        for dispatch in (Dispatch.STATIC, "auto")
+    }
+    auto, static = found["auto"], found[Dispatch.STATIC]
+    (change,) = auto.changes
+    assert ("online dispatch" in change.reason) is (placement == "v")
+    assert change.promised is not None and change.measured is not None
+    assert change.measured > 0.7 * change.promised > 0.1
+    first = auto.trained["adaptive"].steps[12], static.trained["adaptive"].steps[12]
+    if placement == "interleaved":
+        assert first[0] < 0.7 * first[1], "guided, before anybody knew of the fault"
+    else:
+        assert first[0] == first[1]
+    assert auto.seconds["adaptive"] <= 1.002 * static.seconds["adaptive"]
+
+
 def test_a_link_within_a_rank_has_no_faults() -> None:
     problem = PROBLEM.model_copy(update={"ranks": 2, "placement": "v"})
     with pytest.raises(InputError, match="link 1, whose stages are both on rank 1"):

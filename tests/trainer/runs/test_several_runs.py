@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SLOW_FROM, ITERATIONS = 5, 16
 
 
-def run(folder: Path, *, adapts: bool, **schedule: Any) -> dict[str, Any]:
+def run(folder: Path, *, adapts: bool, delay_ms: int = 25, **schedule: Any) -> dict[str, Any]:
     folder.mkdir()
     op = {"forward": 6, "backwardInput": 6, "backwardWeight": 6}
     manifest = {
@@ -28,7 +28,7 @@ def run(folder: Path, *, adapts: bool, **schedule: Any) -> dict[str, Any]:
             "schedule": {"microbatches": 8, "policy": "pipemorph", **schedule},
             "adaptation": {"enabled": adapts},
             "emulation": {"stageTimes": [op], "messageBytes": 4096},
-            "faults": [{"link": 0, "fromIteration": SLOW_FROM, "delayMs": 25}],
+            "faults": [{"link": 0, "fromIteration": SLOW_FROM, "delayMs": delay_ms}],
             "trainer": {
                 "module": "pipemorph_trainer.examples.emulated",
                 "iterations": ITERATIONS,
@@ -62,6 +62,21 @@ def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
 
     assert of(adaptive, "loss") == of(static, "loss")
     assert median(of(adaptive, "seconds")[-5:]) < 0.9 * median(of(static, "seconds")[-5:])
+
+
+def test_by_default_a_job_goes_on_while_a_message_is_late(tmp_path: Path) -> None:
+    """It is guided from the start, so that the fault costs less before anybody knows of it."""
+    slow = {"microbatches": 16, "delay_ms": 60}
+    static = run(tmp_path / "static", adapts=False, dispatch="static", **slow)
+    auto = run(tmp_path / "auto", adapts=True, **slow)
+    changes = (each for each in auto["adaptations"] if "link 0 is slow by" in each["reason"])
+    change = next(changes, None)
+    assert change is not None, auto["told"]
+    assert change["measured"] > 0.5 * change["promised"] > 0.05, auto["told"]
+
+    assert of(auto, "loss") == of(static, "loss")
+    assert of(auto, "seconds")[SLOW_FROM] < 0.8 * of(static, "seconds")[SLOW_FROM]
+    assert median(of(auto, "seconds")[-5:]) < 0.6 * median(of(static, "seconds")[-5:])
 
 
 @pytest.mark.parametrize("dispatch", ["guided", "online"])
