@@ -122,11 +122,11 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
             f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
             "pipemorph explain out": explain_report(report_of(known)),
         }
-        texts = ["\n".join([f"$ {command}", *story.lines()]) for command, story in told.items()]
-        to.terminal(f"explain-{name}", "\n\n".join(texts))
+        texts = [f"$ {command}\n{story.text(WIDE)}" for command, story in told.items()]
+        to.terminal(f"explain-{name}", "\n".join(texts))
         yield case, known
     for fate in get_args(Fate):
-        found, trace = replayed(stages, MICROBATCHES[stages], fate)
+        found, trace = replayed(stages, min(64, MICROBATCHES[stages]), fate)
         looks = tuple(LOOKS) if fate == "recovered" else ("light",)
         title = f"{fate}.jsonl, {stages}-stages.yaml"
         to.page(f"replay-{stages}-{fate}", render_replay(found, trace, title), looks)

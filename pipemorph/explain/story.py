@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +15,8 @@ MOST_LINES = 10
 """Most lines of an explanation."""
 SEEN, DECIDED, ADVISED = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
+LABEL = 9
+"""Columns of a line's label, with the space after it."""
 LINE = 240
 """Most characters of a line."""
 
@@ -41,10 +44,26 @@ class Story:
             ("to do", advice[:ADVISED]),
         ]
         return [
-            f"{label if not i else '':<9}{one_line(text, LINE)}"
+            f"{label if not i else '':<{LABEL}}{one_line(text, LINE)}"
             for label, texts in rows
             for i, text in enumerate(texts)
         ]
+
+    def text(self, width: int | None = None) -> str:
+        """The lines as text. ``width``: of the terminal, where long ones go on below themselves;
+        None: they are one line each."""
+        lines = self.lines()
+        if width is not None:
+            room = max(width, 40)
+            lines = [
+                part
+                for line in lines
+                for part in textwrap.wrap(
+                    line, room, subsequent_indent=" " * LABEL, break_on_hyphens=False,
+                    drop_whitespace=True, replace_whitespace=False,
+                )
+            ]  # fmt: skip
+        return "".join(f"{line}\n" for line in lines)
 
 
 def _first(texts: Sequence[str], most: int) -> list[str]:

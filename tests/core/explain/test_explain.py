@@ -443,3 +443,15 @@ def test_hours_are_of_gpus_where_a_job_has_some() -> None:
     for wrong in (None, [], {"spec": None}, {"spec": {"containers": [None]}}):
         given["spec"]["template"] = wrong
         assert " rank-hours, " in "".join(explain_job(given).lines())
+
+
+def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
+    story = explain_report(report())
+    assert story.text().splitlines() == story.lines()
+    wide = story.text(60).splitlines()
+    assert max(map(len, wide)) <= 60 and len(wide) > len(story.lines())
+    heads = [line[:9] for line in wide]
+    assert [head.strip() for head in heads if head.strip()] == [
+        "outcome", "seen", "done", "worth", "to do",
+    ]  # fmt: skip
+    assert " ".join(" ".join(wide).split()) == " ".join(" ".join(story.lines()).split())
