@@ -22,6 +22,8 @@ from pipemorph.watch.build import Watched
 
 BEGAN = NOW - 75
 GOODPUT = 0.97
+LARGE = 32
+"""Stages."""
 
 
 def _view(known: Watched) -> View:
@@ -88,8 +90,9 @@ Fate = Literal["healthy", "slow", "recovered", "failed"]
 
 
 def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTrace]:
-    """The job of so many stages in 56 iterations, of which a link is slow from one on until
-    another, or until it ends, or breaks then."""
+    """The job of so many stages, in which a link is slow from an iteration on until another, or
+    until it ends, or breaks then. Large jobs have fewer iterations: each takes a while."""
+    begin, end, count = (SLOW_AT, WELL_AT, 56) if stages < LARGE else (4, 12, 18)
     link = stages // 2 - 1 if stages > 2 else 0
     times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
     problem = Problem(
@@ -99,9 +102,9 @@ def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTr
     )
     slow = {"delay_ms": 1e3 * LATE}
     after = {"recovered": {}, "failed": {str(link): slow | {"down": True}}}
-    lines = [{"at_iteration": SLOW_AT, "links": {str(link): slow}}] if fate != "healthy" else []
+    lines = [{"at_iteration": begin, "links": {str(link): slow}}] if fate != "healthy" else []
     if fate in after:
-        lines.append({"at_iteration": WELL_AT, "links": after[fate]})
+        lines.append({"at_iteration": end, "links": after[fate]})
     text = "\n".join(json.dumps(each) for each in lines or [{"at_iteration": 0, "links": {}}])
     trace = parse_trace(text, stages - 1, "a trace", replicas=1)
-    return replay(problem, trace, iterations=56), trace
+    return replay(problem, trace, iterations=count), trace

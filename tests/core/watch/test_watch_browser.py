@@ -449,6 +449,19 @@ def test_a_real_run_is_watched(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("browser")
+def test_every_view_can_be_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks/pictures.py", "--out", tmp_path, "--stages", "4"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    for case in ("healthy", "slow", "adapted", "recovered", "failed"):
+        assert {f"live-4-{case}-{look}" for look in ("light", "dark", "phone")} <= drawn
+        assert {f"{view}-4-{case}" for view in ("top", "links", "run", "explain")} <= drawn
+    assert {"saved-4-adapted", "replay-4-failed", "top"} <= drawn
+
+
+@pytest.mark.soak
 def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
     """Of the largest job, for a minute, each asking every second."""
     sight = Sight(*LARGEST)
