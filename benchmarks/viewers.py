@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import gzip
 import json
 import os
 import ssl
@@ -49,6 +50,8 @@ from pipemorph.wire import OpsReport, OpsTrace  # noqa: E402
 
 STAGES, MICROBATCHES = 64, 256
 WATCHED, OTHERS, OTHER_STAGES = "large", 96, 8
+PICTURE = b'"measured":{"'
+"""In a document with the ops of an iteration."""
 SETTLE, TURN = 30.0, 12.0
 """Seconds before anything is measured, in which each viewer is to have a page, and of each turn."""
 APART = 2.0
@@ -79,6 +82,8 @@ class Watchers:
         self._trust = ssl.create_default_context(cafile=str(authority))
         self.answers: Counter[str] = Counter()
         self.waited: dict[int, float] = {}
+        self.picture = 0.0
+        """Seconds from the first viewer's first question until it had a picture; 0: not yet."""
         self.bytes, self.ops, self.refused = 0, 0, ""
         self.looking = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -111,6 +116,13 @@ class Watchers:
                 )
             time.sleep(0.1)
 
+    def wait_for_picture(self) -> float:
+        """How long the first viewer has waited for a picture; 0 if none came before turns begin."""
+        while not self.picture and time.monotonic() < self._began + SETTLE - 1:
+            self.check()
+            time.sleep(0.1)
+        return self.picture
+
     def check(self) -> None:
         """Raises RuntimeError if viewers look no more."""
         if self._failed is not None:
@@ -137,7 +149,7 @@ class Watchers:
                     raise found
 
     async def _watch(self, session: aiohttp.ClientSession, number: int) -> None:
-        headers, what = {HEADER: viewer_token(number)}, ""
+        headers, what, seen = {HEADER: viewer_token(number)}, "", number != 0
         await asyncio.sleep(number / max(1, self._viewers))
         first = time.monotonic()
         while True:
@@ -146,11 +158,14 @@ class Watchers:
                 try:
                     where = self._url + path(NAMESPACE, WATCHED) + what
                     async with session.get(where, headers=headers) as answer:
-                        self.bytes += len(await answer.read())
+                        body = await answer.read()
+                        self.bytes += len(body)
                         self.answers[str(answer.status)] += 1
                         if answer.status == 200:
                             what = "view"
                             self.waited.setdefault(number, time.monotonic() - first)
+                            if not seen and has_picture(answer, body):
+                                self.picture, seen = time.monotonic() - first, True
                 except (aiohttp.ClientError, TimeoutError) as error:
                     self.answers[type(error).__name__] += 1
             await asyncio.sleep(max(0.0, began + 1 - time.monotonic()))
@@ -182,6 +197,12 @@ class Watchers:
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.refused = repr(error)
             await asyncio.sleep(1.0)
+
+
+def has_picture(answer: aiohttp.ClientResponse, body: bytes) -> bool:
+    """Whether a page or document has the ops of an iteration."""
+    packed = answer.headers.get("Content-Encoding") == "gzip"
+    return PICTURE in (gzip.decompress(body) if packed else body)
 
 
 def with_viewers(turn: int) -> bool:
@@ -262,7 +283,8 @@ def measured(sources: Path, viewers: int, rounds: int, jobs: dict[str, dict[str,
             with Watchers(port, crt, viewers, began) as watch:
                 watch.looking.set()
                 watch.wait_until_answered(ingest.says)
-                waited = max(watch.waited.values(), default=0.0)
+                cold, picture = watch.waited[0], watch.wait_for_picture()
+                waited = max(watch.waited.values())
                 watch.answers.clear()
                 watch.bytes = watch.ops = 0
                 for turn in range(2 * rounds):
@@ -299,6 +321,8 @@ def measured(sources: Path, viewers: int, rounds: int, jobs: dict[str, dict[str,
         "reports": len(found["answers"]),
         "documents": answers["200"],
         "refused": answers.total() - answers["200"],
+        "cold_s": cold,
+        "cold_picture_s": picture,
         "late_ms": 1e3 * found["late"],
         "stalled_ms": 1e3 * found["stalled"],
         "megabytes": watch.bytes / 1e6,
@@ -380,6 +404,10 @@ def table(found: dict[str, Result], viewers: int) -> str:
          f" {e['cores_per_viewer']:.4f}"),
         ("memory: ingest; its process of pages", lambda e:
          f"{e['memory_mib']:.0f} MiB; {e['pages_memory_mib']:.0f} MiB"),
+        ("the first viewer, for whom the process of pages is started: until it has a page; until"
+         " that has a picture", lambda e:
+         f"{e['cold_s']:.1f}; {e['cold_picture_s']:.1f} s" if e["cold_picture_s"]
+         else f"{e['cold_s']:.1f} s; none came"),
         ("part of the time in which the ingest waited for a processor", lambda e:
          f"{e['lacked_without']:.2f} → {e['lacked_with']:.2f}"),
         ("the longest that the agents' own process did not run", lambda e:

@@ -16,6 +16,26 @@ RESERVED_ENV = frozenset(
 RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
 
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+def gpus(template: Mapping[str, Any] | None) -> int:
+    """GPUs that container ``trainer`` of a pod template asks for, in one pod; 0 if it asks for
+    none of :data:`GPU_RESOURCES`."""
+    containers = _mapping(_mapping(template).get("spec")).get("containers")
+    for container in containers if isinstance(containers, list) else []:
+        if _mapping(container).get("name") == TRAINER_CONTAINER:
+            limits = _mapping(_mapping(container.get("resources")).get("limits"))
+            counts = [str(limits[name]) for name in GPU_RESOURCES if name in limits]
+            return sum(int(count) for count in counts if count.isdecimal())
+    return 0
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """The value, or an empty mapping where it is none: objects of a cluster may lack anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def check_template(template: Mapping[str, Any]) -> None:
     """Raise :class:`FieldError` unless the pod template can run a stage: it has a container
     ``trainer`` and sets none of the reserved variables.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
         content, source = _from_file(path if name != "-" else "-"), named(str(path))
     try:
         explain = explain_job if "kind" in content else explain_report
-        lines = explain(content).lines()
+        story = explain(content)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    emit("".join(f"{line}\n" for line in lines).encode(), None)
+    width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+    emit(story.text(width).encode(), None)
     return 0
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import JobStatus
+from pipemorph.api.template import gpus
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import seconds_left
@@ -24,6 +25,7 @@ class _Spec(Lenient):
     trainer: Trainer = Field(default_factory=Trainer)
     adaptation: Adaptation = Field(default_factory=Adaptation)
     emulation: dict[str, Any] | None = None
+    template: Any = None
 
 
 class ClusterJob(Lenient):
@@ -39,6 +41,11 @@ class ClusterJob(Lenient):
         """``NAMESPACE/NAME``; ``NAME`` of a job that is on no cluster."""
         namespace, name = self.metadata.namespace, self.metadata.name
         return f"{namespace}/{name}" if namespace else name
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all its pods, as its template asks for them; 0 if it asks for none."""
+        return gpus(self.spec.template) * self.spec.parallelism.pods
 
     @property
     def done(self) -> float | None:

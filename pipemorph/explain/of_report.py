@@ -15,7 +15,16 @@ from pipemorph.control.record.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
-from pipemorph.explain.story import Story, brought, duration, link_name, plural, worth_line
+from pipemorph.explain.story import (
+    Story,
+    brought,
+    dashed,
+    duration,
+    link_name,
+    plural,
+    what_changed,
+    worth_line,
+)
 from pipemorph.wire import AdaptationRecord, IterationSample, Split
 
 NEWEST = 8
@@ -187,24 +196,13 @@ def change_text(record: AdaptationRecord) -> str:
         return f"{when}: back to the plan for healthy links"
     if record.kind == "revert":
         return f"{when}: the plan before returned, since the last one did not bring its promise"
-    moved = [str(i) for i, route in enumerate(record.routes) if route.value == "delegated"]
-    parts = [f"warm-up {_few(record.warmup_before)} became {_few(record.warmup_after)}"]
-    if record.warmup_before == record.warmup_after:
-        parts = ["another order of ops"]
-    if moved:
-        parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
     effect = brought(
         record.iteration_seconds_before,
         record.iteration_seconds_after,
         record.promised,
         record.measured,
     )
-    return f"{when}: {', '.join(parts)}{'; ' if effect else ''}{effect}"
-
-
-def _few(values: Sequence[int]) -> str:
-    shown = [str(value) for value in values]
-    return "-".join(shown if len(shown) <= 8 else [*shown[:4], "…", *shown[-2:]])
+    return f"{when}: {what_changed(record)}{'; ' if effect else ''}{effect}"
 
 
 def _recoveries(report: _Report) -> Iterator[str]:
@@ -223,7 +221,7 @@ def _recoveries(report: _Report) -> Iterator[str]:
         layers, before = each.get("layers"), each.get("layers_before")
         what = "ranks changed places"
         if layers and before and layers != before:
-            what = f"layers moved ({_few(before)} became {_few(layers)} per stage)"
+            what = f"layers moved ({dashed(before)} became {dashed(layers)} per stage)"
         yield (
             f"{what} at iteration {each.get('iteration')}: an iteration takes"
             f" {float(each['measured']):.0%} less"

@@ -63,6 +63,7 @@ def story_of(job: ClusterJob) -> Story:
             training.saved_error_seconds,
             job.spec.parallelism.mesh.world_size,
             training.adaptations,
+            job.gpus,
         )
     story.advice = advice(causes(job, status))
     return story

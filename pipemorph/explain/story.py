@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pipemorph.errors import one_line
+from pipemorph.planning.ir import Route
+from pipemorph.wire import AdaptationRecord
 
 MOST_LINES = 10
 """Most lines of an explanation."""
 SEEN, DECIDED, ADVISED = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
+LABEL = 9
+"""Columns of a line's label, with the space after it."""
 LINE = 240
 """Most characters of a line."""
 
@@ -28,7 +34,7 @@ class Story:
     def lines(self) -> list[str]:
         """At most :data:`MOST_LINES` lines."""
         seen = self.seen or ["no slow link, stage or port was found"]
-        decided = self.decided or ["nothing had to be changed"]
+        decided = self.decided or [f"nothing {'was' if self.seen else 'had to be'} changed"]
         advice = self.advice or ["nothing has to be done"]
         rows = [
             ("outcome", [self.outcome]),
@@ -38,10 +44,26 @@ class Story:
             ("to do", advice[:ADVISED]),
         ]
         return [
-            f"{label if not i else '':<9}{one_line(text, LINE)}"
+            f"{label if not i else '':<{LABEL}}{one_line(text, LINE)}"
             for label, texts in rows
             for i, text in enumerate(texts)
         ]
+
+    def text(self, width: int | None = None) -> str:
+        """The lines as text. ``width``: of the terminal, where long ones go on below themselves;
+        None: they are one line each."""
+        lines = self.lines()
+        if width is not None:
+            room = max(width, 40)
+            lines = [
+                part
+                for line in lines
+                for part in textwrap.wrap(
+                    line, room, subsequent_indent=" " * LABEL, break_on_hyphens=False,
+                    drop_whitespace=True, replace_whitespace=False,
+                )
+            ]  # fmt: skip
+        return "".join(f"{line}\n" for line in lines)
 
 
 def _first(texts: Sequence[str], most: int) -> list[str]:
@@ -106,16 +128,49 @@ def brought(
     return text
 
 
-def worth_line(seconds: float, error: float, ranks: int, changes: int) -> str:
-    """What ``changes`` of plan have saved; empty if there were none."""
+def what_changed(record: AdaptationRecord) -> str:
+    """``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the engine``"""
+    moved = [str(i) for i, route in enumerate(record.routes) if route is Route.DELEGATED]
+    parts = [f"warm-up {dashed(record.warmup_before)} became {dashed(record.warmup_after)}"]
+    if record.warmup_before == record.warmup_after:
+        parts = ["another order of ops"]
+    if moved:
+        parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
+    return ", ".join(parts)
+
+
+def dashed(values: Sequence[int]) -> str:
+    """``7-5-3-1``; the middle of many is left out."""
+    shown = [str(value) for value in values]
+    return "-".join(shown if len(shown) <= 8 else [*shown[:4], "…", *shown[-2:]])
+
+
+def hours_of(seconds: float, ranks: int, gpus: int = 0) -> tuple[float, Literal["GPU", "rank"]]:
+    """Seconds of a whole job as hours of its GPUs together, or of its ranks where it is not known
+    to have any."""
+    return seconds * (gpus or ranks) / 3600, "GPU" if gpus else "rank"
+
+
+def shown_hours(hours: float) -> str:
+    """``1,234``, ``12.3``, ``0.14``, ``0.003``: however few they are, they are told."""
+    if hours and hours < 0.0005:
+        return "less than 0.001"
+    for least, places in ((100, 0), (1, 1), (0.1, 2)):
+        if hours >= least:
+            return f"{hours:,.{places}f}"
+    return f"{hours:.3f}".rstrip("0").rstrip(".")
+
+
+def worth_line(seconds: float, error: float, ranks: int, changes: int, gpus: int = 0) -> str:
+    """What ``changes`` of plan have saved; empty if there were none. ``gpus``: of the job, 0 if it
+    is not known to have any."""
     if not changes:
         return ""
     if abs(seconds) < 0.05:
         return "no time was saved or lost by the plan changes"
     verb = "saved" if seconds > 0 else "cost"
-    hours = abs(seconds) * ranks / 3600
-    total = f", {hours:,.1f} rank-hours" if hours >= 0.05 else ""
+    hours, unit = hours_of(abs(seconds), ranks, gpus)
     return (
-        f"the plan changes {verb} {duration(abs(seconds))} (± {duration(error)}){total}, against"
-        " the plan of the start"
+        f"the plan changes {verb} {duration(abs(seconds))} (± {duration(error)}),"
+        f" {shown_hours(hours)} {unit}-hours, against the plan of the start"
     )

@@ -48,6 +48,7 @@ class RunStatus:
         self._mesh, self._layers = job.spec.parallelism.mesh, job.spec.parallelism.layers
         content = job.model_dump(mode="json", by_alias=True, exclude_none=True)
         content["metadata"] = {"name": job.metadata.name, "namespace": ""}
+        content["spec"].pop("template", None)  # Its GPUs are those of pods, which are not here.
         self._job = ClusterJob.model_validate(content)
         self._conditions: dict[str, Condition] = {}
         self.held: tuple[int, ...] = ()

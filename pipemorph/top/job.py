@@ -262,7 +262,7 @@ def _plan(training: TrainingStatus, width: int | None, *, reasons: bool) -> Iter
 def _worth(job: ClusterJob, training: TrainingStatus) -> str:
     seconds, error = training.saved_seconds, training.saved_error_seconds
     ranks = job.spec.parallelism.mesh.world_size
-    told = worth_line(seconds, error, ranks, training.adaptations)
+    told = worth_line(seconds, error, ranks, training.adaptations, job.gpus)
     return told or "nothing so far: the plan was never changed"
 
 

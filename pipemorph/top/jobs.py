@@ -108,7 +108,7 @@ def _row(job: ClusterJob, seen: Seen, bars: str, chosen: bool, namespaced: bool)
     useful = _goodput(job)
     slow, style = _slow(job)
     return [
-        Span(">" if chosen else "", "chosen"),
+        Span(">" if chosen else "", "chosen" if chosen else "plain"),
         Span(job.metadata.namespace if namespaced else ""),
         Span(job.metadata.name, "chosen" if chosen else "plain"),
         Span(state_of(job), state_style(job)),

@@ -16,7 +16,15 @@ from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.worth import Worth
 from pipemorph.errors import InputError, one_line
-from pipemorph.explain.story import brought, link_name, plural, worth_line
+from pipemorph.explain.story import (
+    brought,
+    hours_of,
+    link_name,
+    plural,
+    what_changed,
+    worth_line,
+)
+from pipemorph.planning import Plan
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.document import (
@@ -30,7 +38,7 @@ from pipemorph.watch.document import (
     WatchView,
 )
 from pipemorph.watch.idle import Idle, Ran, bounds, idle_times
-from pipemorph.watch.lanes import LaneLog
+from pipemorph.watch.lanes import LaneLog, WasSlow
 from pipemorph.wire import AdaptationRecord, IterationSample
 
 NEWEST = 5
@@ -97,6 +105,8 @@ class Watched:
     kept: str = ""
     """Why the last decision kept the plan; empty if it did not."""
     outlook: Outlook | None = None
+    gpus: int = 0
+    """Of all ranks together; 0 if it is not known that they have any."""
     no_ops: str = ""
     """Why there are no ops of any iteration; empty if there are, or that is not known."""
     result: str = "report.json of its folder"
@@ -119,6 +129,7 @@ def watch_view(
     record = _record(known.changes, known.plan_version)
     newest = known.samples[-MOST_STEPS:]
     meta = known.job.metadata
+    hours, unit = hours_of(known.worth.seconds, mesh.world_size, known.gpus)
     return WatchView(
         number=number,
         live=live,
@@ -142,6 +153,7 @@ def watch_view(
         alternative=alternative,
         no_alternative="" if alternative else why,
         peak_memory=[each or None for each in known.peak_memory],
+        activation_memory=spec.schedule.activation_memory,
         links=known.lanes.lanes(link_name(i) for i in range(mesh.stages - 1)),
         changes=[_change(each, known) for each in known.changes],
         recoveries=list(known.recoveries),
@@ -149,7 +161,8 @@ def watch_view(
             per_iteration=record.saving if record is not None else None,
             seconds=known.worth.seconds,
             error=known.worth.error,
-            rank_hours=known.worth.seconds * mesh.world_size / 3600,
+            hours=hours,
+            of=unit,
         ),
         steps=Steps(
             index=[sample.index for sample in newest],
@@ -171,13 +184,15 @@ def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Pict
     ranks: dict[int, list[tuple[int, TimedOp]]] = defaultdict(list)
     for trace in traces:
         ranks[trace.rank] += ((trace.stage, op) for op in trace.ops)
-    ran = [sorted(ranks[rank], key=lambda each: each[1].start) for rank in sorted(ranks)]
+    # In the order of their stages, as limits and peaks are, whatever places ranks have changed to.
+    numbers = sorted(ranks, key=lambda rank: min(stage for stage, _ in ranks[rank]))
+    ran = [sorted(ranks[rank], key=lambda each: each[1].start) for rank in numbers]
     iteration = traces[0].iteration
     seconds = next((s.seconds for s in reversed(known.samples) if s.index == iteration), None)
+    plan = _plan(known, traces[0].plan_version, traces[0].replica, mesh)
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
-        limits=_limits(known, traces[0].plan_version, traces[0].replica, mesh),
-        numbers=sorted(ranks), measured=True,
+        room=Room.of(plan, known, mesh), numbers=numbers, measured=True,
     )  # fmt: skip
 
 
@@ -191,25 +206,27 @@ def _alternative(
     if outlook is None:
         return None, "op times are not known yet"
     links = known.lanes.at(measured.iteration)
-    situation = outlook.situation.of((mesh.replica_of(column),))
+    everywhere = outlook.situation
+    situation = everywhere.of((mesh.replica_of(column),))
     if measured.iteration != known.available[-1]:
         if mesh.replicas > 1 and any(link.health is Health.SLOW for link in links):
             # The lanes have the worst column of each link.
             return None, "a link was slow in this iteration, and in which replicas is not kept"
-        situation = _with_links(situation, links)
+        situation = everywhere = _with_links(situation, links)
     forecast = Forecast(outlook.rules, situation)
     start = outlook.start.of_replica(mesh.replica_of(column))
     try:
         made = picture(
             forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
-            limits=start.in_flight_limits if mesh.stages_per_rank == 1 else (),
+            room=Room.of(start, known, mesh),
             numbers=[mesh.rank(mesh.placed.index(i), column) for i in range(mesh.sizes["pp"])],
         )  # fmt: skip
         if measured.seconds is None or outlook.running.version != measured.plan_version:
             return made, ""
-        # Errors of the model are in both predictions, and mostly cancel in the difference.
-        running = outlook.running.of_replica(mesh.replica_of(column))
-        more = forecast.of(start).seconds - forecast.of(running).seconds
+        # Errors of the model are in both predictions, and mostly cancel in the difference. That of
+        # all replicas: whatever is drawn, they wait for the slowest one.
+        whole = Forecast(outlook.rules, everywhere)
+        more = whole.of(outlook.start).seconds - whole.of(outlook.running).seconds
     except InputError as error:
         return None, f"it cannot be simulated: {one_line(str(error))}"
     return made.model_copy(update={"seconds": measured.seconds + more}), ""
@@ -249,13 +266,52 @@ def _record(changes: Sequence[AdaptationRecord], version: int) -> AdaptationReco
     return next((each for each in reversed(changes) if each.plan_version == version), None)
 
 
-def _limits(known: Watched, version: int, column: int, mesh: MeshShape) -> Sequence[int | None]:
-    """Limits of microbatches in flight under a plan, by stage; empty if they are not known, or
-    ranks have several stages."""
-    plan = known.outlook.running if known.outlook is not None else None
-    if plan is None or plan.version != version or mesh.stages_per_rank > 1:
-        return ()
-    return plan.of_replica(mesh.replica_of(column)).in_flight_limits
+def _plan(known: Watched, version: int, column: int, mesh: MeshShape) -> Plan | None:
+    """The plan of that version in a column; None if it is not known."""
+    outlook = known.outlook
+    if outlook is None:
+        return None
+    found = next((p for p in (outlook.running, outlook.start) if p.version == version), None)
+    return None if found is None else found.of_replica(mesh.replica_of(column))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan allows each row, and what a microbatch takes. Whatever is empty is not known."""
+
+    limits: Sequence[int | None] = ()
+    """Of microbatches in flight, by row; None: no limit."""
+    devices: Sequence[int | None] = ()
+    """Most of them with their activations on the device, by row; None: all."""
+    sizes: Sequence[int | None] = ()
+    """Bytes of the activations of one microbatch, by stage."""
+
+    @staticmethod
+    def of(plan: Plan | None, known: Watched, mesh: MeshShape) -> Room:
+        if plan is None or known.outlook is None:
+            return Room()
+        sizes = [stage.activation_bytes for stage in known.outlook.situation.stages]
+        if any(plan.recompute):
+            sizes = []  # What is dropped keeps its inputs, whose size is not told here.
+        if mesh.stages_per_rank == 1:
+            return Room(plan.in_flight_limits, plan.device_limits, sizes)
+        # Limits are of each stage, rows of several together.
+        return Room() if any(plan.device_limits) else Room(sizes=sizes)
+
+    def activations(
+        self, row: int, ran: Sequence[tuple[int, TimedOp]], in_flight: int
+    ) -> int | None:
+        """Most bytes on the device of the microbatches in flight; None if that is not known."""
+        stages = {stage for stage, _ in ran}
+        sizes = {i: self.sizes[i] or 0 for i in stages if i < len(self.sizes)}
+        if not stages or not all(sizes.get(i) for i in stages):
+            return None
+        if len(stages) == 1:
+            device = self.devices[row] if row < len(self.devices) else None
+            here = in_flight if device is None else min(in_flight, device)
+            return here * sizes[stages.pop()]
+        held = accumulate(ENTERS.get(op.kind, 0) * sizes[stage] for stage, op in ran)
+        return max(held)
 
 
 def picture(
@@ -264,12 +320,11 @@ def picture(
     iteration: int,
     plan_version: int,
     seconds: float | None,
-    limits: Sequence[int | None],
     numbers: Sequence[int],
+    room: Room = Room(),
     measured: bool = False,
 ) -> Picture:
-    """A picture of the ops of an iteration. Of each row: ``limits`` of microbatches in flight,
-    empty if they are not known, and ``numbers`` of the ranks."""
+    """A picture of the ops of an iteration. ``numbers``: of the ranks, by row."""
     begin, end = bounds(ran)
     span = max(end - begin, 1e-9)
     several = any(row and row[0][0] != stage for row in ran for stage, _ in row)
@@ -281,8 +336,7 @@ def picture(
         own = sorted({stage for stage, _ in row})
         stages = ", ".join(map(str, own))
         name = f"rank {numbers[i]} ({stages})" if several else f"stage {stages or i}"
-        limit = limits[i] if i < len(limits) else None
-        rows.append(_row(name, row, idle, begin, span, several=several, limit=limit))
+        rows.append(_row(name, row, idle, begin, span, several=several, number=i, room=room))
     return Picture(
         iteration=iteration,
         plan_version=plan_version,
@@ -303,11 +357,12 @@ def _row(
     span: float,
     *,
     several: bool,
-    limit: int | None,
+    number: int,
+    room: Room,
 ) -> Row:
     starts = [round(1e6 * (op.start - begin)) for _, op in row]
     ends = [round(1e6 * (op.end - begin)) for _, op in row]
-    flight = accumulate(ENTERS.get(op.kind, 0) for _, op in row)
+    in_flight = max(accumulate(ENTERS.get(op.kind, 0) for _, op in row), default=0)
     return Row(
         name=name,
         kinds="".join([LETTERS[op.kind] for _, op in row]),
@@ -320,8 +375,9 @@ def _row(
             for cause, a, b in idle
             if b - a >= SEEN * span
         ],
-        in_flight=max(flight, default=0),
-        limit=limit,
+        in_flight=in_flight,
+        limit=room.limits[number] if number < len(room.limits) else None,
+        activations=room.activations(number, row, in_flight),
     )
 
 
@@ -361,13 +417,15 @@ def story(known: Watched) -> list[str]:
             + (", the one of the start: it was never changed." if not known.changes else ".")
         )
     else:
-        said.append(_in_force(record))
-    if slow and known.kept and record is None:
-        said.append(f"Nothing was changed the last time: {one_line(known.kept, 300)}.")
+        said.append(_in_force(record, answers=bool(slow or fallen)))
+    if slow and record is None and known.wanted_version <= known.plan_version:
+        why = f" the last time: {one_line(known.kept, 300)}" if known.kept else " for that yet"
+        said.append(f"Nothing was changed{why}.")
     if known.wanted_version > known.plan_version:
         said.append(f"The ranks are changing to plan v{known.wanted_version}.")
-    ranks = mesh.world_size
-    told = worth_line(known.worth.seconds, known.worth.error, ranks, len(known.changes))
+    told = worth_line(
+        known.worth.seconds, known.worth.error, mesh.world_size, len(known.changes), known.gpus
+    )
     if told:
         said.append(f"{told[0].upper()}{told[1:]}.")
     if known.recoveries:
@@ -379,26 +437,42 @@ def story(known: Watched) -> list[str]:
             )
     if not slow and not fallen and known.state in ("training", "completed"):
         told = "No link is slow." if known.lanes.any_known else "Nothing is known of the links yet."
-        said.insert(0, told)
+        said[:0] = [told, *map(_was_slow, known.lanes.was_slow()[:NAMED])]
     return said
+
+
+def _was_slow(was: WasSlow) -> str:
+    name = link_name(was.link)
+    return (
+        f"{name[0].upper()}{name[1:]} was slow by up to {1e3 * was.delay:.3g} ms from iteration"
+        f" {was.begin} until iteration {was.end}."
+    )
 
 
 def _clock(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S UTC")
 
 
-def _in_force(record: AdaptationRecord) -> str:
+def _in_force(record: AdaptationRecord, *, answers: bool) -> str:
+    """``answers``: whether what it was made for is still so."""
     first = record.applied_at_iteration
     since = "" if first is None else f" since iteration {first}"
     if record.kind == "return":
         return f"Plan v{record.plan_version} is in force{since}: that for healthy links again."
+    if record.kind == "revert":
+        return (
+            f"Plan v{record.plan_version} is in force{since}: the one before, since the last change"
+            " did not bring what it promised."
+        )
     got = brought(
         record.iteration_seconds_before, record.iteration_seconds_after, record.promised,
         record.measured,
     )  # fmt: skip
     if not got and record.promised is not None:
         got = f"{record.promised:.0%} shorter iterations promised, not measured yet"
-    return f"Plan v{record.plan_version} answers that{since}" + (f": {got}." if got else ".")
+    how = "answers that" if answers else "is in force"
+    text = f"Plan v{record.plan_version} {how}{since}: {what_changed(record)}"
+    return text + (f"; {got}." if got else ".")
 
 
 def recovered(record: dict[str, object]) -> Recovered:

@@ -41,6 +41,9 @@ class Row(_Part):
     """Most microbatches whose F has started and whose W has not finished."""
     limit: int | None
     """Of them."""
+    activations: int | None
+    """Most bytes that these hold on the device, from the measured size of one; None if that, or
+    how many of them leave the device, is not known."""
 
 
 class Picture(_Part):
@@ -118,7 +121,10 @@ class Saved(_Part):
     seconds: float
     error: float
     """How far ``seconds`` may be from the truth, as promised and measured gains differ."""
-    rank_hours: float
+    hours: float
+    """``seconds`` of all GPUs of the job together, or of its ranks; see ``of``."""
+    of: Literal["GPU", "rank"]
+    """Ranks where it is not known that the job has GPUs."""
 
 
 class Steps(_Part):
@@ -167,7 +173,10 @@ class WatchView(_Part):
     no_alternative: str
     """Why there is none."""
     peak_memory: list[int | None]
-    """Bytes per stage, of its highest rank so far; empty, or None for a stage, if not reported."""
+    """Bytes per stage, of its highest rank so far, with weights and all else: of the device on a
+    GPU, else of the process. Empty, or None for a stage, if not reported."""
+    activation_memory: int | None
+    """Limit of a rank's ``activations``, ``schedule.activationMemory``; None: there is none."""
     links: list[Lane]
     changes: list[Change]
     recoveries: list[Recovered]

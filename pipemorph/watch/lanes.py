@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning.ir import Route
@@ -62,6 +63,16 @@ class Moment:
         alike = mine == (other.kind, other.route, other.fallen, other.link.failed_over)
         here, there = self.link.delay, other.link.delay
         return alike and abs(here - there) <= SAME * max(here, there)
+
+
+class WasSlow(NamedTuple):
+    """A link was slow from iteration ``begin`` on, until it was not in ``end``. ``delay``: the
+    longest, seconds."""
+
+    link: int
+    begin: int
+    end: int
+    delay: float
 
 
 @dataclass
@@ -134,6 +145,19 @@ class LaneLog:
                     begin = min(begin, link.since_iteration)  # Its beginning may be dropped.
                 found.append((late[0], replace(first, begin=begin, at=at)))
         return sorted(found, key=lambda each: -each[0].link.delay)
+
+    def was_slow(self) -> list[WasSlow]:
+        """When links that are well now were last slow, the newest end first."""
+        found = []
+        for number, lane in enumerate(self._lanes):
+            until = len(lane)
+            while until and lane[until - 1].link.health is not Health.SLOW:
+                until -= 1
+            late = [*takewhile(lambda each: each.link.health is Health.SLOW, lane[until - 1 :: -1])]
+            if until and lane[-1].link.health is Health.HEALTHY:
+                most = max(each.link.delay for each in late)
+                found.append(WasSlow(number, late[-1].begin, lane[until].begin, most))
+        return sorted(found, key=lambda each: -each.end)
 
     def fallen(self) -> list[Moment]:
         return [lane[-1] for lane in self._lanes if lane and lane[-1].fallen]

@@ -1,29 +1,51 @@
 """Drives a real headless browser: Chromium, by its DevTools protocol.
 
-``PIPEMORPH_TEST_BROWSER`` names another program than the ``chromium`` of the path.
+``PIPEMORPH_TEST_BROWSER`` names another program than the ``chromium`` of the path. Without either,
+Debian's is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from testbed import TestbedError, packages
 
-START_SECONDS = 60.0
-ANSWER_SECONDS = 120.0
+VARIABLE = "PIPEMORPH_TEST_BROWSER"
+PROGRAM = {"/usr/bin/chromium": "chromium"}
+"""And Debian's package that has it."""
+ANSWER_SECONDS = 60.0
+MOST_HEARD = 200
+
+CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
+"""Of keys that the browser itself acts upon."""
 
 
-def browser_program() -> str | None:
-    """The browser to drive; None if there is none."""
-    return shutil.which(os.environ.get("PIPEMORPH_TEST_BROWSER", "chromium"))
+def browser_program(say: Callable[[str], None] = print) -> str:
+    """The browser to drive. Where there is none, root on Debian installs it. Raises
+    :class:`TestbedError` with what is missing and how to have it."""
+    named = os.environ.get(VARIABLE)
+    if not named:
+        packages.need(PROGRAM, say)
+        return shutil.which("chromium") or "/usr/bin/chromium"
+    found = shutil.which(named)
+    if found is None:
+        raise TestbedError(
+            f"{VARIABLE} is {named}, which is no program; name one, or unset it: then chromium is"
+            " taken from the path, or installed from Debian's package"
+        )
+    return found
 
 
 class Browser:
@@ -33,6 +55,8 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(prefix="pipemorph-browser-")
         self._loop = asyncio.new_event_loop()
         self._number = 0
+        self._heard: deque[dict[str, Any]] = deque(maxlen=MOST_HEARD)
+        """Newest events that nobody has waited for yet."""
         self.errors: list[str] = []
         """Exceptions of pages, and what they tried to load and could not."""
         self.requests: list[str] = []
@@ -40,7 +64,6 @@ class Browser:
 
     def __enter__(self) -> Browser:
         program = browser_program()
-        assert program is not None, "no browser; see docs/testbeds.md"
         self._process = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
              "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage",
@@ -70,6 +93,7 @@ class Browser:
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self._heard.clear()
         self.send("Page.navigate", url=url)
         self._call(self._event("Page.loadEventFired"))
 
@@ -96,13 +120,41 @@ class Browser:
         )
 
     def press(self, key: str) -> None:
-        text = {"text": key} if len(key) == 1 else {}
+        text: dict[str, Any] = {"text": key} if len(key) == 1 else {}
+        if key in CODES:
+            text["windowsVirtualKeyCode"] = CODES[key]
         self.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Save a picture of the page as PNG."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
+    def click(self, selector: str) -> None:
+        """Click into the middle of an element, as a user does."""
+        x, y = self.eval(
+            f"(async () => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: 'center', behavior: 'instant'});"
+            " for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame);"
+            " const b = e.getBoundingClientRect();"
+            " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        at = {"x": x, "y": y, "button": "left", "clickCount": 1}
+        self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
+        self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
+
+    def download(self, selector: str, folder: Path) -> Path:
+        """Click an element, and wait until the file that it offers is in ``folder``."""
+        self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder),
+                  eventsEnabled=True)  # fmt: skip
+        self._heard.clear()
+        self.click(selector)
+        begun = self._call(self._event("Browser.downloadWillBegin"))
+        while self._call(self._event("Browser.downloadProgress"))["state"] != "completed":
+            pass
+        return folder / str(begun["suggestedFilename"])
+
+    def picture(self, path: Path) -> None:
+        """Save a picture of the whole page as PNG."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=True,
+                          clip={**size, "scale": 1})  # fmt: skip
         path.write_bytes(base64.b64decode(found["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -134,12 +186,19 @@ class Browser:
                 result: dict[str, Any] = message["result"]
                 return result
 
-    async def _event(self, name: str) -> None:
-        while (await self._next()).get("method") != name:
-            pass
+    async def _event(self, name: str) -> dict[str, Any]:
+        """Wait for an event, which may have come with an answer before; its parameters."""
+        while True:
+            while self._heard:
+                message = self._heard.popleft()
+                if message["method"] == name:
+                    return dict(message["params"])
+            await self._next()
 
     async def _next(self) -> dict[str, Any]:
         message: dict[str, Any] = await self._socket.receive_json()
+        if "method" in message:
+            self._heard.append(message)
         match message.get("method"):
             case "Runtime.exceptionThrown":
                 self.errors.append(str(message["params"]["exceptionDetails"]))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
+from pipemorph.control.decide.replica_links import ReplicaLinks, together
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.worth import Worth
@@ -20,6 +21,8 @@ from pipemorph.wire import AdaptationRecord, IterationSample
 
 NOW = 1_790_000_000.0
 WIRE, LATE = 0.001, 0.06
+ACTIVATIONS, ROOM, PEAK = 48 << 20, 16 << 30, 21 << 30
+"""Bytes: of one microbatch on each stage, ``activationMemory``, and the peak of all memory."""
 SLOW_AT, CHANGED_AT, WELL_AT, RETURNED_AT = 12, 15, 40, 43
 Case = Literal["healthy", "slow", "adapted", "recovered", "recovering", "failed"]
 
@@ -34,7 +37,7 @@ class Trace:
     ops: tuple[TimedOp, ...]
 
 
-def job(stages: int, microbatches: int, iterations: int = 100) -> PipeMorphJob:
+def job(stages: int, microbatches: int, iterations: int = 100, replicas: int = 1) -> PipeMorphJob:
     times = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
     return PipeMorphJob.model_validate(
         {
@@ -42,29 +45,60 @@ def job(stages: int, microbatches: int, iterations: int = 100) -> PipeMorphJob:
             "kind": "PipeMorphJob",
             "metadata": {"name": f"job-of-{stages}"},
             "spec": {
-                "parallelism": {"stages": stages},
-                "schedule": {"microbatches": microbatches, "stageTimes": [times] * stages},
+                "parallelism": {"stages": stages, "replicas": replicas},
+                "schedule": {
+                    "microbatches": microbatches,
+                    "stageTimes": [times] * stages,
+                    "activationMemory": ROOM,
+                },
                 "trainer": {"module": "train", "iterations": iterations},
             },
         }
     )
 
 
-def situation_of(stages: int, delays: dict[int, float]) -> Situation:
+def situation_of(
+    stages: int, delays: dict[int, float], replicas: int = 1, replica: int = 0
+) -> Situation:
+    """``replica``: the only one of them in which these links are late."""
     links = range(stages - 1)
-    times = StageTimes(forward=0.01, backward_input=0.0105, backward_weight=0.0055)
+    times = StageTimes(
+        forward=0.01, backward_input=0.0105, backward_weight=0.0055, activation_bytes=ACTIVATIONS
+    )
+
+    def of(late: dict[int, float], whose: tuple[int, ...]) -> ReplicaLinks:
+        return ReplicaLinks(
+            whose,
+            wire_times=tuple(WIRE + late.get(i, 0.0) for i in links),
+            delays=tuple(late.get(i, 0.0) for i in links),
+            slow=tuple(i in late for i in links),
+            unknown=(False,) * len(links),
+            transfers=(0.0,) * len(links),
+        )
+
+    worst = of(delays, (replica,))
+    others = tuple(i for i in range(replicas) if i != replica)
     return Situation(
         stages=(times,) * stages,
-        wire_times=tuple(WIRE + delays.get(i, 0.0) for i in links),
-        delays=tuple(delays.get(i, 0.0) for i in links),
-        slow=tuple(i in delays for i in links),
-        unknown=(False,) * len(links),
+        wire_times=worst.wire_times,
+        delays=worst.delays,
+        slow=worst.slow,
+        unknown=worst.unknown,
+        own=(worst, of({}, others)) if others and delays else (),
     )
 
 
 def link_states(
-    stages: int, slow: dict[int, float], since: int | None, *, known: bool = True
+    stages: int,
+    slow: dict[int, float],
+    since: int | None,
+    *,
+    known: bool = True,
+    replica: int = 0,
+    at: float | None = None,
 ) -> list[LinkHealth]:
+    """``since``: the first iteration, and ``at`` the time, in which they were found ``slow``."""
+
     def state(i: int) -> LinkHealth:
         if not known:
             return LinkHealth(i, Health.UNKNOWN)
@@ -72,7 +106,7 @@ def link_states(
             return LinkHealth(i, Health.HEALTHY, wire_time=WIRE, confidence=0.99)
         return LinkHealth(
             i, Health.SLOW, delay=slow[i], wire_time=WIRE + slow[i], confidence=0.99,
-            since_iteration=since,
+            since_iteration=since, replica=replica, since=at,
         )  # fmt: skip
 
     return [state(i) for i in range(stages - 1)]
@@ -92,19 +126,31 @@ def record(version: int, kind: Literal["adapt", "return"], at: int, plan: Plan, 
 
 
 def watched(
-    stages: int, microbatches: int, case: Case = "adapted", *, delegated: bool = True
+    stages: int,
+    microbatches: int,
+    case: Case = "adapted",
+    *,
+    delegated: bool = True,
+    replicas: int = 1,
 ) -> tuple[Watched, list[Trace]]:
-    """A job in the iteration before which the case has come about, and the ops of that."""
-    made = job(stages, microbatches)
+    """A job in the iteration before which the case has come about, and the ops of that. Of several
+    replicas the one in the middle has the slow link, and a plan of its own."""
+    made = job(stages, microbatches, replicas=replicas)
+    mesh = made.spec.parallelism.mesh
     rules, first = planning_rules(made.spec), initial_plan(made.spec)
     link = stages // 2 - 1 if stages > 2 else 0
-    slow = {link: LATE}
-    ill, well = situation_of(stages, slow), situation_of(stages, {})
+    slow, replica = {link: LATE}, replicas // 2
+    ill, well = situation_of(stages, slow, replicas, replica), situation_of(stages, {})
     routes = tuple(
         Route.DELEGATED if delegated and i == link else Route.DIRECT for i in range(stages - 1)
     )
     hurt = Forecast(rules, ill)
-    better = replace(hurt.best(hurt.fresh(routes)).plan, version=1)
+    alone = Forecast(rules, ill.of((replica,)))
+    better = alone.best(alone.fresh(routes)).plan
+    others = tuple(i for i in range(replicas) if i != replica)
+    if others:
+        better = together([((replica,), better), (others, first)])
+    better = replace(better, version=1)
     usual, late, after = (
         Forecast(rules, well).of(first).seconds,
         hurt.of(first).seconds,
@@ -131,14 +177,20 @@ def watched(
     lanes.take(1, NOW - 59, link_states(stages, {}, None), direct, {})
     changes, version, situation, running = [], 0, well, first
     if case != "healthy":
-        lanes.take(SLOW_AT + 1, NOW - 48, link_states(stages, slow, SLOW_AT), direct, {})
+        found = link_states(stages, slow, SLOW_AT, replica=replica, at=NOW - 48)
+        lanes.take(SLOW_AT + 1, NOW - 48, found, direct, {})
         situation = ill
     if case not in ("healthy", "slow"):
-        lanes.take(CHANGED_AT, NOW - 45, link_states(stages, slow, SLOW_AT), routes, {})
+        lanes.take(CHANGED_AT, NOW - 45, found, routes, {})
         change = record(
             1, "adapt", CHANGED_AT, better, promised=1 - after / late,
             measured=1.02 * (1 - after / late), iteration_seconds_before=late,
-            iteration_seconds_after=after, saving=late - after,
+            reason=f"link {link} is slow by {1e3 * LATE:.0f} ms one way",
+            routes=list(routes), warmup_before=list(first.warmup),
+            warmup_after=list(better.of_replica(replica).warmup),
+            iteration_seconds_after=after, saving=late - after, saved=25 * (late - after),
+            links=[{"link": link, "health": "slow", "delay": LATE, "wire_time": WIRE + LATE,
+                    "confidence": 0.99, "replica": replica}],
         )  # fmt: skip
         changes, version, running = [change], 1, better
     if case == "recovered":
@@ -167,12 +219,21 @@ def watched(
         plan_version=version,
         recoveries=recoveries,
         available=[sample.index for sample in samples],
+        peak_memory=(PEAK,) * stages,
         outlook=Outlook(rules, situation, first, running),
     )
-    ran = Forecast(rules, situation).simulated(running)
-    traces = [
-        Trace(rank, rank, 0, samples[-1].index, version,
-              tuple(op._replace(start=NOW + op.start, end=NOW + op.end) for _, op in row))
-        for rank, row in enumerate(ran)
-    ]  # fmt: skip
+    traces: list[Trace] = []
+    for columns in ((replica,), others):
+        if not columns:
+            continue
+        plan = running.of_replica(columns[0])
+        rows = [
+            tuple(op._replace(start=NOW + op.start, end=NOW + op.end) for _, op in row)
+            for row in Forecast(rules, situation.of(columns)).simulated(plan)
+        ]
+        traces += (
+            Trace(mesh.rank(stage, column), stage, column, samples[-1].index, version, ops)
+            for column in columns
+            for stage, ops in enumerate(rows)
+        )
     return known, traces

@@ -11,7 +11,12 @@ from typing import Any
 
 from pipemorph.api.base import FieldError
 from pipemorph.api.placement import Placement
-from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
+from pipemorph.api.template import (
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    TRAINER_CONTAINER,
+    gpus,
+)
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, kept, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
@@ -27,7 +32,6 @@ MASTER_PORT = 29500
 METRICS_PORT = "pm-metrics"
 """Name of the port of a rank's metrics."""
 TOKEN_SECONDS = 3600
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 POD_GRACE_SECONDS = 30
 """Kubernetes' default of ``terminationGracePeriodSeconds``."""
 GENERATIONS = "--generations"
@@ -277,11 +281,8 @@ def metrics_port_name(local_rank: int) -> str:
 
 def idle_gpus(attempt: Attempt) -> int:
     """GPUs that the user's template requests for a pod, beyond one for each of its ranks."""
-    _, trainer = pod_template.given_pod(attempt.job.spec.template)
-    limits = trainer.get("resources", {}).get("limits", {})
-    found = [str(limits[name]) for name in GPU_RESOURCES if name in limits]
-    gpus = sum(int(count) for count in found if count.isdecimal())
-    return max(0, gpus - attempt.job.spec.parallelism.ranks_per_pod)
+    spec = attempt.job.spec
+    return max(0, gpus(spec.template) - spec.parallelism.ranks_per_pod)
 
 
 def is_reserved(name: str) -> bool:

@@ -363,4 +363,6 @@ def _shown(what: str, numbers: Sequence[int], most: int | None = None) -> str:
 
 def shown_time(seconds: float) -> str:
     """A time for a text: ``1.234 s`` or ``5.6 ms``."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

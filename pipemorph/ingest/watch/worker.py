@@ -29,6 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec, PipeMorphJob
+from pipemorph.api.template import gpus
 from pipemorph.control.decide.forecast import Outlook, Rules
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest.watch.messages import (
@@ -257,6 +258,7 @@ class _Watching:
             result=f"its status: kubectl describe pmj {meta.name} -n {meta.namespace}",
             peak_memory=sight.peak_memory,
             kept=sight.kept,
+            gpus=gpus(job.spec.template) * job.spec.parallelism.pods,
             no_ops="" if self.ops_at is not None else self._no_ops(sight.state),
         )
         if column is None or not 0 <= column < job.spec.parallelism.mesh.columns:

@@ -10,7 +10,14 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.explain import MOST_LINES, explain_job, explain_report
-from pipemorph.explain.story import LINE, duration, short_duration, worth_line
+from pipemorph.explain.story import (
+    LINE,
+    duration,
+    hours_of,
+    short_duration,
+    shown_hours,
+    worth_line,
+)
 
 Content = dict[str, Any]
 
@@ -91,7 +98,7 @@ def test_a_run_with_a_slow_link() -> None:
         "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the"
         " engine; 1.06 s became 0.47 s per iteration (56% promised, 55% measured)",
         "         plan 2 from iteration 111: back to the plan for healthy links",
-        "worth    the plan changes saved 1 min (± 9.0 s), 0.1 rank-hours, against the plan of the"
+        "worth    the plan changes saved 1 min (± 9.0 s), 0.13 rank-hours, against the plan of the"
         " start",
         "to do    nothing has to be done",
     ]
@@ -218,7 +225,7 @@ def test_a_job_of_a_cluster() -> None:
         "seen     link 1 (+60 ms forward) slow (since 2026-01-02T03:04:05Z)",
         "done     3 plan changes; the last, plan 3 from iteration 11: 1 s became 0.5 s per"
         " iteration (50% promised, 50% measured); why: link 1 is slow by 60.0 ms one way",
-        "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.1 rank-hours, against the plan of"
+        "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the plan of"
         " the start",
         "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"
         " pipemorph bench between two of them",
@@ -396,7 +403,7 @@ def test_durations_for_columns(seconds: float, text: str) -> None:
 
 
 def test_time_that_was_lost_is_not_called_saved() -> None:
-    assert worth_line(-30.0, 3.0, 8, 1).startswith("the plan changes cost 30.0 s (± 3.0 s), 0.1")
+    assert worth_line(-30.0, 3.0, 8, 1).startswith("the plan changes cost 30.0 s (± 3.0 s), 0.067")
     assert worth_line(0.0, 0.0, 8, 2) == "no time was saved or lost by the plan changes"
     assert worth_line(0.0, 0.0, 8, 0) == ""
 
@@ -406,3 +413,45 @@ def test_layers_that_moved_are_told() -> None:
     (line,) = [each for each in told(report(relayouts=[change])) if "layers moved" in each]
     assert "layers moved (4-4-4-4 became 5-3-4-4 per stage) at iteration 5" in line
     assert "takes 20% less" in line
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [
+        (0.0, "0"),
+        (0.0001, "less than 0.001"),
+        (0.0031, "0.003"),
+        (0.04, "0.04"),
+        (0.142, "0.14"),
+        (12.34, "12.3"),
+        (1234.5, "1,234"),
+    ],
+)
+def test_hours_are_told_however_few_they_are(hours: float, text: str) -> None:
+    assert shown_hours(hours) == text
+
+
+def test_hours_are_of_gpus_where_a_job_has_some() -> None:
+    assert hours_of(3600.0, 8) == (8.0, "rank")
+    assert hours_of(3600.0, 8, 16) == (16.0, "GPU")
+    given = job()
+    limits = {"nvidia.com/gpu": 2}
+    pod = {"containers": [{"name": "side"}, {"name": "trainer", "resources": {"limits": limits}}]}
+    given["spec"]["template"] = {"spec": pod}
+    given["spec"]["parallelism"] = {"stages": 4, "replicas": 2, "ranksPerPod": 2}
+    assert " 0.20 GPU-hours, " in "".join(explain_job(given).lines())
+    for wrong in (None, [], {"spec": None}, {"spec": {"containers": [None]}}):
+        given["spec"]["template"] = wrong
+        assert " rank-hours, " in "".join(explain_job(given).lines())
+
+
+def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
+    story = explain_report(report())
+    assert story.text().splitlines() == story.lines()
+    wide = story.text(60).splitlines()
+    assert max(map(len, wide)) <= 60 and len(wide) > len(story.lines())
+    heads = [line[:9] for line in wide]
+    assert [head.strip() for head in heads if head.strip()] == [
+        "outcome", "seen", "done", "worth", "to do",
+    ]  # fmt: skip
+    assert " ".join(" ".join(wide).split()) == " ".join(" ".join(story.lines()).split())

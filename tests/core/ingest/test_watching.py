@@ -50,6 +50,21 @@ def test_a_viewer_is_told_the_page_and_its_documents() -> None:
     serve(look)
 
 
+@pytest.mark.parametrize(("gpus", "unit"), [("2", "GPU"), (None, "rank")])
+def test_hours_are_of_the_gpus_that_the_pods_ask_for(gpus: str | None, unit: str) -> None:
+    async def look(site: Site) -> None:
+        found = site.store.lookup("default", "gpt")
+        assert isinstance(found, JobController)
+        limits = {} if gpus is None else {"limits": {"nvidia.com/gpu": gpus}}
+        trainer = {"name": "trainer", "resources": limits}
+        spec = found.spec.model_copy(update={"template": {"spec": {"containers": [trainer]}}})
+        site.store.add("default", "gpt", JobController(spec))
+        await site.report(0, iteration=1)
+        assert (await site.view()).saved.of == unit
+
+    serve(look)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

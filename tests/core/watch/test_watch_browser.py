@@ -1,4 +1,4 @@
-"""The live page in a real browser, where there is one (docs/testbeds.md says how to get it)."""
+"""The live page in a real browser."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree
 
+import numpy
 import pytest
-from browser import Browser, browser_program
+from browser import VARIABLE, Browser, browser_program
+from matplotlib.image import imread
+from testbed import TestbedError, packages
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
 
 from pipemorph.commands.cluster.reach import Reached
@@ -23,13 +27,11 @@ from pipemorph.local.watch import WatchServer
 from pipemorph.replay.contenders import Change, Replay, Trained
 from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
-from pipemorph.watch.build import watch_view
+from pipemorph.watch.build import watch_view, worst_column
 from pipemorph.watch.document import WatchView
 from pipemorph.watch.documents import Documents, number
 from pipemorph.watch.door import Door, listen
 from pipemorph.watch.page import render_page
-
-pytestmark = pytest.mark.skipif(browser_program() is None, reason="no chromium in the path")
 
 ROOT = Path(__file__).parents[3]
 LARGEST = (64, 256)
@@ -40,14 +42,12 @@ INK = """(() => { const c = document.getElementById('ops');
   return n / (all.length / 4); })()"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as made:
-        yield made
-
-
 @pytest.fixture(autouse=True)
-def no_errors(browser: Browser) -> Iterator[None]:
+def no_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "browser" not in request.fixturenames:
+        yield
+        return
+    browser: Browser = request.getfixturevalue("browser")
     browser.errors.clear()
     browser.requests.clear()
     yield
@@ -57,8 +57,10 @@ def no_errors(browser: Browser) -> Iterator[None]:
 class Sight:
     """A run that goes on: each document has one more iteration."""
 
-    def __init__(self, stages: int, microbatches: int, case: Case = "adapted") -> None:
-        self.known, self.traces = watched(stages, microbatches, case)
+    def __init__(
+        self, stages: int, microbatches: int, case: Case = "adapted", replicas: int = 1
+    ) -> None:
+        self.known, self.traces = watched(stages, microbatches, case, replicas=replicas)
         self.begun = 30
         self.index: TraceIndex | None = None
         self.folder = Path()
@@ -67,18 +69,23 @@ class Sight:
         self, column: int | None, iteration: int | None, *, number: int, live: bool
     ) -> WatchView:
         self.begun = min(self.begun + 1, len(self.known.samples))
+        if column is None:
+            column = worst_column(self.known)
         if iteration is None:
             iteration = self.known.samples[self.begun - 1].index
         if self.index is not None:
             self.index.update(self.folder)
             newest = self.index.iterations()[-1]
             found = self.index.read([newest])[newest]
-            return watch_view(self.known, found, column=0, number=number, live=live)
+            return watch_view(self.known, found, column=column, number=number, live=live)
         version = self.known.samples[iteration].plan_version
         traces = [
-            Trace(each.rank, each.stage, 0, iteration, version, each.ops) for each in self.traces
+            Trace(each.rank, each.stage, column, iteration, version, each.ops)
+            for each in self.traces
+            if each.replica == column
         ]
-        return watch_view(self.known, traces, column=0, number=number, live=live)
+        known = replace(self.known, available=self.known.available[: self.begun])
+        return watch_view(known, traces, column=column, number=number, live=live)
 
 
 def page_of(folder: Path, case: Case, stages: int = 4, microbatches: int = 12) -> str:
@@ -289,17 +296,63 @@ def test_it_is_passed_on_from_an_ingest(browser: Browser, tmp_path: Path) -> Non
     assert browser.eval(INK) > 0.2
 
 
+NAME = "job-of-4-iteration-39"
+
+
+def test_the_button_saves_the_page(browser: Browser, tmp_path: Path) -> None:
+    browser.look(page_of(tmp_path, "failed"))
+    saved = browser.download("#page", tmp_path)
+    assert saved.name == f"{NAME}.html"
+    told = browser.eval("document.getElementById('story').textContent")
+    browser.look(saved.as_uri())
+    assert browser.eval("document.getElementById('story').textContent") == told
+    assert browser.eval(INK) > 0.2
+
+
+@pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_svg_is_one(browser: Browser, tmp_path: Path, dark: bool) -> None:
-    browser.look(page_of(tmp_path, "failed"), dark=dark)
-    text = browser.eval("svgText()")
-    root = ElementTree.fromstring(text)
+def test_the_button_saves_an_svg(browser: Browser, tmp_path: Path, dark: bool, width: int) -> None:
+    browser.look(page_of(tmp_path, "failed"), dark=dark, width=width)
+    saved = browser.download("#svg", tmp_path)
+    assert saved.name == f"{NAME}.svg"
+    root = ElementTree.fromstring(saved.read_text())
     assert root.tag.endswith("svg") and float(root.attrib["height"]) > 300
-    words = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
-    assert "as measured" in words and "plan of the start" in words and "+60 ms" in words
-    path = tmp_path / "saved.svg"
-    path.write_text(text)
-    browser.look(path.as_uri())
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    words = " ".join(node.text or "" for node in texts)
+    for told in ("iteration 39", "+60 ms", "F forward", "idle, link", "saved"):
+        assert told in words, told
+    browser.look(saved.as_uri(), width=width)
+    # Nothing is cut off at its right edge, however narrow the page was.
+    right = browser.eval(
+        "Math.max(...[...document.querySelectorAll('text')]"
+        ".map(each => each.getBoundingClientRect().right))"
+    )
+    assert right <= float(root.attrib["width"]) + 1
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_button_saves_a_png(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    browser.look(page_of(tmp_path, "failed"), dark=dark)
+    saved = browser.download("#png", tmp_path)
+    assert saved.name == f"{NAME}.png"
+    width, height = browser.eval("(({width, height}) => [width, height])(sheet())")
+    pixels = (255 * imread(saved)).round().astype(int)
+    assert pixels.shape[:2] == (2 * height, 2 * width)
+    assert (pixels[..., 3] == 255).all(), "seen on any background"
+    back = (20, 24, 29) if dark else (255, 255, 255)
+    assert tuple(pixels[-1, -1, :3]) == back
+    # The same as the SVG, which the tests above read: ops of each kind, in its colour.
+    drawn = {tuple(colour) for colour in numpy.unique(pixels[..., :3].reshape(-1, 3), axis=0)}
+    for fill in browser.eval("kindEntries().map(each => each[0])"):
+        assert tuple(int(fill[i : i + 2], 16) for i in (1, 3, 5)) in drawn, fill
+
+
+def test_a_picture_that_cannot_be_made_is_said(browser: Browser, tmp_path: Path) -> None:
+    browser.look(page_of(tmp_path, "failed"))
+    browser.eval("void (HTMLCanvasElement.prototype.toBlob = done => done(null))")
+    browser.click("#png")
+    told = browser.until("document.getElementById('gone').textContent")
+    assert "makes no PNG of" in told and "save SVG" in told
 
 
 @pytest.mark.quiet
@@ -319,9 +372,33 @@ def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) ->
     sight.index, sight.folder = TraceIndex(), tmp_path
     with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
         browser.look(server.url)
-        painted = browser.until("(performance.getEntriesByType('paint')[0] || {}).startTime")
+        drawn = browser.until("(performance.getEntriesByName('drawn')[0] || {}).startTime")
+        assert browser.eval(INK) > 0.2
+        assert browser.eval("shot.measured.rows.length === 64 && shot.alternative !== null")
     browser.errors.clear()
-    assert painted < 1000, painted
+    assert drawn < 1000, drawn
+
+
+def test_another_pipeline_of_many_is_chosen(browser: Browser) -> None:
+    """64 stages × 64 replicas: it begins with the one of the slow link, by which all are late."""
+    sight = Sight(64, 64, replicas=64)
+    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+        browser.look(server.url)
+        assert browser.eval("document.getElementById('column').options.length") == 64
+        assert browser.eval("[shot.column, shot.columns[shot.column]]") == [32, "replica 32"]
+        assert "replica 32" in browser.eval("document.getElementById('story').textContent")
+        slow, told = browser.eval("[shot.measured.span_us, shot.alternative.seconds]")
+        browser.eval("document.getElementById('column').focus()")
+        browser.press("ArrowDown")
+        browser.until("shot.column === 33")
+        assert browser.eval("shot.measured.rows.length") == 64 and browser.eval(INK) > 0.2
+        assert browser.eval("shot.measured.span_us") < slow
+        # What all would take under the plan of the start, whichever of them is drawn.
+        assert browser.eval("shot.alternative.seconds") == pytest.approx(told, rel=0.05)
+        # What comes later is of that pipeline, too.
+        number = browser.eval("view.number")
+        browser.until(f"view.number > {number} && view.column === 33 && shot.column === 33")
+        assert browser.eval("document.documentElement.scrollWidth") == 1200
 
 
 def test_the_page_of_a_replay_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
@@ -332,6 +409,18 @@ def test_the_page_of_a_replay_fits_a_phone(browser: Browser, tmp_path: Path) -> 
     path.write_text(render_replay(found, trace, "a trace"))
     browser.look(path.as_uri(), width=390, height=844)
     assert browser.eval("document.documentElement.scrollWidth") == 390
+
+
+def test_a_browser_that_is_missing_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str]] = []
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(packages, "need", lambda programs, say: asked.append(programs))
+    assert browser_program() == "/usr/bin/chromium"
+    assert asked == [{"/usr/bin/chromium": "chromium"}]
+    monkeypatch.setenv(VARIABLE, "no-such-browser")
+    with pytest.raises(TestbedError, match="no-such-browser, which is no program"):
+        browser_program()
 
 
 @pytest.mark.soak
@@ -357,6 +446,19 @@ def test_a_real_run_is_watched(browser: Browser, tmp_path: Path) -> None:
     assert browser.eval("view.saved.seconds") > 5
     host.communicate(timeout=60)
     assert host.returncode == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("browser")
+def test_every_view_can_be_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks/pictures.py", "--out", tmp_path, "--stages", "4"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    for case in ("healthy", "slow", "adapted", "recovered", "failed"):
+        assert {f"live-4-{case}-{look}" for look in ("light", "dark", "phone")} <= drawn
+        assert {f"{view}-4-{case}" for view in ("top", "links", "run", "explain")} <= drawn
+    assert {"saved-4-adapted", "replay-4-failed", "top"} <= drawn
 
 
 @pytest.mark.soak

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from watched_jobs import (
+    ACTIVATIONS,
     CHANGED_AT,
     LATE,
     NOW,
+    ROOM,
     SLOW_AT,
+    WELL_AT,
     Trace,
     link_states,
     situation_of,
@@ -24,7 +27,7 @@ from pipemorph.planning import Route
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.build import Watched, picture, watch_view, worst_column
+from pipemorph.watch.build import Room, Watched, picture, watch_view, worst_column
 from pipemorph.watch.document import Row, WatchView
 from pipemorph.watch.idle import idle_times
 from pipemorph.watch.lanes import LaneLog
@@ -67,7 +70,8 @@ def test_within_a_rank_nothing_is_on_a_link() -> None:
 def test_a_picture_has_every_op_at_its_time() -> None:
     ran = [[(0, TimedOp(F, 0, 5.0, 5.002)), (0, TimedOp(B, 0, 5.003, 5.0045))],
            [(1, TimedOp(F, 0, 5.002, 5.003))]]  # fmt: skip
-    made = picture(ran, iteration=3, plan_version=0, seconds=None, limits=(2, None), numbers=(0, 1))
+    room = Room(limits=(2, None))
+    made = picture(ran, iteration=3, plan_version=0, seconds=None, room=room, numbers=(0, 1))
     first, second = made.rows
     assert (first.kinds, first.microbatches, spans(first)) == (
         "FB", [0, 0], [(0, 2000), (3000, 4500)]
@@ -75,6 +79,7 @@ def test_a_picture_has_every_op_at_its_time() -> None:
     assert spans(second) == [(2000, 3000)]
     assert made.span_us == 4500
     assert (first.in_flight, first.limit, second.limit) == (1, 2, None)
+    assert (first.activations, second.activations) == (None, None), "of unknown size"
     assert made.bubble == pytest.approx((1 + 3.5) / 9)
     assert sum(made.causes.values()) == pytest.approx(made.bubble)
 
@@ -136,6 +141,83 @@ def test_microbatches_in_flight_and_their_limits_are_of_each_plan() -> None:
     older = [replace(trace, plan_version=3) for trace in traces]
     unknown = watch_view(known, older, column=0).measured
     assert unknown is not None and {row.limit for row in unknown.rows} == {None}
+
+
+def test_rows_are_in_the_order_of_their_stages_whatever_places_ranks_have_changed_to() -> None:
+    known, traces = watched(4, 12)
+    assert known.outlook is not None
+    running = replace(known.outlook.running, in_flight_limits=(9, 10, 11, 12))
+    known = replace(known, outlook=replace(known.outlook, running=running))
+    moved = [replace(trace, rank={1: 2, 2: 1}.get(trace.rank, trace.rank)) for trace in traces]
+    view = watch_view(known, moved, column=0)
+    assert view.measured is not None
+    told = [(row.name, row.limit) for row in view.measured.rows]
+    assert told == [("stage 0", 9), ("stage 1", 10), ("stage 2", 11), ("stage 3", 12)]
+
+
+def test_activations_are_those_of_the_microbatches_on_the_device() -> None:
+    known, traces = watched(4, 12)
+    assert known.outlook is not None
+    view = watch_view(known, traces, column=0)
+    assert view.measured and view.alternative and view.activation_memory == ROOM
+    for row in (*view.measured.rows, *view.alternative.rows):
+        assert row.activations == row.in_flight * ACTIVATIONS > 0
+
+    def activations(**of_plan: Any) -> list[int | None]:
+        outlook = replace(known.outlook, running=replace(known.outlook.running, **of_plan))
+        made = watch_view(replace(known, outlook=outlook), traces, column=0).measured
+        assert made is not None
+        return [row.activations for row in made.rows]
+
+    most = [row.in_flight for row in view.measured.rows]
+    # A stage that offloads has the others in host memory.
+    away = activations(device_limits=(2, None, None, None))
+    assert away == [each * ACTIVATIONS for each in (2, *most[1:])]
+    # One that recomputes keeps inputs of the others, whose size is not told.
+    dropped = activations(device_limits=(2, None, None, None), recompute=(True, *(False,) * 3))
+    assert dropped == [None] * 4
+    older = [replace(trace, plan_version=3) for trace in traces]
+    unknown = watch_view(known, older, column=0).measured
+    assert unknown is not None and {row.activations for row in unknown.rows} == {None}
+
+
+def test_activations_of_a_rank_with_several_stages_are_summed() -> None:
+    row = [(0, TimedOp(F, 0, 0, 1)), (2, TimedOp(F, 0, 1, 2)), (2, TimedOp(B, 0, 2, 3)),
+           (2, TimedOp(W, 0, 3, 4)), (0, TimedOp(F, 1, 4, 5))]  # fmt: skip
+    assert Room(sizes=(10, 99, 7)).activations(0, row, 2) == 20
+    assert Room(sizes=(10, 99, 70)).activations(0, row, 2) == 80
+    assert Room(sizes=(10, 99, None)).activations(0, row, 2) is None
+    assert Room(sizes=(10,)).activations(0, row, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unit", "of_all"), [(0, "rank", 4), (32, "GPU", 32)], ids=["ranks", "gpus"]
+)
+def test_hours_are_of_gpus_where_the_job_has_some(gpus: int, unit: str, of_all: int) -> None:
+    known, traces = watched(4, 12)
+    view = watch_view(replace(known, gpus=gpus), traces, column=0)
+    assert view.saved.of == unit
+    assert view.saved.hours == pytest.approx(known.worth.seconds * of_all / 3600)
+    assert any(f" {unit}-hours, against the plan" in line for line in view.story)
+
+
+def test_the_plan_of_the_start_is_compared_for_all_replicas_whichever_is_drawn() -> None:
+    """They wait for the slowest one, so what a change saves is the same seen from any of them."""
+    known, traces = watched(4, 12, replicas=3)
+    assert worst_column(known) == 1
+    saved = {}
+    for column in range(3):
+        view = watch_view(known, traces, column=column)
+        assert view.measured is not None and view.measured.seconds is not None
+        assert view.alternative is not None and view.alternative.seconds is not None
+        saved[column] = view.alternative.seconds - view.measured.seconds
+        # What is drawn is that pipeline's own.
+        assert bool(view.measured.causes.get("link", 0) > 0.05) is (column == 1), column
+    assert known.outlook is not None
+    forecast = Forecast(known.outlook.rules, known.outlook.situation)
+    longer = forecast.of(known.outlook.start).seconds - forecast.of(known.outlook.running).seconds
+    assert longer > 0.05
+    assert saved == pytest.approx(dict.fromkeys(range(3), longer))
 
 
 @pytest.mark.parametrize("case", ["healthy", "slow", "recovered"])
@@ -271,7 +353,8 @@ def test_the_story_says_which_link_since_when_what_was_done_and_what_it_saved() 
     first, second, third = view_of(8, 24).story
     assert first.startswith(f"Link 3 (stage 3 to 4) is slow since iteration {SLOW_AT}, found at ")
     assert "+60 ms, delegated (forward)" in first
-    assert second.startswith(f"Plan v1 answers that since iteration {CHANGED_AT}: ")
+    assert second.startswith(f"Plan v1 answers that since iteration {CHANGED_AT}: warm-up ")
+    assert "link 3 left to the engine; " in second
     assert " became " in second and "promised" in second and "measured" in second
     assert third.startswith("The plan changes saved ") and "±" in third
 
@@ -289,8 +372,28 @@ def test_the_story_begins_with_what_matters(case: Any, begins: str) -> None:
     assert view_of(4, 12, case).story[0].startswith(begins)
 
 
+def test_the_story_says_which_link_was_slow_when_none_is_any_more() -> None:
+    told = view_of(8, 24, "recovered").story
+    assert told[1] == (
+        f"Link 3 (stage 3 to 4) was slow by up to 60 ms from iteration {SLOW_AT} until iteration"
+        f" {WELL_AT + 1}."
+    )
+    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    assert log.was_slow() == []
+    for iteration, link in ((0, well), (3, slow), (5, replace(slow, delay=0.09)), (9, well)):
+        log.take(iteration, 1.0, [link], [Route.DIRECT], {})
+    assert log.was_slow() == [(0, 3, 9, 0.09)]
+    log.take(12, 1.0, [LinkHealth(0, Health.UNKNOWN)], [Route.DIRECT], {})
+    assert log.was_slow() == [], "it may be again"
+    log.take(14, 1.0, [slow], [Route.DIRECT], {})
+    assert log.was_slow() == []
+
+
 def test_the_story_says_why_nothing_is_done() -> None:
     known, traces = watched(4, 12, "slow")
+    told = watch_view(known, traces, column=0).story
+    assert told[-1] == "Nothing was changed for that yet."
     told = watch_view(replace(known, kept="it saves 0.3%"), traces, column=0).story
     assert told[-1] == "Nothing was changed the last time: it saves 0.3%."
 

@@ -1,0 +1,173 @@
+"""Draws every view that users have of a job, to look at.
+
+One command: ``python benchmarks/pictures.py --out DIR``. Jobs of 4, 8 and 64 stages that are
+healthy, have a slow link, have answered it, have recovered, and have failed. Plans are the
+planner's and ops the simulator's, states and times are given. A headless browser
+(tests/support/browser.py) draws the live page (light, dark, as wide as a phone), what its button
+saves, and the page of a replay, which is a real one; and the terminal of ``pipemorph top``,
+``links``, ``run`` and ``explain`` as rich exports it. ``DIR/index.html`` shows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
+
+from browser import Browser as WebBrowser  # noqa: E402
+from told_jobs import Fate, replayed, report_of, seen_of, told_job  # noqa: E402
+from watched_jobs import NOW, Case, Trace, watched  # noqa: E402
+
+from pipemorph.explain import explain_report  # noqa: E402
+from pipemorph.explain.of_status import story_of  # noqa: E402
+from pipemorph.local.progress import headline  # noqa: E402
+from pipemorph.replay.page import render_page as render_replay  # noqa: E402
+from pipemorph.top.browser import Browser as TopBrowser  # noqa: E402
+from pipemorph.top.job import job_page, links_part  # noqa: E402
+from pipemorph.top.page import Line, line  # noqa: E402
+from pipemorph.top.styled import styled  # noqa: E402
+from pipemorph.watch.build import Watched, watch_view, worst_column  # noqa: E402
+from pipemorph.watch.page import render_page  # noqa: E402
+
+MICROBATCHES = {4: 12, 8: 24, 64: 128}
+CASES: tuple[Case, ...] = ("healthy", "slow", "adapted", "recovered", "failed")
+REPLICAS = 64
+LOOKS = {"light": (1200, False), "dark": (1200, True), "phone": (390, False)}
+WIDE, NARROW = 120, 80
+"""Columns of a terminal."""
+
+
+class Drawer:
+    """Draws HTML into ``out``. ``made``: the names of the pictures."""
+
+    def __init__(self, browser: WebBrowser, out: Path, scratch: Path) -> None:
+        self._browser, self._out, self._scratch = browser, out, scratch
+        self.made: list[str] = []
+
+    def page(self, name: str, text: str, looks: Sequence[str] = ("light",)) -> None:
+        path = self._scratch / f"{name}.html"
+        path.write_text(text)
+        for look in looks:
+            width, dark = LOOKS[look]
+            self._browser.look(path.as_uri(), width=width, dark=dark)
+            self._take(name if len(looks) == 1 else f"{name}-{look}")
+
+    def saved(self, name: str, text: str) -> None:
+        """What the page's own button makes of it."""
+        path = self._scratch / f"{name}.html"
+        path.write_text(text)
+        self._browser.look(path.as_uri())
+        shutil.move(self._browser.download("#png", self._scratch), self._out / f"{name}.png")
+        self.made.append(name)
+
+    def terminal(self, name: str, shown: Sequence[Line] | str, width: int = WIDE) -> None:
+        console = Console(
+            record=True, width=width, file=io.StringIO(), force_terminal=True,
+            color_system="truecolor",
+        )  # fmt: skip
+        console.print(Text(shown) if isinstance(shown, str) else styled(shown))
+        # Its fonts would be loaded from elsewhere.
+        svg = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=name), flags=re.DOTALL)
+        path = self._scratch / f"{name}.html"
+        path.write_text(f"<!doctype html><body style='margin:0'>{svg}")
+        self._browser.look(path.as_uri(), width=10 * width, height=60)
+        self._take(name)
+
+    def _take(self, name: str) -> None:
+        self._browser.picture(self._out / f"{name}.png")
+        if self._browser.errors:
+            raise RuntimeError(f"{name}: {self._browser.errors[0]}")
+        self.made.append(name)
+        print(name, flush=True)
+
+
+def live_page(known: Watched, traces: Sequence[Trace]) -> str:
+    column = worst_column(known)
+    return render_page(watch_view(known, traces, column=column, live=False))
+
+
+def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
+    """All of so many stages; hands out the jobs."""
+    for case in CASES:
+        name = f"{stages}-{case}"
+        known, traces = watched(stages, MICROBATCHES[stages], case)
+        page = live_page(known, traces)
+        to.page(f"live-{name}", page, tuple(LOOKS))
+        if case == "adapted":
+            to.saved(f"saved-{name}", page)
+        job = told_job(known)
+        to.terminal(f"top-{name}", job_page(job, seen_of(known), NOW, width=WIDE))
+        if case == "adapted":
+            narrow = job_page(job, seen_of(known), NOW, width=NARROW)
+            to.terminal(f"top-{name}-narrow", narrow, NARROW)
+        to.terminal(f"links-{name}", links_part(job, NOW))
+        here = told_job(known, namespace="")
+        run = [line(headline(known.job)), (), *job_page(here, seen_of(known), NOW, width=WIDE)]
+        to.terminal(f"run-{name}", run)
+        told = {
+            f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
+            "pipemorph explain out": explain_report(report_of(known)),
+        }
+        texts = [f"$ {command}\n{story.text(WIDE)}" for command, story in told.items()]
+        to.terminal(f"explain-{name}", "\n".join(texts))
+        yield case, known
+    for fate in get_args(Fate):
+        found, trace = replayed(stages, min(64, MICROBATCHES[stages]), fate)
+        looks = tuple(LOOKS) if fate == "recovered" else ("light",)
+        title = f"{fate}.jsonl, {stages}-stages.yaml"
+        to.page(f"replay-{stages}-{fate}", render_replay(found, trace, title), looks)
+
+
+def index(made: Sequence[str]) -> str:
+    pictures = "".join(
+        f"<figure><figcaption>{html.escape(name)}</figcaption>"
+        f"<img loading=lazy src='{html.escape(name)}.png' style='max-width:100%'></figure>"
+        for name in made
+    )
+    return f"<!doctype html><meta charset=utf-8><title>Pictures</title>{pictures}\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--stages", type=int, nargs="*", choices=list(MICROBATCHES), default=list(MICROBATCHES)
+    )
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pictures-") as scratch, WebBrowser() as browser:
+        to = Drawer(browser, options.out, Path(scratch))
+        top = TopBrowser("all namespaces")
+        jobs = []
+        for stages in options.stages:
+            for case, known in draw(to, stages):
+                job = told_job(known, namespace=case)
+                jobs.append(job)
+        top.take(jobs, [])
+        to.terminal("top", top.page(NOW, WIDE, len(jobs) + 6))
+        to.terminal("top-narrow", top.page(NOW, NARROW, len(jobs) + 6), NARROW)
+        if 64 in options.stages:
+            known, traces = watched(64, 64, "adapted", replicas=REPLICAS)
+            to.page(f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone"))
+        (options.out / "index.html").write_text(index(to.made))
+    print(f"{len(to.made)} pictures in {options.out} after {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

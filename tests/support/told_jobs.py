@@ -1,0 +1,110 @@
+"""The jobs of ``watched_jobs`` as status, reports, explanations and terminals tell of them, and
+replays of what happened to them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from watched_jobs import LATE, NOW, SLOW_AT, WELL_AT, WIRE
+
+from pipemorph.explain.cluster_job import ClusterJob
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.local.results.history import View
+from pipemorph.local.results.report import AttemptRecord, Recovery, RunRecord
+from pipemorph.local.status import RunStatus
+from pipemorph.local.watch import Told
+from pipemorph.planning import Link, Problem, StageTimes
+from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.trace import LinkTrace, parse_trace
+from pipemorph.top.seen import MOST_TIMES, Seen
+from pipemorph.watch.build import Watched
+
+BEGAN = NOW - 75
+GOODPUT = 0.97
+LARGE = 32
+"""Stages."""
+
+
+def _view(known: Watched) -> View:
+    plan = known.outlook.running if known.outlook is not None else None
+    return View(
+        state=known.state,
+        links=tuple(known.lanes.at(known.samples[-1].index + 1)),
+        adaptations=tuple(known.changes),
+        plan_version=known.plan_version,
+        wanted_version=known.wanted_version or known.plan_version,
+        routes=plan.routes if plan is not None else (),
+        peak_memory=tuple(known.peak_memory),
+        worth=known.worth,
+    )
+
+
+def _recoveries(known: Watched) -> list[Recovery]:
+    return [
+        Recovery(
+            Ending(End.FAILED, each.cause, at=each.at), attempt=0, generation=number,
+            rung="ranks", done=each.iteration or 0, went_on_with=each.iteration,
+            seconds=each.seconds,
+        )
+        for number, each in enumerate(known.recoveries, 1)
+    ]  # fmt: skip
+
+
+def told_job(known: Watched, namespace: str = "team") -> ClusterJob:
+    """The job with its status. ``namespace``: empty on no cluster."""
+    told = Told(known.state, known.reason, _recoveries(known))
+    job = RunStatus(known.job).job(
+        _view(known), told, known.samples[-5:], changes=len(known.changes), goodput=GOODPUT, now=NOW
+    )
+    metadata = job.metadata.model_copy(update={"namespace": namespace})
+    return job.model_copy(update={"metadata": metadata})
+
+
+def seen_of(known: Watched) -> Seen:
+    """The iterations that who looks has seen."""
+    seen = Seen()
+    seen.times.extend(each.seconds for each in known.samples[-MOST_TIMES:])
+    return seen
+
+
+def report_of(known: Watched) -> dict[str, Any]:
+    """``report.json`` of a run that ended so: failed, or else completed with what it has done."""
+    end = Ending(End.FAILED if known.state == "failed" else End.COMPLETED, known.reason, at=NOW)
+    spec = known.job.spec
+    if end.end is End.COMPLETED:
+        trainer = spec.trainer.model_copy(update={"iterations": len(known.samples)})
+        spec = spec.model_copy(update={"trainer": trainer})
+    run = RunRecord(
+        known.job.model_copy(update={"spec": spec}),
+        BEGAN,
+        attempts=[AttemptRecord(0, BEGAN, NOW, end)],
+        recoveries=_recoveries(known),
+    )
+    run.finish(end, list(known.samples), list(known.changes), _view(known))
+    content: dict[str, Any] = json.loads(json.dumps(run.content([], [])))
+    return content
+
+
+Fate = Literal["healthy", "slow", "recovered", "failed"]
+
+
+def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTrace]:
+    """The job of so many stages, in which a link is slow from an iteration on until another, or
+    until it ends, or breaks then. Large jobs have fewer iterations: each takes a while."""
+    begin, end, count = (SLOW_AT, WELL_AT, 56) if stages < LARGE else (4, 12, 18)
+    link = stages // 2 - 1 if stages > 2 else 0
+    times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
+    problem = Problem(
+        microbatches=microbatches,
+        stages=[times] * stages,
+        links=[Link(delay=1e3 * WIRE)] * (stages - 1),
+    )
+    slow = {"delay_ms": 1e3 * LATE}
+    after = {"recovered": {}, "failed": {str(link): slow | {"down": True}}}
+    lines = [{"at_iteration": begin, "links": {str(link): slow}}] if fate != "healthy" else []
+    if fate in after:
+        lines.append({"at_iteration": end, "links": after[fate]})
+    text = "\n".join(json.dumps(each) for each in lines or [{"at_iteration": 0, "links": {}}])
+    trace = parse_trace(text, stages - 1, "a trace", replicas=1)
+    return replay(problem, trace, iterations=count), trace
