@@ -86,7 +86,14 @@ INGEST_CONDITIONS = (
     REDUCTIONS_HEALTHY,
     REPLICAS_COMPLETE,
 )
-INGEST_FIELDS = ("training", "control", "recoveries", "goodput", "useful_time")
+INGEST_FIELDS = (
+    "training",
+    "control",
+    "recoveries",
+    "goodput",
+    "goodput_percent",
+    "useful_time",
+)
 """Of :class:`~pipemorph.api.status.JobStatus`; the operator writes the others."""
 
 # --- reasons ------------------------------------------------------------------------------

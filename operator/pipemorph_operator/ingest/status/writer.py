@@ -1,8 +1,8 @@
 """Writes the ingest's part of jobs' status: plans, what they train, and their conditions.
 
-The ingest owns ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime`` and six
-conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
-other. Every write contains all owned fields.
+The ingest owns the fields :data:`~pipemorph_operator.names.INGEST_FIELDS` and its conditions (field
+owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every
+write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingSta
 from pipemorph.control import JobView
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.ingest import figures
-from pipemorph_operator.ingest.status import snapshot_codec, write_budget
+from pipemorph_operator.ingest.status import snapshot_codec, words, write_budget
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.summary import judge, summarize
@@ -122,6 +122,7 @@ class StatusWriter:
         figures.show(
             key, training, conditions, heard_at,
             recoveries=tracked.generations.saved.count or 0, goodput=tracked.goodput(wall),
+            links=view.links,
         )  # fmt: skip
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers):
@@ -205,13 +206,14 @@ class StatusWriter:
         if control is not None:
             control = control.model_copy(update={"reserved": tracked.versions.reserved})
         # Not of jobs whose ranks have always been well.
-        saved = tracked.generations.saved
+        saved, goodput = tracked.generations.saved, tracked.goodput(wall)
         status = JobStatus(
             conditions=conditions,
             training=training,
             control=control,
             recoveries=saved if saved.count else None,
-            goodput=tracked.goodput(wall),
+            goodput=goodput,
+            goodput_percent=words.goodput(goodput),
             useful_time=_useful_time(tracked),
         )
         about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
