@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -53,6 +54,8 @@ JOBS = {
 RECONCILES = Histogram(
     "pipemorph_operator_reconcile_seconds", "Time of one reconcile.", ["result"], buckets=_FAST
 )
+for _result in ("ok", "error"):
+    RECONCILES.labels(result=_result)  # Begins at 0, see REFUSED.
 LEADS = {
     component: Gauge(
         f"{component.replace('-', '_')}_leads", "1 if this replica acts, 0 if it stands by."
@@ -74,6 +77,9 @@ REFUSED = Counter(
     "Rejected callers other than viewers, and connections, by reason.",
     ["reason"],
 )
+for _reason in ("review", "pod", "silent", "crowded"):
+    # A counter begins at 0: from its first sample on, Prometheus sees by how much it grows.
+    REFUSED.labels(reason=_reason)
 VIEWERS_REFUSED = Counter(
     "pipemorph_ingest_viewers_refused_total",
     "Rejected requests of users for the page of a job, by reason.",
@@ -238,16 +244,35 @@ LINK_GAUGES = {
         "pipemorph_job_link_base_seconds", "Normal one-way time of a slow link.", _BY_LINK
     ),
 }
+
+
+class LinkState(IntEnum):
+    """Values of :data:`LINK_STATE`."""
+
+    HEALTHY = 0
+    SLOW = 1
+    SLOW_DELEGATED = 2
+    DELEGATED = 3
+    FELL_BACK = 4
+    """From its rails, to another transport."""
+    NARROW = 5
+    """Slow since messages take long to pass, and direct."""
+    UNKNOWN = 6
+    """It has no recent samples."""
+
+
 LINK_STATE = Gauge(
     "pipemorph_job_link_state",
-    "0 healthy, 1 slow, 2 slow and delegated, 3 delegated, 4 fell back from its rails. No series"
-    " for a link that has always been healthy.",
+    "0 healthy, 1 slow, 2 slow and delegated, 3 delegated, 4 fell back from its rails, 5 narrow,"
+    " 6 unknown. No series for a link that has always been healthy.",
     [*_BY_JOB, "link"],
 )
 MOST_LINK_STATES = 64
 """Most links of one job with a series."""
 _LINK_STATES: dict[tuple[str, str], set[str]] = {}
 """By job: links with a series."""
+_ONCE_KNOWN: dict[tuple[str, str], set[int]] = {}
+"""By job: links whose state was known at some time. The others have yet to be measured."""
 _SLOW_LINKS: dict[tuple[str, str], set[tuple[str, str]]] = {}
 """By job: link and replica of its series."""
 
@@ -269,15 +294,24 @@ def set_slow_links(
         _SLOW_LINKS[job] = set(now)
 
 
-def set_link_states(namespace: str, name: str, states: Mapping[int, int]) -> None:
-    """Set the states of a job's links. ``states``: of those that are not healthy, as
-    :data:`LINK_STATE` says. The others with a series are healthy again."""
-    known = _LINK_STATES.setdefault((namespace, name), set())
-    for link in sorted(states, key=lambda each: -states[each]):
-        if len(known) < MOST_LINK_STATES:
-            known.add(str(link))
-    for label in known:
-        LINK_STATE.labels(namespace, name, label).set(states.get(int(label), 0))
+def set_link_states(namespace: str, name: str, states: Mapping[int, LinkState]) -> None:
+    """Set the states of a job's links, of which those that are not named are healthy. Where there
+    are more than may have a series, unknown ones come last. A link that was never known is not
+    unknown, but new."""
+    job, unknown = (namespace, name), LinkState.UNKNOWN
+    once_known = _ONCE_KNOWN.setdefault(job, set())
+    once_known.update(link for link, state in states.items() if state is not unknown)
+    told = {
+        link: state
+        for link, state in states.items()
+        if state is not LinkState.HEALTHY and link in once_known
+    }
+    shown = _LINK_STATES.setdefault(job, set())
+    for link in sorted(told, key=lambda each: (told[each] is unknown, -told[each])):
+        if len(shown) < MOST_LINK_STATES:
+            shown.add(str(link))
+    for label in shown:
+        LINK_STATE.labels(namespace, name, label).set(told.get(int(label), LinkState.HEALTHY))
 
 
 def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
@@ -294,6 +328,7 @@ def forget_job(namespace: str, name: str) -> None:
     for gauge in JOB_GAUGES.values():
         _drop(gauge, namespace, name)
     set_slow_links(namespace, name, {})
+    _ONCE_KNOWN.pop((namespace, name), None)
     for link in _LINK_STATES.pop((namespace, name), set()):
         _drop(LINK_STATE, namespace, name, link)
 

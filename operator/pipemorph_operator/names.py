@@ -90,7 +90,14 @@ INGEST_CONDITIONS = (
     REPLICAS_COMPLETE,
     SPARES_READY,
 )
-INGEST_FIELDS = ("training", "control", "recoveries", "goodput", "useful_time")
+INGEST_FIELDS = (
+    "training",
+    "control",
+    "recoveries",
+    "goodput",
+    "goodput_percent",
+    "useful_time",
+)
 """Of :class:`~pipemorph.api.status.JobStatus`; the operator writes the others."""
 
 # --- reasons ------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete``, ``Failed``, ``Ready``, ``Reconciling`` and
   ``Stalled``;
-* the ingest: ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime``, and the
-  conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``,
-  ``StagesEven``, ``ReductionsHealthy``, ``ReplicasComplete`` and ``SparesReady``.
+* the ingest: ``training``, ``control``, ``recoveries``, ``goodput``, ``goodputPercent``,
+  ``usefulTime``, and the conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``,
+  ``RailsHealthy``, ``StagesEven``, ``ReductionsHealthy``, ``ReplicasComplete`` and
+  ``SparesReady``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -45,6 +46,12 @@ JobState = Literal[
 def _number(description: str) -> Any:
     """A number from 0, by default 0."""
     return Field(default=0, ge=0, description=description)
+
+
+def _link_name() -> Any:
+    """A text, by default empty."""
+    text = "The link for people, such as link 1 (stage 1 to 2)."
+    return Field(default="", max_length=128, description=text)
 
 
 def _at_most(items: int, description: str) -> Any:
@@ -114,12 +121,17 @@ class NodeRecord(StatusModel):
 class SlowLink(StatusModel):
     """A slow link, with its measurements."""
 
+    name: str = Field(
+        default="",
+        max_length=128,
+        description="The link for people, such as link 1 (stage 1 to 2).",
+    )
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = _number("Pipeline column where it is slowest; with replicas alone, the replica.")
     direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
-    confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
+    confidence: float = Field(ge=0, le=1, description="Probability that it is slow, 0 to 1.")
     since: Timestamp | None = Field(default=None, description="When it was found to be slow.")
 
 
@@ -158,6 +170,11 @@ class AttemptNodes(StatusModel):
 class FallenLink(StatusModel):
     """A link that fell back from the agreed transport, as one of its ends reports."""
 
+    name: str = Field(
+        default="",
+        max_length=128,
+        description="The link for people, such as link 1 (stage 1 to 2).",
+    )
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = _number("Pipeline column of the link; with replicas alone, the replica.")
     direction: str = Field(
@@ -267,13 +284,20 @@ class AdaptationSummary(StatusModel):
         default=None, description="Median iteration time under the new plan."
     )
     promised: float | None = Field(
-        default=None, description="Fraction of an iteration that the plan was predicted to save."
+        default=None,
+        description="Fraction of an iteration that the plan was predicted to save; effect has it"
+        " in percent.",
     )
     measured: float | None = Field(
-        default=None, description="Fraction of an iteration that it saves."
+        default=None,
+        description="Fraction of an iteration that it saves; effect has it in percent.",
     )
-    bubble_before: float | None = Field(default=None, description="Bubble fraction before.")
-    bubble_after: float | None = Field(default=None, description="Bubble fraction after.")
+    bubble_before: float | None = Field(
+        default=None, description="Bubble fraction before; effect has it in percent."
+    )
+    bubble_after: float | None = Field(
+        default=None, description="Bubble fraction after; effect has it in percent."
+    )
     peak_memory_before: list[int] = _at_most(
         MAX_STAGES, "Peak bytes per stage before; 0 where not reported."
     )
@@ -304,6 +328,12 @@ class TrainingStatus(StatusModel):
     progress: Text | None = Field(
         default=None, description="Iterations, their time and their bubble, for people."
     )
+    done: str | None = Field(
+        default=None,
+        max_length=8,
+        description="Part of the iterations that is done, in percent, such as 43%: 100% is all of"
+        " them.",
+    )
     left: str | None = Field(
         default=None,
         max_length=32,
@@ -321,7 +351,10 @@ class TrainingStatus(StatusModel):
         default=None, ge=0, description="Median time of the newest iterations."
     )
     bubble_fraction: float | None = Field(
-        default=None, ge=0, le=1, description="Idle time over stages × iteration time."
+        default=None,
+        ge=0,
+        le=1,
+        description="Idle time over stages × iteration time; progress has it in percent.",
     )
     loss: float | None = Field(default=None, description="Loss of the newest iteration.")
     warmup: list[int] = _at_most(MAX_STAGES, "Warm-up per stage, by the newest plan.")
@@ -603,7 +636,11 @@ class JobStatus(StatusModel):
         ge=0,
         le=1,
         description="Useful time over the time in which the job had its place: since it first"
-        " started, without the time in which it was suspended or queued; as of lastReportTime.",
+        " started, without the time in which it was suspended or queued; as of lastReportTime."
+        " goodputPercent has it for people.",
+    )
+    goodput_percent: str | None = Field(
+        default=None, max_length=8, description="goodput in percent, such as 91%."
     )
     useful_time: UsefulTime | None = Field(
         default=None, description="The iterations that goodput is made of."

@@ -109,6 +109,11 @@ def short_duration(seconds: float) -> str:
     return f"{whole}s"
 
 
+def percent_done(done: float) -> str:
+    """``43%`` of a fraction. Rounded down, so that 100% is all of it."""
+    return f"{int(100 * min(max(done, 0.0), 1.0) + 1e-9)}%"
+
+
 def seconds_left(iterations: int, iteration: int, each: float | None) -> float | None:
     """Until the last of so many iterations ends, if each takes so long; None if that is not known,
     or all are done."""

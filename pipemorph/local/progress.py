@@ -266,6 +266,8 @@ class Progress:
             goodput=self._journal.useful.goodput(now - self._began),
             now=now,
         )
+        if job.status is not None and job.status.training is not None:
+            self._seen.look_at_links(job.status.training)
         bars = BARS if self._has(BARS) else PLAIN_BARS
         return [(), *job_page(job, self._seen, now, width=width, bars=bars, height=height - 1)]
 

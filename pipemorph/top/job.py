@@ -17,7 +17,7 @@ from pipemorph.errors import one_line
 from pipemorph.explain.advice import advice
 from pipemorph.explain.cluster_job import ClusterJob
 from pipemorph.explain.of_status import causes, why_not_running, wrong
-from pipemorph.explain.story import duration, link_name, plural, worth_line
+from pipemorph.explain.story import duration, link_name, percent_done, plural, worth_line
 from pipemorph.top.page import BARS, Column, Line, Span, Style, fact, line, sparkline, table
 from pipemorph.top.seen import Seen
 from pipemorph.top.times import since, wall
@@ -41,6 +41,7 @@ LINKS = (
     Column("SLOW LINK"),
     Column("REPLICA", 1),
     Column("LATE BY"),
+    Column("", 4),
     Column("SINCE (UTC)"),
     Column("ONE-WAY TIME", 3, right=True),
     Column("ROUTE"),
@@ -103,7 +104,7 @@ def _job_page(
         lines += fact("goodput", text, width)
     lines += fact("recoveries", _recoveries(status, now), width)
     lines.append(())
-    lines += links_part(job, now, width=width, order=order)
+    lines += links_part(job, now, seen, width=width, bars=bars, order=order)
     lines.append(())
     if training is not None:
         text, style = _rails(training)
@@ -136,8 +137,7 @@ def progress(job: ClusterJob) -> str:
 
 
 def percent(job: ClusterJob) -> str:
-    """Rounded down, so that 100% is all of it."""
-    return "-" if job.done is None else f"{int(100 * job.done)}%"
+    return "-" if job.done is None else percent_done(job.done)
 
 
 def gain(change: AdaptationSummary | None) -> tuple[str, str] | None:
@@ -149,9 +149,15 @@ def gain(change: AdaptationSummary | None) -> tuple[str, str] | None:
 
 
 def links_part(
-    job: ClusterJob, now: float, *, width: int | None = None, order: str = "delay"
+    job: ClusterJob,
+    now: float,
+    seen: Seen | None = None,
+    *,
+    width: int | None = None,
+    bars: str = BARS,
+    order: str = "delay",
 ) -> list[Line]:
-    """How many links are slow since when, and each of them."""
+    """How many links are slow since when, and each of them. ``seen``: their delays before."""
     status = job.status
     training = status.training if status is not None else None
     found = condition(status, "LinksHealthy") if status is not None else None
@@ -173,7 +179,7 @@ def links_part(
     lines = fact("links", text, width, "bad")
     by = {"delay": lambda each: -each.delay_ms, "link": lambda each: each.link}[order]
     rows = [
-        _row(job, training, each, since(wall(each.since), now))
+        _row(job, training, each, since(wall(each.since), now), _delays(seen, each, bars))
         for each in sorted(training.slow_links, key=by)
     ]
     lines += [(), *table(LINKS, rows, width)]
@@ -191,7 +197,13 @@ def _told(found: Condition, now: float) -> str:
     return f"{one_line(found.message, LONG)}, since {since(at, now, ' UTC')}"
 
 
-def _row(job: ClusterJob, training: TrainingStatus, link: SlowLink, when: str) -> list[Span]:
+def _delays(seen: Seen | None, link: SlowLink, bars: str) -> str:
+    return "" if seen is None else sparkline(seen.delays.get((link.link, link.replica), ()), bars)
+
+
+def _row(
+    job: ClusterJob, training: TrainingStatus, link: SlowLink, when: str, delays: str
+) -> list[Span]:
     def at(values: Sequence[str]) -> str:
         return values[link.link] if link.link < len(values) else ""
 
@@ -200,6 +212,7 @@ def _row(job: ClusterJob, training: TrainingStatus, link: SlowLink, when: str) -
         Span(link_name(link.link), "bad"),
         Span(column.removeprefix("replica ") if column.count(" ") == 1 else column),
         Span(f"+{link.delay_ms:.0f} ms {link.direction}", "bad"),
+        Span(delays, "bad"),
         Span(when),
         Span(f"{link.wire_time_ms:.1f} ms"),
         Span(at(training.routes), "good" if at(training.routes) == "delegated" else "plain"),

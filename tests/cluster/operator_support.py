@@ -91,7 +91,8 @@ class Program:
         python = sys.executable if sources == ROOT else str(sources / ".venv/bin/python")
         command = [python, "-m", module, *arguments, "--host=127.0.0.1"]
         command.append(f"--metrics-port={self.metrics_port}")
-        path = f"{sources / 'operator'}:{sources / 'trainer'}:{sources}"
+        folders = (sources / "operator", sources / "trainer", sources, sources / "tests/cluster")
+        path = ":".join(map(str, folders))
         # Not what the present folder has, which may be of another version.
         environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         self.process = Process(name, command, folder / f"{name}.log", environment=environment)
@@ -155,10 +156,16 @@ class Installation:
         self.ingest, self.port = self.ingest_replica("ingest")
 
     def ingest_replica(
-        self, identity: str, kube: Path | None = None, *, seats: int = 1
+        self,
+        identity: str,
+        kube: Path | None = None,
+        *,
+        seats: int = 1,
+        module: str = "pipemorph_operator.ingest",
     ) -> tuple[Program, int]:
         """A replica of the ingest, and its port. One that starts again has its seat at once.
-        ``kube``: its way to the API server, if not the usual one."""
+        ``kube``: its way to the API server, if not the usual one; ``module``: what is run, which
+        may be beside the tests."""
         port = free_port()
         arguments = [
             f"--port={port}",
@@ -171,10 +178,7 @@ class Installation:
             "--address=127.0.0.1",
         ]
         kube = kube or self.account(f"{FULL_NAME}-ingest")
-        return (
-            Program(identity, "pipemorph_operator.ingest", arguments, self.folder, kube),
-            port,
-        )
+        return Program(identity, module, arguments, self.folder, kube), port
 
     def replica(self, identity: str, kube: Path, *, lease_seconds: int = 6) -> Program:
         """A replica of the operator. One that starts again has its Lease at once."""

@@ -6,12 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import REGISTRY, start_http_server
-from testbed import prometheus, tools
+from testbed import tools
+from testbed.prometheus import Server, Target
 
 from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
+from pipemorph.control import Health, LinkHealth
 from pipemorph.planning import Op, OpKind, Route, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_operator import metrics
@@ -94,7 +92,10 @@ def show(plan: int, recoveries: int) -> None:
         saved_error_seconds=2.0, last_adaptation=change, fallen_link_count=1,
         fallen_links=[FallenLink(link=2, direction="forward", agreed="rdma", transport="tcp")],
     )  # fmt: skip
-    figures.show(JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9)
+    narrow = LinkHealth(3, Health.SLOW, delay=0.06, transfer=0.05)
+    silent = LinkHealth(4, Health.HEALTHY if plan == 1 else Health.UNKNOWN)
+    figures.show(JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9,
+                 links=[narrow, silent])  # fmt: skip
     values = (("sick_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
     metrics.set_job(*JOB, values)
 
@@ -149,60 +150,17 @@ def hear(rank: RankMetrics, turn: int) -> None:
     )  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-class Prometheus:
-    """A server that scrapes two programs each second."""
-
-    def __init__(self, folder: Path, programs: int, ranks: int) -> None:
-        self.port = free_port()
-
-        def job(name: str, port: int, **labels: str) -> dict[str, Any]:
-            target = {"targets": [f"127.0.0.1:{port}"], "labels": labels}
-            return {"job_name": name, "honor_labels": True, "static_configs": [target]}
-
-        config = {
-            "global": {"scrape_interval": "1s"},
-            "scrape_configs": [
-                # As the chart's ServiceMonitor and PodMonitor label them.
-                job("programs", programs, pod="ingest-0"),
-                job("ranks", ranks, namespace=JOB[0], pod="gpt-1"),
-            ],
-        }
-        (folder / "prometheus.yml").write_text(json.dumps(config))
-        self.process = subprocess.Popen(
-            [str(prometheus.find("prometheus")), f"--config.file={folder}/prometheus.yml",
-             f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{self.port}",
-             "--query.lookback-delta=15s"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def ask(self, expression: str) -> list[Any]:
-        """The result of a query now. Raises AssertionError with what Prometheus says."""
-        query = urllib.parse.urlencode({"query": expression})
-        url = f"http://127.0.0.1:{self.port}/api/v1/query?{query}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                found = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{expression}: {error.read().decode()}") from None
-        result: list[Any] = found["data"]["result"]
-        return result
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     rank = RankMetrics("gpt", 1, 0)
     order = Schedule(1, ((Op(OpKind.F, 0), Op(OpKind.B, 0), Op(OpKind.W, 0)),)).encode()[0]
     stage = RankStage(stage=1, ops=order, warmup=1)
     rank.plan(RankPlan(version=0, digest="0" * 8, microbatches=1, stage_count=2, stages=(stage,)))
     served = [start_http_server(0, "127.0.0.1", registry) for registry in (REGISTRY, rank.registry)]
-    ports = [each.server_port for each, _ in served]
-    found = Prometheus(tmp_path_factory.mktemp("prometheus"), *ports)
+    # As the chart's ServiceMonitor and PodMonitor label them.
+    labels = {"pod": "ingest-0"}, {"namespace": JOB[0], "pod": "gpt-1"}
+    targets = [Target(each.server_port, of) for (each, _), of in zip(served, labels, strict=True)]
+    found = Server(tmp_path_factory.mktemp("prometheus"), targets)
     try:
         began, turn = time.monotonic(), 0
         while time.monotonic() - began < SETTLE_SECONDS:
@@ -211,16 +169,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             hear(rank, turn)
             show(plan=1 + turn // 4, recoveries=turn // 4)
             time.sleep(0.5)
-            try:
-                seen = found.ask("changes(pipemorph_job_applied_plan_version[1m]) > 0")
-                if seen and found.ask("count_over_time(pipemorph_rank_iteration[1m]) > 4"):
-                    break
-            except urllib.error.URLError:
-                continue  # It is starting.
+            seen = found.ask("changes(pipemorph_job_applied_plan_version[1m]) > 0")
+            if seen and found.ask("count_over_time(pipemorph_rank_iteration[1m]) > 4"):
+                break
         yield found
     finally:
-        found.process.terminate()
-        found.process.wait()
+        found.close()
         for each, _ in served:
             each.shutdown()
             each.server_close()
@@ -229,7 +183,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_query_finds_what_is_exported(
-    name: str, dashboards: dict[str, dict[str, Any]], server: Prometheus
+    name: str, dashboards: dict[str, dict[str, Any]], server: Server
 ) -> None:
     empty = []
     for title, expression in queries(dashboards[name]):
@@ -244,7 +198,7 @@ def test_every_query_finds_what_is_exported(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_variables_have_values(
-    name: str, dashboards: dict[str, dict[str, Any]], server: Prometheus
+    name: str, dashboards: dict[str, dict[str, Any]], server: Server
 ) -> None:
     for variable in dashboards[name]["templating"]["list"]:
         if variable["type"] != "query":
@@ -257,14 +211,15 @@ def test_variables_have_values(
 
 
 def test_a_lane_per_link_with_its_state(
-    dashboards: dict[str, dict[str, Any]], server: Prometheus
+    dashboards: dict[str, dict[str, Any]], server: Server
 ) -> None:
     (panel,) = (p for p in dashboards["job"]["panels"] if p["type"] == "state-timeline")
     (target,) = panel["targets"]
     rows = server.ask(filled(target["expr"]))
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
     told = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
-    assert told == {"1": "slow, delegated", "2": "fell back"}
+    assert told == {"1": "slow, delegated", "2": "fell back", "3": "narrow", "4": "unknown"}
+    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkState}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """The ingest on a real API server: whom it believes, what it takes, what it never forgets."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
@@ -44,7 +45,10 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert training["appliedPlanVersion"] == training["wantedPlanVersion"] >= 1
     ranks.run(8)
     told = jobs.wait(
-        "story", lambda job: job["status"]["training"]["lastAdaptation"].get("bubbleAfter")
+        "story",
+        lambda job: (
+            {"bubbleAfter", "measured"} <= job["status"]["training"]["lastAdaptation"].keys()
+        ),
     )["status"]["training"]["lastAdaptation"]
     assert told["iterationSecondsAfter"] < told["iterationSecondsBefore"]
     assert told["warmupAfter"] != told["warmupBefore"] or told["kind"] == "adapt"
@@ -56,6 +60,10 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert "link 1 (+60 ms" in lines[1]
     assert "the plan changes saved" in lines[-2]
     assert "check the network between the hosts of the slow link" in lines[-1]
+    expect_a_story(jobs.cluster.kubectl("describe", "pmj", "story", "-n", jobs.namespace))
+    row = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1].split()
+    assert re.fullmatch(r"\d+%", row[4]), "DONE"
+    assert re.fullmatch(r"\d+%/-?\d+%", row[7]) and re.fullmatch(r"\d+%", row[8])
     ranks.delays[1] = 0.0
     ranks.until("LinksHealthy=True")
     back = ranks.until("ScheduleAdapted=False")
@@ -64,6 +72,35 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert shown.split()[1:3] == ["Running", "4/4"]
     for reason in ("SlowLinks", "PlanInEffect", "AllLinksHealthy"):
         jobs.expect_event("story", reason)
+
+
+IN_PERCENT = {
+    "Bubble Fraction": "Progress",
+    "Bubble Before": "Effect",
+    "Bubble After": "Effect",
+    "Promised": "Effect",
+    "Measured": "Effect",
+    "Goodput": "Goodput Percent",
+}
+"""Fractions, which are for programs, and the text that has each in percent."""
+
+
+def expect_a_story(described: str) -> None:
+    """What ``kubectl describe`` prints of a job with a slow link that was adapted to."""
+    told = {
+        key: value.strip()
+        for line in described.splitlines()
+        for key, _, value in [line.strip().partition(":")]
+    }
+    assert told["Name"] == "link 1 (stage 1 to 2)", "that of the slow link is the last one"
+    assert re.fullmatch(r"\d+ of 100 iterations \(\d+%\); [\d.]+ s each, .*", told["Progress"])
+    assert "s became" in told["Effect"] and told["Done"] in told["Progress"]
+    for key, value in told.items():
+        # Such a name has its unit.
+        if re.fullmatch(r"-?0\.\d+", value) and not re.search(r"Seconds|\bMs\b", key):
+            if key == "Confidence":
+                continue  # A probability.
+            assert f"{float(value):.0%}" in told[IN_PERCENT[key]], f"{key}: {value}"
 
 
 def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: Jobs) -> None:

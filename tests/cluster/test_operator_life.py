@@ -87,6 +87,7 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
         "STATE",
         "READY",
         "ITERATION",
+        "DONE",
         "SLOW-LINKS",
         "PLAN",
         "GAIN",

@@ -181,6 +181,7 @@ def _columns() -> list[dict[str, Any]]:
         column("State", "string", ".status.state", "The conditions in one word."),
         column("Ready", "string", ".status.ready", "Ready pods of all pods."),
         column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
+        column("Done", "string", ".status.training.done", "Part of the iterations that is done."),
         column(
             "Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."
         ),
@@ -190,7 +191,7 @@ def _columns() -> list[dict[str, Any]]:
             "Promised/measured gain of the newest measured change of plan.",
         ),
         column(
-            "Goodput", "number", ".status.goodput",
+            "Goodput", "string", ".status.goodputPercent",
             "Time of finished iterations over the time in which the job had its place.",
         ),
         column(

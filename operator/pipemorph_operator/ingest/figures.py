@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.api.status import Condition, TrainingStatus
+from pipemorph.control import Health, LinkHealth
 from pipemorph_operator import names
-from pipemorph_operator.metrics import set_job, set_link_states, set_slow_links
+from pipemorph_operator.metrics import LinkState, set_job, set_link_states, set_slow_links
 
 
 def show(
@@ -17,9 +18,11 @@ def show(
     *,
     recoveries: int,
     goodput: float | None = None,
+    links: Sequence[LinkHealth] = (),
 ) -> None:
     """Update the metrics of ``job``, namespace and name. ``reported_at``: wall clock of its newest
-    report; ``recoveries``: of its ranks within their pods; ``goodput``: as in status."""
+    report; ``recoveries``: of its ranks within their pods; ``goodput``: as in status; ``links``:
+    all of them, as the controller sees them now."""
     rails = training.rails
     healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
     newest = training.last_adaptation
@@ -66,14 +69,27 @@ def show(
             for link in training.slow_links
         },
     )
-    set_link_states(*job, _link_states(training))
+    set_link_states(*job, _link_states(training, links))
 
 
-def _link_states(training: TrainingStatus) -> dict[int, int]:
-    """See :data:`~pipemorph_operator.metrics.LINK_STATE`."""
-    slow = {link.link for link in training.slow_links}
-    states = dict.fromkeys(slow, 1)
+def _link_states(training: TrainingStatus, links: Sequence[LinkHealth]) -> dict[int, LinkState]:
+    """Of the links that are known to this process. Status alone tells of those that another ingest
+    has found."""
+    states = {link.link: _HEALTHS[link.health] for link in links}
+    states |= {link.link: LinkState.SLOW for link in training.slow_links}
+    narrow = {link.link for link in links if link.health is Health.SLOW and link.transfer > 0}
+    for link, state in [*states.items()]:
+        if state is LinkState.SLOW and link in narrow:
+            states[link] = LinkState.NARROW
     for link, route in enumerate(training.routes):
-        if route == "delegated":
-            states[link] = 2 if link in slow else 3
-    return states | {link.link: 4 for link in training.fallen_links}
+        if route == "delegated" and states.get(link) is not LinkState.UNKNOWN:
+            late = states.get(link) in (LinkState.SLOW, LinkState.NARROW)
+            states[link] = LinkState.SLOW_DELEGATED if late else LinkState.DELEGATED
+    return states | {link.link: LinkState.FELL_BACK for link in training.fallen_links}
+
+
+_HEALTHS = {
+    Health.HEALTHY: LinkState.HEALTHY,
+    Health.SLOW: LinkState.SLOW,
+    Health.UNKNOWN: LinkState.UNKNOWN,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import (
     ConditionStatus,
@@ -12,6 +13,7 @@ from pipemorph.api.status import (
     SickPort,
 )
 from pipemorph.control import JobView
+from pipemorph.explain.story import link_name
 from pipemorph.wire import FabricView, RailHealth, RailsView
 from pipemorph.wire import FallenLink as Fallen
 from pipemorph_operator import names
@@ -43,9 +45,10 @@ def rails_status(view: RailsView) -> RailsStatus:
     )
 
 
-def fallen_link(link: Fallen) -> FallenLink:
+def fallen_link(link: Fallen, mesh: MeshShape) -> FallenLink:
     """Status of a link that fell back from the agreed transport."""
     return FallenLink(
+        name=link_name(link.link, mesh.column_name(link.replica)),
         link=link.link,
         replica=link.replica,
         direction=link.direction,

@@ -1,12 +1,19 @@
 """Prometheus, and its own checker of rules, from Debian's package."""
 
+import json
 import shutil
 import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from testbed import tools
+from testbed.controlplane import free_ports
 from testbed.errors import TestbedError
-from testbed.processes import output, run
+from testbed.processes import Process, output, run
 
 PROGRAMS = ("prometheus", "promtool")
 
@@ -37,3 +44,83 @@ def _unpack(cache: Path) -> None:
         output(["dpkg-deb", "--extract", str(package), folder], deadline=120)
         for name in PROGRAMS:
             (Path(folder) / "usr/bin" / name).replace(cache / name)
+
+
+class Target(NamedTuple):
+    """What is scraped at a port of this machine, with the labels that a ServiceMonitor or
+    PodMonitor of the chart gives it."""
+
+    port: int
+    labels: Mapping[str, str]
+
+
+class Server:
+    """A Prometheus that scrapes its targets each second, and evaluates the ``rules`` of a file as
+    often. Close it when done."""
+
+    def __init__(
+        self, folder: Path, targets: Sequence[Target], *, rules: Path | None = None
+    ) -> None:
+        (port,) = free_ports(1, "127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [] if rules is None else [str(rules)],
+            "scrape_configs": [
+                {
+                    "job_name": str(number),
+                    # A job's own namespace and name stay.
+                    "honor_labels": True,
+                    "static_configs": [
+                        {"targets": [f"127.0.0.1:{each.port}"], "labels": dict(each.labels)}
+                    ],
+                }
+                for number, each in enumerate(targets)
+            ],
+        }
+        (folder / "prometheus.yml").write_text(json.dumps(config))
+        self._process = Process(
+            "prometheus",
+            [
+                find("prometheus"),
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--query.lookback-delta=15s",
+            ],
+            folder / "prometheus.log",
+        )
+        self._process.start()
+        self._process.wait_until("it answers", self._ready, 60.0)
+
+    def ask(self, expression: str) -> list[Any]:
+        """The result of a query now. Raises AssertionError with what Prometheus says."""
+        result: list[Any] = self._get("query", query=expression)["result"]
+        return result
+
+    def firing(self) -> list[dict[str, Any]]:
+        """The alerts that fire now: labels, and annotations with their labels filled in."""
+        return [each for each in self._get("alerts")["alerts"] if each["state"] == "firing"]
+
+    def rules(self) -> list[dict[str, Any]]:
+        """All rules, with their health."""
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def close(self) -> None:
+        self._process.stop()
+
+    def _get(self, what: str, **query: str) -> dict[str, Any]:
+        url = f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found: dict[str, Any] = json.load(answer)["data"]
+                return found
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{query}: {error.read().decode()}") from None
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10):
+                return True
+        except OSError:
+            return False

@@ -21,6 +21,7 @@ from watch_site import (
     serve,
 )
 
+from pipemorph.control import JobController
 from pipemorph.ingest.watch import desk as watching
 from pipemorph.ingest.watch import worker as watch_worker
 from pipemorph.watch import documents

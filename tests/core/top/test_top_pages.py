@@ -236,6 +236,27 @@ def test_the_trend_has_a_bar_per_time_that_status_told() -> None:
     assert "trend      +@- 0.25 to" in page(GPT, seen, bars=PLAIN_BARS)
 
 
+def test_a_slow_link_has_a_bar_per_delay_that_status_told() -> None:
+    seen = Seen()
+    told = [(20.0, 4), (60.0, 3), (60.0, 3), (None, 2), (None, 1), (30.0, 0)]
+    for delay, seconds_ago in told:
+        links = [] if delay is None else [slow_link(2, delay), slow_link(0, 10.0)]
+        training = adapted(*links) if links else healthy()
+        look(seen, training.model_copy(update={"last_report_time": at(seconds_ago)}))
+    assert {link: [*each] for link, each in seen.delays.items()} == {
+        (2, 0): [20.0, 60.0, 0.0, 0.0, 30.0],
+        (0, 0): [10.0, 10.0, 0.0, 0.0, 10.0],
+    }
+    two = adapted(slow_link(2, 30.0), slow_link(0, 10.0))
+    text = page(job("gpt", running(two, SLOW)), seen)
+    assert "+30 ms forward  ▃█▁▁▅  03:07:50" in text and "+10 ms forward  ██▁▁█" in text
+    assert "-@__+" in page(job("gpt", running(two, SLOW)), seen, bars=PLAIN_BARS)
+    for seconds_ago in range(20):
+        well = healthy().model_copy(update={"last_report_time": at(-seconds_ago)})
+        look(seen, well)
+    assert seen.delays == {}
+
+
 def test_bars_begin_at_zero() -> None:
     assert sparkline([0.0, 0.5, 0.9, 1.0]) == "▁▅██"
     assert sparkline([1.0]) == "" and sparkline([0.0, 0.0]) == ""

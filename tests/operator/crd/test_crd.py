@@ -155,6 +155,7 @@ def test_printer_columns_and_short_names() -> None:
         "State",
         "Ready",
         "Iteration",
+        "Done",
         "Slow-Links",
         "Plan",
         "Gain",

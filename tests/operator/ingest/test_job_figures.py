@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import REGISTRY
 
 from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
+from pipemorph.control import Health, LinkHealth
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.metrics import forget_job
 
@@ -25,8 +27,9 @@ def link(number: int, delay: float, replica: int = 0) -> SlowLink:
     )  # fmt: skip
 
 
-def show(*slow: SlowLink, **changes: Any) -> None:
-    figures.show(JOB, TrainingStatus(slow_links=list(slow), **changes), [], None, recoveries=2)
+def show(*slow: SlowLink, links: Sequence[LinkHealth] = (), **changes: Any) -> None:
+    training = TrainingStatus(slow_links=list(slow), **changes)
+    figures.show(JOB, training, [], None, recoveries=2, links=links)
 
 
 def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
@@ -77,6 +80,44 @@ def test_a_link_has_a_state_from_the_first_time_that_it_is_not_healthy() -> None
     assert value("link_state", link="63") == 3 and value("link_state", link="64") is None
     forget_job(*JOB)
     assert value("link_state", link="63") is None and value("recoveries") is None
+
+
+def test_a_link_is_narrow_and_unknown_as_the_controller_sees_it() -> None:
+    def states() -> list[float | None]:
+        return [value("link_state", link=str(number)) for number in range(4)]
+
+    def seen(*healths: Health, narrow: int = 9) -> list[LinkHealth]:
+        return [
+            LinkHealth(i, health, delay=0.06, transfer=0.05 if i == narrow else 0.0)
+            for i, health in enumerate(healths)
+        ]
+
+    well, slow, unknown = Health.HEALTHY, Health.SLOW, Health.UNKNOWN
+    show(links=seen(unknown, unknown, unknown, unknown))
+    assert states() == [None] * 4, "nothing was measured yet"
+    show(links=seen(well, well, slow, unknown, narrow=2))
+    assert states() == [None, None, 5, None]
+    show(links=seen(well, unknown, slow, unknown, narrow=2), routes=["direct"] * 2 + ["delegated"])
+    assert states() == [None, 6, 2, None]
+    show(links=seen(unknown, unknown, unknown, unknown), routes=["direct"] * 2 + ["delegated"])
+    assert states() == [6, 6, 6, None]
+    show(links=seen(well, well, well, well))
+    assert states() == [0, 0, 0, None]
+    forget_job(*JOB)
+    show(links=seen(*[unknown] * 3))
+    assert states() == [None] * 4, "another job of that name"
+    forget_job(*JOB)
+
+
+def test_unknown_links_take_no_series_from_others() -> None:
+    links = [LinkHealth(i, Health.HEALTHY) for i in range(100)]
+    show(links=links)
+    links[:80] = [LinkHealth(i, Health.UNKNOWN) for i in range(80)]
+    links[90] = LinkHealth(90, Health.SLOW, delay=0.06)
+    show(links=links)
+    assert value("link_state", link="90") == 1
+    assert value("link_state", link="62") == 6 and value("link_state", link="63") is None
+    forget_job(*JOB)
 
 
 def test_the_gain_of_the_newest_change() -> None:

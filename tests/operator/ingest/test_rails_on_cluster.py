@@ -193,7 +193,8 @@ def test_status_as_the_crd_has_it() -> None:
     }  # fmt: skip
     assert told["training"]["fallenLinks"] == [
         {
-            "link": 1, "replica": 0, "direction": "forward", "agreed": "rdma",
+            "name": "link 1 (stage 1 to 2)", "link": 1, "replica": 0, "direction": "forward",
+            "agreed": "rdma",
             "transport": "tcp", "fallbacks": 1, "message": "mlx5_0 port 1: port error",
         }
     ]  # fmt: skip

@@ -10,7 +10,8 @@ from operator_objects import body
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import TrainingStatus
-from pipemorph.control import AdaptationRecord, JobController, JobView
+from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
+from pipemorph.wire import FallenLink, TransportsView
 from pipemorph_operator.ingest.status import words
 from pipemorph_operator.ingest.status.summary import Source, summarize
 
@@ -54,9 +55,28 @@ def summary(*records: AdaptationRecord, ended: bool = False, **changes: Any) -> 
 def test_of_a_job_that_trains() -> None:
     found = summary()
     assert (
-        found.progress == "118 of 1,000 iterations (12%); 0.531 s each, 20% idle; 7 min 49 s left"
+        found.progress == "118 of 1,000 iterations (11%); 0.531 s each, 20% idle; 7 min 49 s left"
     )
-    assert (found.left, found.gain, found.last_adaptation) == ("7m49s", None, None)
+    assert (found.done, found.left) == ("11%", "7m49s")
+    assert (found.gain, found.last_adaptation) == (None, None)
+
+
+def test_all_is_done_when_the_ranks_say_so_and_not_before() -> None:
+    assert (summary(iteration=999).done, summary(iteration=0).done) == ("99%", "0%")
+    assert summary(iteration=290).done == "29%", "0.29 is a little less in binary"
+    assert summary(iteration=999, state="finished").done == "100%"
+
+
+def test_goodput_in_percent() -> None:
+    assert [words.goodput(each) for each in (None, 0.0, 0.913, 1.0)] == [None, "0%", "91%", "100%"]
+
+
+def test_links_have_the_names_that_people_know() -> None:
+    late = LinkHealth(2, Health.SLOW, delay=0.06, column="replica 1", replica=1)
+    fallen = FallenLink(1, 0, "forward", "rdma", "tcp", 1, "port error")
+    found = summary(links=(late,), transports=TransportsView(fallen=(fallen,), fallen_count=1))
+    assert found.slow_links[0].name == "link 2 (stage 2 to 3, replica 1)"
+    assert found.fallen_links[0].name == "link 1 (stage 1 to 2)"
 
 
 @pytest.mark.parametrize(

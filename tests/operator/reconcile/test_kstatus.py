@@ -1,14 +1,22 @@
-"""What generic tools make of a job in each of its states: kstatus, and ``kubectl wait``."""
+"""What generic tools make of a job in each of its states: kstatus, ``kubectl wait``, and Argo CD's
+health check in Lua."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kstatus import kstatus, wait_ends
 from operator_objects import CONFIG, World, body, failed, job_facts, pod
+from testbed import packages
 
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
@@ -148,28 +156,28 @@ def edit(world: World, **spec: Any) -> None:
     world.body["metadata"]["generation"] += 1
 
 
-@pytest.mark.parametrize(
-    ("state", "read", "true", "reason"),
-    [
-        (starting, "InProgress", "Reconciling", "WaitingForPods"),
-        (queued, "InProgress", "Reconciling", "WaitingForAdmission"),
-        (running, "Current", "Ready", "AllRanksReady"),
-        (short_of_a_pod, "InProgress", "Reconciling", "WaitingForPods"),
-        (restarting, "InProgress", "Reconciling", "Restarting"),
-        (suspending, "InProgress", "Reconciling", "RanksStopping"),
-        (suspended, "Current", "", ""),
-        (resumed, "InProgress", "Reconciling", "WaitingForPods"),
-        (complete, "Current", "Ready", "AllRanksFinished"),
-        (out_of_restarts, "Failed", "Stalled", "MaxRestartsExceeded"),
-        (invalid, "Failed", "Stalled", "InvalidSpec"),
-        (without_image, "Failed", "Stalled", "NoTrainerImage"),
-        (pods_refused, "Failed", "Stalled", "PodsRefused"),
-        (object_refused, "Failed", "Stalled", "ObjectRefused"),
-        (api_server_away, "InProgress", "Reconciling", "ObjectRefused"),
-        (fault, "Failed", "Stalled", "InternalError"),
-        (fault_while_running, "Current", "Ready", "InternalError"),
-    ],
-)
+STATES = [
+    (starting, "InProgress", "Reconciling", "WaitingForPods"),
+    (queued, "InProgress", "Reconciling", "WaitingForAdmission"),
+    (running, "Current", "Ready", "AllRanksReady"),
+    (short_of_a_pod, "InProgress", "Reconciling", "WaitingForPods"),
+    (restarting, "InProgress", "Reconciling", "Restarting"),
+    (suspending, "InProgress", "Reconciling", "RanksStopping"),
+    (suspended, "Current", "", ""),
+    (resumed, "InProgress", "Reconciling", "WaitingForPods"),
+    (complete, "Current", "Ready", "AllRanksFinished"),
+    (out_of_restarts, "Failed", "Stalled", "MaxRestartsExceeded"),
+    (invalid, "Failed", "Stalled", "InvalidSpec"),
+    (without_image, "Failed", "Stalled", "NoTrainerImage"),
+    (pods_refused, "Failed", "Stalled", "PodsRefused"),
+    (object_refused, "Failed", "Stalled", "ObjectRefused"),
+    (api_server_away, "InProgress", "Reconciling", "ObjectRefused"),
+    (fault, "Failed", "Stalled", "InternalError"),
+    (fault_while_running, "Current", "Ready", "InternalError"),
+]
+
+
+@pytest.mark.parametrize(("state", "read", "true", "reason"), STATES)
 def test_each_state(state: Callable[[], World], read: str, true: str, reason: str) -> None:
     """At most one of the three is True, and what is abnormal is told of only while it is."""
     world = state()
@@ -183,6 +191,66 @@ def test_each_state(state: Callable[[], World], read: str, true: str, reason: st
     for each in world.status["conditions"]:
         if each["type"] in names.KSTATUS_CONDITIONS:
             assert each["observedGeneration"] == world.body["metadata"]["generation"]
+
+
+# --- Argo CD ---------------------------------------------------------------------------------
+
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+ARGO = {"InProgress": "Progressing", "Current": "Healthy", "Failed": "Degraded"}
+
+
+@pytest.fixture(scope="module")
+def check() -> str:
+    """The Lua that the documentation has users give to Argo CD, which runs Lua 5.1."""
+    packages.need({"/usr/bin/lua5.1": "lua5.1"}, lambda text: print(text, file=sys.stderr))
+    blocks = re.findall("```yaml\n(.*?)```", OPERATIONS.read_text(), re.DOTALL)
+    (config,) = (text for text in blocks if "resource.customizations.health" in text)
+    found: str = yaml.safe_load(config)["resource.customizations.health.pipemorph.io_PipeMorphJob"]
+    return found
+
+
+def lua(value: Any) -> str:
+    """A value of JSON as Lua has it. It has no null: such a field is left out."""
+    if isinstance(value, dict):
+        return (
+            f"{{{', '.join(f'[{lua(k)}] = {lua(v)}' for k, v in value.items() if v is not None)}}}"
+        )
+    if isinstance(value, list):
+        return f"{{{', '.join(map(lua, value))}}}"
+    if isinstance(value, str):
+        return '"' + "".join(f"\\{byte:03d}" for byte in value.encode()) + '"'
+    return json.dumps(value)
+
+
+def health(check: str, obj: dict[str, Any]) -> tuple[str, str]:
+    """Status and message."""
+    script = f"local function check(obj)\n{check}\nend\nlocal hs = check({lua(obj)})\n"
+    script += 'io.write(hs.status, "\\n", hs.message)'
+    done = subprocess.run(
+        ["lua5.1", "-"], input=script, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    status, _, message = done.stdout.partition("\n")
+    return status, message
+
+
+@pytest.mark.parametrize(("state", "read", "true", "reason"), STATES)
+def test_argo_cd_reads_each_state(
+    check: str, state: Callable[[], World], read: str, true: str, reason: str
+) -> None:
+    world = state()
+    told = {each["type"]: each["message"] for each in world.status["conditions"]}
+    wanted = (
+        ("Suspended", told["Suspended"]) if state is suspended else (ARGO[read], told.get(true))
+    )
+    assert health(check, world.body) == wanted
+    edit(world)
+    assert health(check, world.body)[0] == "Progressing", "no operator has looked at the edit"
+
+
+def test_argo_cd_waits_for_an_operator(check: str) -> None:
+    for status in ({}, {"status": {"observedGeneration": 0}}):
+        assert health(check, body() | status) == ("Progressing", "waiting for the operator")
 
 
 @pytest.mark.parametrize("state", [starting, queued, running, suspended, pods_refused, complete])

@@ -1,5 +1,5 @@
 """What each tracker is given. TensorBoard is real; the others are fakes with the signatures of
-wandb 0.31 and mlflow 3.18, which are too large to install for this."""
+wandb 0.31 and mlflow 3.18. ``test_real_trackers.py`` has these themselves."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from pipemorph.control import (
     LinkHealth,
     ReductionHealth,
 )
+from pipemorph.explain.story import link_name
 from pipemorph.planning import Route
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
@@ -88,6 +89,7 @@ def _summarize(
     view = view or source.controller.view(now)
     records = source.controller.records
     iterations = source.controller.spec.trainer.iterations
+    mesh = source.controller.spec.parallelism.mesh
     slow = sorted(_slow(view), key=lambda link: -link.delay)
     return TrainingStatus(
         attempt=source.controller.attempt,
@@ -95,6 +97,7 @@ def _summarize(
         message=view.message,
         last_report_time=_time(source.reported_at),
         progress=words.progress(view, iterations),
+        done=words.done(view, iterations),
         left=words.left(view, iterations),
         gain=words.gain(records),
         iteration=view.iteration,
@@ -112,6 +115,7 @@ def _summarize(
         slow_link_count=len(slow),
         slow_links=[
             SlowLink(
+                name=link_name(link.link, link.column),
                 link=link.link,
                 replica=link.replica,
                 direction=link.direction,
@@ -137,7 +141,7 @@ def _summarize(
         ],
         transports=list(view.transports.links),
         fallen_link_count=view.transports.fallen_count,
-        fallen_links=[fallen_link(link) for link in view.transports.fallen],
+        fallen_links=[fallen_link(link, mesh) for link in view.transports.fallen],
         link_fallbacks=view.transports.fallbacks,
         link_failbacks=view.transports.failbacks,
         rails=rails_status(view.rails),

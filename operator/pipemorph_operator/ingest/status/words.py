@@ -6,23 +6,28 @@ import re
 from collections.abc import Sequence
 
 from pipemorph.control import AdaptationRecord, JobView
-from pipemorph.explain.story import brought, duration, seconds_left, short_duration
+from pipemorph.explain.story import brought, duration, percent_done, seconds_left, short_duration
 
 LEFT = "; {} left"
 _LEFT = re.compile(LEFT.format("[^;]*") + "$")
 
 
 def progress(view: JobView, iterations: int) -> str | None:
-    """``118 of 1,000 iterations (12%); 0.53 s each, 20% idle; 7 min 47 s left``. None before the
+    """``118 of 1,000 iterations (11%); 0.53 s each, 20% idle; 7 min 47 s left``. None before the
     first report of an iteration."""
     if view.iteration_seconds is None:
         return None
-    text = f"{view.iteration:,} of {iterations:,} iterations ({view.iteration / iterations:.0%})"
+    text = f"{view.iteration:,} of {iterations:,} iterations ({done(view, iterations)})"
     text += f"; {view.iteration_seconds:.3g} s each"
     if view.bubble_fraction is not None:
         text += f", {view.bubble_fraction:.0%} idle"
     left = _left(view, iterations)
     return text if left is None else f"{text}{LEFT.format(duration(left))}"
+
+
+def done(view: JobView, iterations: int) -> str:
+    """``11%``; ``100%`` once the ranks have finished."""
+    return "100%" if view.state == "finished" else percent_done(view.iteration / iterations)
 
 
 def without_left(progress: str | None) -> str | None:
@@ -40,6 +45,11 @@ def _left(view: JobView, iterations: int) -> float | None:
     if view.state != "training":
         return None
     return seconds_left(iterations, view.iteration, view.iteration_seconds)
+
+
+def goodput(fraction: float | None) -> str | None:
+    """``91%``"""
+    return None if fraction is None else f"{fraction:.0%}"
 
 
 def gain(records: Sequence[AdaptationRecord]) -> str | None:

@@ -1,9 +1,9 @@
 """Writes the ingest's part of jobs' status, what they train and their conditions, and their plans.
 
-The ingest owns ``training``, ``control``, ``recoveries``, ``goodput``, ``usefulTime`` and six
-conditions (field owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each
-other. Every write contains all owned fields. A plan is written after the status that has its
-version, so that only who may write status writes a plan.
+The ingest owns the fields :data:`~pipemorph_operator.names.INGEST_FIELDS` and its conditions (field
+owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every
+write contains all owned fields. A plan is written after the status that has its version, so that
+only who may write status writes a plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluste
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.plans.plan_object import saved_plan
-from pipemorph_operator.ingest.status import write_budget
+from pipemorph_operator.ingest.status import words, write_budget
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.summary import judge, summarize
@@ -125,6 +125,7 @@ class StatusWriter:
         figures.show(
             key, training, conditions, heard_at,
             recoveries=tracked.generations.saved.count or 0, goodput=tracked.goodput(wall),
+            links=view.links,
         )  # fmt: skip
         known = training == tracked.written and conditions == tracked.conditions
         if known and not (reserves or recovers or tracked.unsaved):
@@ -209,12 +210,14 @@ class StatusWriter:
         control = tracked.control
         if control is not None:
             control = control.model_copy(update={"reserved": tracked.versions.reserved})
+        goodput = tracked.goodput(wall)
         status = JobStatus(
             conditions=conditions,
             training=training,
             control=control,
             recoveries=tracked.generations.told,
-            goodput=tracked.goodput(wall),
+            goodput=goodput,
+            goodput_percent=words.goodput(goodput),
             useful_time=_useful_time(tracked),
         )
         try:
