@@ -27,12 +27,12 @@ from pathlib import Path
 from agent_reports import PERIOD, Reports
 from ingest_cost import NAME, certificate, ingest_of, played_api
 from operator_scale import MORE_THAN_SENT, job_of
-from played_api import NAMESPACE, PlayedApi, kubeconfig, token
+from played_api import NAMESPACE, PlayedApi, kubeconfig, pod_of, token
 from report_load import load
 from scale_usage import Result, quantile
 
-ATTACKER = "attacker"
-"""A job of its own, whose token it has."""
+ATTACKER, VICTIM = "attacker", "j0"
+"""A job of its own, whose token it has; and one of others."""
 STAGES, LINES, SILENT, SLOW = 8, 16, 1500, 200
 """Stages of all jobs; connections of an attacker that sends as fast as it is answered, that says
 nothing, and that sends slowly."""
@@ -105,6 +105,23 @@ class Attack:
 
         await self._many(lambda: self._ask_again_and_again(request), LINES)
 
+    async def others(self) -> None:
+        """Tokens that the API server has made, and that are none for this job: for another one; for
+        it, of a pod of another job; and of a rank of an earlier attempt. No two are the same, so
+        that each of the latter has to be reviewed, and its pod to be read."""
+
+        def request() -> bytes:
+            number = self._next()
+            name, pod = (
+                (VICTIM, pod_of(VICTIM)),
+                (ATTACKER, pod_of(VICTIM)),
+                (ATTACKER, pod_of(ATTACKER, attempt=7)),
+            )[number % 3]
+            theirs = token(name, pod, signature=f"s{number}")
+            return self.head("reports", len(self._body), theirs) + self._body
+
+        await self._many(lambda: self._ask_again_and_again(request), LINES)
+
     async def bombs(self) -> None:
         """Plans that nobody wants, of the largest size."""
         bomb = self.head("plan", BOMB_BYTES) + b"x" * (1 << 16)
@@ -139,7 +156,7 @@ class Attack:
         await self._many(one, SLOW)
 
 
-ATTACKS = ("silent", "slow", "flood", "replayed", "forged", "bombs")
+ATTACKS = ("silent", "slow", "flood", "replayed", "forged", "others", "bombs")
 
 
 @contextmanager
@@ -223,8 +240,9 @@ def main() -> int:
         times = row["p99_ms"] / base
         print(f"| {name} | {row['p50_ms']:.1f} | {row['p99_ms']:.1f} | {times:.1f} |")
     missed = [name for name in ATTACKS if found[name]["p99_ms"] > MOST_TIMES * base]
-    print(f"p99 of others ≤ {MOST_TIMES:g} × {base:.1f} ms under each attack:", end=" ")
-    print(f"DOES NOT HOLD: {', '.join(missed)}" if missed else "holds")
+    verdict = "DOES NOT HOLD" if missed else "holds"
+    named = f" (not {', '.join(missed)})" if missed else ""
+    print(f"p99 of others ≤ {MOST_TIMES:g} × {base:.1f} ms under each attack{named}: {verdict}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if options.check and missed else 0

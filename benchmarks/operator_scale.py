@@ -18,10 +18,12 @@ fleet     all these jobs report at their agents' rate and hold a long poll, over
           begun, a link turns slow in one job a second, ONSETS of them; then in STORM jobs in the
           same moment. From the report that shows it to the directive at the agent (goals: p50
           50 ms and p99 250 ms with 2 and 8 stages, p99 1 s with 64; the storm within 10 s), and of
-          that: the wait for a planner, the decision, the write to status, which comes after; what
+          that, decision by decision and for the storm apart: the report, the wait for a planner,
+          the decision, its way to the agent, and the write to status, which comes after; what
           the ingest takes without its planners (goals: one processor, 512 MiB)
-restart   the ingest is killed and started while all of them are connected: until it has answered
-          each again
+restart   the ingest and the operator are killed in the same moment and started while all of them
+          are connected: until the ingest has answered each again, and the operator has looked at
+          all
 
 Reports are made by the agent's code from what ranks tell it, and sent at its rate while a job
 trains: one a second, or as seldom as the ingest asks for, one at once when a link turns slow, and
@@ -34,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import http.client
 import json
 import math
 import os
@@ -67,21 +70,23 @@ from scale_table import (  # noqa: E402
     table,
 )
 from scale_usage import (  # noqa: E402
+    Alarm,
     Processors,
     Requests,
     Result,
-    Timed,
+    by_part,
     milliseconds,
     quantile,
     resident_bytes,
+    told_in,
 )
-from testbed import Cluster, tools, wait_for  # noqa: E402
+from testbed import Cluster, NotYet, TestbedError, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
 from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
 
-DEADLINE = 1800.0
+DEADLINE, LOOKED_AT = 1800.0, 300.0
 RANKS_PER_POD = 8
 """At most."""
 MORE_THAN_SENT = 1_000_000
@@ -310,8 +315,48 @@ def lacking(found: dict[str, Any], slow_at: Sequence[float], gone_at: float) -> 
     }
 
 
-def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple[Result, Result]:
-    """All jobs report; link after link turns slow, then many at once; then the ingest is killed."""
+def tell_times(installation: Installation) -> Path:
+    """Let the ingest tell when it makes its decisions, in a file."""
+    told = installation.folder / "decisions.jsonl"
+    told.touch()
+    command = installation.ingest.process.command
+    assert command[1] == "-m", command
+    command[1:3] = [str(ROOT / "benchmarks/timed_ingest.py"), str(told)]
+    installation.ingest.restart()
+    return told
+
+
+def restarted(installation: Installation, count: int) -> float:
+    """Kill and start both programs, as at the end of the node that had them. Seconds until the
+    operator has looked at so many jobs, infinite if it has not; the ingest serves before that."""
+    operator = installation.operator
+    began = time.monotonic()
+    for program in (installation.ingest, operator):
+        program.kill()
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(each.start) for each in (installation.ingest, operator)]:
+            done.result()
+
+    def looked_at_all() -> bool:
+        try:
+            return operator.metric("pipemorph_operator_reconcile_seconds_count") >= count
+        except (OSError, http.client.HTTPException) as error:
+            raise NotYet(f"it does not answer: {error!r}") from None
+
+    try:
+        wait_for("every job to be looked at", looked_at_all, LOOKED_AT, interval=0.5)
+    except TestbedError as error:
+        # What was measured before is told all the same.
+        say(f"{error}: {operator.process.log_end()}")
+        return math.inf
+    return time.monotonic() - began
+
+
+def fleet(
+    installation: Installation, jobs: Jobs, sizes: Sequence[int], told: Path
+) -> tuple[Result, Result]:
+    """All jobs report; link after link turns slow, then many at once; then both programs are
+    killed. ``told``: where the ingest tells of its decisions."""
     ingest = installation.ingest
     played, drawn = onsets(sizes)
     made = [
@@ -333,25 +378,18 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         time.sleep(BEGIN)
         busy, load_before = Processors(installation), os.getloadavg()[0]
         requests = Requests(installation)
-        plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
-        waits = {
-            urgent: Timed(installation, "plan_wait", urgent=urgent) for urgent in ("yes", "no")
-        }
+        planned = ingest.metric("pipemorph_ingest_plan_seconds_count")
         time.sleep(gone_at + LET_BE + began - time.monotonic())
+        planned = ingest.metric("pipemorph_ingest_plan_seconds_count") - planned
         used: Result = {
-            "wait_ms": waits["yes"].mean_ms(),
-            "others_wait_ms": waits["no"].mean_ms(),
-            "urgent": waits["yes"].count(),
-            "decision_ms": plans.mean_ms(),
-            "decisions": plans.count(),
-            "persist_ms": persists.mean_ms(),
-            "planner_cpu_ms": 1e3 * busy.used("planners") / max(1.0, plans.count()),
+            "decisions": planned,
+            "planner_cpu_ms": 1e3 * busy.used("planners") / max(1.0, planned),
             "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
             "machine_load_before": load_before,
             **busy.shares(),
             **requests.rates(),
         }
-        ingest.restart()
+        looked_at = restarted(installation, len(made))
         found = figures()
     asked = sum("slow_at" in job for job in played)
     missing = lacking(found, [job["slow_at"] for job in played if "slow_at" in job], gone_at)
@@ -375,6 +413,11 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         took = [t for s, at, t, _ in found["directives"] if s == stages and at < STORM_AT]
         result |= milliseconds(f"onset_{stages}", took or [math.inf])
         result[f"onsets_{stages}"] = len(took)
+    alarms, decided = [Alarm(*each) for each in found["alarms"]], told_in(told)
+    for stages in MIX:
+        some = [each for each in alarms if each.stages == stages and each.slow_at < STORM_AT]
+        result |= by_part(f"onset_{stages}", some, decided)
+    result |= by_part("storm", [each for each in alarms if each.slow_at >= STORM_AT], decided)
     storm = [took for _, at, took, _ in found["directives"] if at >= STORM_AT]
     result |= milliseconds("storm", storm or [math.inf])
     result["storm_last_seconds"] = max(storm) if len(storm) == STORM else math.inf
@@ -384,6 +427,7 @@ def fleet(installation: Installation, jobs: Jobs, sizes: Sequence[int]) -> tuple
         "missing": len(made) - len(back),
         "p50_seconds": quantile(back, 0.5) if back else math.inf,
         "last_seconds": max(back) if len(back) == len(made) else math.inf,
+        "operator_seconds": looked_at,
         "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
     }
     return result, restart
@@ -401,12 +445,13 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         section("pods", pods(installation, options.ranks))
         hasten_controllers(cluster)
         installation.operator.restart()
+        told = tell_times(installation)
         with cluster.namespace("bench") as namespace:
             jobs = Jobs(installation, namespace)
             sizes = mixed(options.jobs)
             section("jobs", many(installation, jobs, sizes))
             for name, result in zip(
-                ("fleet", "restart"), fleet(installation, jobs, sizes), strict=True
+                ("fleet", "restart"), fleet(installation, jobs, sizes, told), strict=True
             ):
                 section(name, result)
     return out

@@ -1,8 +1,8 @@
 """A played API server with jobs that train: what the ingest asks of one, and nothing else.
 
 It leaves nearly all of the processor to what is measured. Every job is one that the operator has
-started: it has an attempt, and a Job and a first pod of that. The API server believes every token
-and takes every write.
+started: it has an attempt, and a Job and a first pod of that, and had earlier ones. The API server
+believes every token and takes every write.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ JOBS_URL = "/apis/pipemorph.io/v1alpha1"
 LEASES_URL = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
-def token(name: str) -> str:
-    """Of the first pod of a job."""
+def token(name: str, pod: str | None = None, signature: str = "signature") -> str:
+    """For a job, of its first pod or of another one, see :func:`pod_of`."""
     claims = {
         "aud": [audience(NAMESPACE, name, _uid(name))],
         "exp": time.time() + 86400,
-        "pod": name,
+        "pod": pod or pod_of(name),
     }
     part = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    return f"head.{part}.signature"
+    return f"head.{part}.{signature}"
+
+
+def pod_of(name: str, attempt: int = 0) -> str:
+    """The first pod of an attempt of a job; the one in progress is 0."""
+    return f"{name}.{attempt}-0"
 
 
 def _uid(name: str) -> str:
@@ -175,10 +180,10 @@ class PlayedApi:
     async def _review(self, request: web.Request) -> web.StreamResponse:
         asked = (await request.json())["spec"]
         part = asked["token"].split(".")[1]
-        name = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))["pod"]
+        pod = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))["pod"]
         extra = {
-            "authentication.kubernetes.io/pod-name": [f"{name}-0"],
-            "authentication.kubernetes.io/pod-uid": [f"pod-of-{name}"],
+            "authentication.kubernetes.io/pod-name": [pod],
+            "authentication.kubernetes.io/pod-uid": [f"uid-of-{pod}"],
         }
         user = {"username": f"system:serviceaccount:{NAMESPACE}:default", "extra": extra}
         status = {"authenticated": True, "audiences": asked["audiences"], "user": user}
@@ -188,10 +193,11 @@ class PlayedApi:
         return web.json_response({"status": {"allowed": True}})
 
     async def _pod(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"].removesuffix("-0")
+        pod = request.match_info["name"]
+        name, attempt = pod.removesuffix("-0").rsplit(".", 1)
         owner = {"kind": "Job", "controller": True, "uid": f"job-of-{name}"}
-        labels = {names.LABEL_JOB_UID: _uid(name), names.LABEL_ATTEMPT: "0"}
-        metadata = {"uid": f"pod-of-{name}", "labels": labels, "ownerReferences": [owner]}
+        labels = {names.LABEL_JOB_UID: _uid(name), names.LABEL_ATTEMPT: attempt}
+        metadata = {"uid": f"uid-of-{pod}", "labels": labels, "ownerReferences": [owner]}
         return web.json_response({"metadata": metadata})
 
     async def _event(self, request: web.Request) -> web.StreamResponse:

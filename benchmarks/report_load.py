@@ -145,7 +145,7 @@ class Reporter:
         self._memory = b""
         self._told = False
         """Whether the ingest has been told everything."""
-        self.stages, self.slow_at = job.stages, job.slow_at
+        self.name, self.stages, self.slow_at = job.name, job.stages, job.slow_at
         self.observed = 0
         self.again = asyncio.Event()
         """Set when a poll fails: an agent reports at once then."""
@@ -274,7 +274,9 @@ class _Gate:
 @dataclass
 class Figures:
     """What was seen. Seconds. ``directives``: stages, when the link turned slow, from when the
-    alarm was sent to the directive at the agent, and when that was. ``late``: most seconds that a
+    alarm was sent to the directive at the agent, and when that was. ``alarms``: of each of these,
+    the job, its stages, when its link turned slow, and when the alarm was sent and the directive
+    came by the machine's monotonic clock. ``late``: most seconds that a
     report left after it was due: above some ms, this process is the bound, or an answer came late.
     ``stalled``: most seconds that this process did not run although it had to, as if the machine
     had stopped. ``back``: from ``gone_at`` until a report was answered again, per job that was not
@@ -292,6 +294,7 @@ class Figures:
     answered_at: list[float] = field(default_factory=list)
     """When each of them came: seconds since all connections are open."""
     directives: list[tuple[int, float, float, float]] = field(default_factory=list)
+    alarms: list[tuple[str, int, float, float, float]] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     unasked: list[float] = field(default_factory=list)
     """Of directives that came before the alarm, when that would have been; 0 if there was none."""
@@ -403,8 +406,10 @@ class Fleet:
             if reporter.alarm_sent is None or reporter.slow_at is None:
                 self._out.unasked.append(reporter.slow_at or 0.0)
                 continue
-            took = time.monotonic() - reporter.alarm_sent
-            self._out.directives.append((reporter.stages, reporter.slow_at, took, self._now()))
+            sent, came = reporter.alarm_sent, time.monotonic()
+            took, slow_at = came - sent, reporter.slow_at
+            self._out.directives.append((reporter.stages, slow_at, took, self._now()))
+            self._out.alarms.append((reporter.name, reporter.stages, slow_at, sent, came))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from scale_usage import Result
+from scale_usage import PARTS, Result
 
 MIX = {2: 0.4, 8: 0.4, 64: 0.2}
 """Jobs, by stages."""
@@ -78,11 +78,20 @@ def table(found: dict[str, Result]) -> str:
             f"in {STORM} jobs at once: p50, and the last directive",
             f"{fleet['storm_p50_ms'] / 1e3:.1f} s, {fleet['storm_last_seconds']:.1f} s",
         ),
-        (
-            "… on average: wait for a planner of urgent decisions, and of others; decision, and,"
-            " after it is served, write to status",
-            f"{fleet['wait_ms']:.0f}, {fleet['others_wait_ms']:.0f}; {fleet['decision_ms']:.0f},"
-            f" {fleet['persist_ms']:.0f} ms",
+        *(
+            (
+                f"… of that, {what}: the report, the wait for a planner, the decision, its way to"
+                " the agent; after it, the write to status; p50 / p99",
+                ", ".join(
+                    f"{fleet[f'{phase}_{part}_p50_ms']:.0f} / {fleet[f'{phase}_{part}_p99_ms']:.0f}"
+                    for part in PARTS
+                )
+                + " ms",
+            )
+            for phase, what in (
+                *((f"onset_{stages}", f"{stages} stages, one a second") for stages in MIX),
+                ("storm", "at once"),
+            )
         ),
         (
             "… processor time of a decision, and how many there were",
@@ -93,8 +102,10 @@ def table(found: dict[str, Result]) -> str:
             f"{fleet['load_generator_late_ms']:.0f} ms; {fleet['reconnects']:.0f}",
         ),
         (
-            "ingest killed and started: half, and all of them are answered again",
-            f"{restart['p50_seconds']:.1f} s, {restart['last_seconds']:.1f} s",
+            "ingest and operator killed and started: half, and all of them are answered again;"
+            " the operator has looked at all",
+            f"{restart['p50_seconds']:.1f} s, {restart['last_seconds']:.1f} s;"
+            f" {restart['operator_seconds']:.1f} s",
         ),
     ]
     lines = ["| operator and ingest at scale | |", "|---|---:|"]

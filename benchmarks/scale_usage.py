@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from operator_support import Installation
 
@@ -92,24 +95,70 @@ class Requests:
         return {name: (now - self._before[name]) / wall for name, now in self._now().items()}
 
 
-class Timed:
-    """Mean of a histogram of the ingest's over what is measured, milliseconds."""
+class Alarm(NamedTuple):
+    """A job whose link turned slow. ``slow_at``: seconds since the load began; ``sent``: when the
+    report that shows it left, ``came``: when the directive was at the agent, monotonic seconds."""
 
-    def __init__(self, installation: Installation, name: str, **labels: str) -> None:
-        self._metric, self._labels = installation.ingest.metric, labels
-        self._name = f"pipemorph_ingest_{name}_seconds"
-        self._before = self._now()
+    job: str
+    stages: int
+    slow_at: float
+    sent: float
+    came: float
 
-    def _now(self) -> tuple[float, float]:
-        sum_, count = (self._metric(f"{self._name}_{n}", **self._labels) for n in ("sum", "count"))
-        return sum_, count
 
-    def count(self) -> float:
-        return self._now()[1] - self._before[1]
+PARTS = ("report", "wait", "plan", "serve", "persist")
+"""From the alarm until the decision is asked for; until a planner is free; until it is made; until
+the directive is at the agent. And until that is in status, which comes after."""
 
-    def mean_ms(self) -> float:
-        seconds, _ = self._now()
-        return 1e3 * (seconds - self._before[0]) / max(1.0, self.count())
+
+def parts_of(alarm: Alarm, told: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The parts of an alarm's time, seconds, by what timed_ingest.py told of its job; those that
+    are not known are left out."""
+    decisions = [
+        each
+        for each in told
+        if "planned" in each
+        and alarm.sent <= each["at"]
+        and each["at"] + each["waited"] + each["planned"] <= alarm.came
+    ]
+    if not decisions:
+        return {}
+    # Of several the newest: those before it have left the plan as it was.
+    newest = max(decisions, key=lambda each: each["at"])
+    made = newest["at"] + newest["waited"] + newest["planned"]
+    found = {
+        "report": newest["at"] - alarm.sent,
+        "wait": newest["waited"],
+        "plan": newest["planned"],
+        "serve": alarm.came - made,
+    }
+    written = [each for each in told if "persisted" in each and each["at"] >= made]
+    if written:
+        found["persist"] = min(written, key=lambda each: each["at"])["persisted"]
+    return found
+
+
+def by_part(name: str, alarms: Sequence[Alarm], told: Mapping[str, list[dict[str, Any]]]) -> Result:
+    """p50 and p99 of each part over some alarms, milliseconds, and of how many it is known.
+    ``told``: by job."""
+    found: Result = {}
+    samples = [parts_of(alarm, told.get(alarm.job, [])) for alarm in alarms]
+    for part in PARTS:
+        known = [each[part] for each in samples if part in each]
+        found |= milliseconds(f"{name}_{part}", known or [math.inf])
+        found[f"{name}_{part}_known"] = len(known)
+    return found
+
+
+def told_in(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """What timed_ingest.py has told, by job. A process that was killed may have said half a
+    line."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            each = json.loads(line)
+            found.setdefault(each["job"], []).append(each)
+    return found
 
 
 def milliseconds(name: str, values: Sequence[float]) -> Result:

@@ -93,18 +93,30 @@ class FabricMemory:
         newest = sorted(self._seen.items(), key=lambda item: item[1].seen_at)[-self._most :]
         self._seen = dict(newest)
 
-    def observe(self, job: str, a: End, b: End, *, slow: bool, now: float) -> None:
+    def observe(
+        self, job: str, a: End, b: End, *, slow: bool, now: float, proven: bool = False
+    ) -> None:
         """Take in how a link of ``job`` is between two ends. Ignores links within a node, which use
-        no network. ``now``: seconds since the Unix epoch."""
+        no network. ``now``: seconds since the Unix epoch; what was seen before the newest sighting
+        counts as that. ``proven``: the ends were measured for it, so that what was slow earlier has
+        recovered if it is healthy."""
         if a.node == b.node:
             return
         key = (job, min(a, b), max(a, b))
+        if (known := self._seen.get(key)) is not None and now < known.seen_at:
+            if slow and now > known.slow_at:
+                known.slow_at = now
+                if known.well_since is not None and known.well_since <= now:
+                    known.well_since = known.seen_at
+            return
         # Moved to the end: the records are in the order in which they were last seen.
         seen = self._seen.pop(key, None) or _Sighting()
         self._seen[key] = seen
         seen.seen_at = now
         if slow:
             seen.slow_at, seen.well_since = now, None
+        elif proven:
+            seen.well_since = now - 2 * RECOVERED_SECONDS
         elif seen.well_since is None:
             seen.well_since = now
         while len(self._seen) > self._most:

@@ -28,6 +28,8 @@ FULL_CLOCK = 0.95
 """Part of a device's highest clock from which it is no reason to be slow."""
 MOST_SLOW = 512
 """Most slow directions of links in one message."""
+MOST_PAIRS, MOST_PORTS = 256, 32
+"""Most pairs of ports, and names of ports, that a check of the fabric tells of."""
 
 Direction = Literal["forward", "backward"]
 Positive = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
@@ -263,12 +265,28 @@ class FabricDirection:
     resent: Count | None = None
 
 
+class FabricPair(NamedTuple):
+    """What a check before training found between two RDMA ports, of both directions the worse.
+
+    ``first``, ``second``: their pods; ``ports``: their names, as numbers in
+    :attr:`FabricView.ports`, None for all ports of a pod; ``rate``: bytes a second;
+    ``round_trip``: the median, seconds. None: not measured."""
+
+    first: Count
+    second: Count
+    ports: tuple[Count | None, Count | None]
+    sick: bool
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    round_trip: Seconds | None = None
+
+
 @dataclass(frozen=True)
 class FabricView:
     """The check of the RDMA ports between a job's pods, before training. ``sick``: one text for
     each of ``sick_count`` findings, at most :data:`SHOWN`; ``rate``, ``round_trip``: medians of all
     ``directions``; ``slowest``: at most :data:`SHOWN` of them, sick ones first; ``message``: why
-    it was not made."""
+    it was not made. ``at``: when it was, seconds since the Unix epoch; ``pairs``: at
+    most :data:`MOST_PAIRS`, those first that say the most."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -280,6 +298,10 @@ class FabricView:
     round_trip: Seconds | None = None
     slowest: Annotated[tuple[FabricDirection, ...], Field(max_length=SHOWN)] = ()
     message: Text = ""
+    at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    ranks_per_pod: Annotated[int, Field(ge=1)] = 1
+    ports: Annotated[tuple[Device, ...], Field(max_length=MOST_PORTS)] = ()
+    pairs: Annotated[tuple[FabricPair, ...], Field(max_length=MOST_PAIRS)] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 0's agent would."""
 
 import json
+import threading
 import time
 from contextlib import closing
 from typing import Any
@@ -213,15 +214,14 @@ class Ranks:
         token = self.token if token is None else token
         return self.jobs.installation.request("POST", path or self.path, token=token, body=body)
 
-    def flood(self, body: bytes, count: int) -> set[int]:
-        """Post so many times over one connection, as fast as it goes, and on until one is turned
+    def flood(self, body: bytes, stop: threading.Event) -> set[int]:
+        """Post over one connection, as fast as it goes, until it is stopped and one was turned
         down; the answers' codes."""
         codes: set[int] = set()
-        posted, end = 0, time.monotonic() + DEADLINE
+        end = time.monotonic() + DEADLINE
         headers = {"Authorization": f"Bearer {self.token}"}
         with closing(self.jobs.installation.connection()) as connection:
-            while posted < count or (429 not in codes and time.monotonic() < end):
-                posted += 1
+            while time.monotonic() < end and not (stop.is_set() and 429 in codes):
                 connection.request("POST", self.path, body=body, headers=headers)
                 answer = connection.getresponse()
                 answer.read()

@@ -2,9 +2,10 @@
 
 import json
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
+from statistics import median, quantiles
 
 import pytest
 from operator_support import DEADLINE, Jobs, condition, manifest
@@ -19,6 +20,12 @@ pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
 
 SLOW = 0.06
+FLOODS, TURNS, ITERATIONS = 8, 3, 25
+"""Connections of a flood; turns; iterations of each, without it and under it."""
+MOST_TIMES = 2.0
+"""What an attack on one job may cost another, times its waits without."""
+STALL = 0.25
+"""Seconds that a tenth of them may take."""
 
 
 def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
@@ -375,24 +382,42 @@ def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> Non
 
 
 def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
+    """The other's reports wait at most twice as long as without, measured in turn: a machine that
+    is busy is so in both. Of p99, that is held by ``benchmarks/attacks.py``: here the flood comes
+    from the process that measures."""
     for name in ("storm", "calm"):
         jobs.apply(manifest(name, stages=2))
     storm = Ranks.of(jobs, "storm", jobs.run("storm", 2)[0])
     calm = Ranks.of(jobs, "calm", jobs.run("calm", 2)[0])
     body = b"{" + b" " * 30_000
+    waits: dict[str, list[float]] = {"alone": [], "flooded": []}
+
+    def train(when: str) -> None:
+        calm.waits = []
+        calm.run(ITERATIONS)
+        waits[when] += calm.waits
+
     calm.run(3)
-    alone, calm.waits = calm.waits, []
-    with ThreadPoolExecutor(4) as pool:
-        floods = [pool.submit(storm.flood, body, 100) for _ in range(4)]
-        while not all(flood.done() for flood in floods):
-            calm.run(1)
-        codes = set().union(*(flood.result() for flood in floods))
+    codes: set[int] = set()
+    with ThreadPoolExecutor(FLOODS) as pool:
+        for _ in range(TURNS):
+            train("alone")
+            stop = threading.Event()
+            floods = [pool.submit(storm.flood, body, stop) for _ in range(FLOODS)]
+            try:
+                train("flooded")
+            finally:
+                stop.set()
+            codes.update(*(flood.result() for flood in floods))
     assert codes <= {400, 429}
     assert 429 in codes, "the storm was not limited"
-    # The storm takes processor time from this test as well: what counts is the order of magnitude.
-    assert median(calm.waits) < max(0.25, 20 * median(alone)), (alone, calm.waits)
-    # One may have met the machine's own stall.
-    assert sorted(calm.waits)[-2] < 5.0, (alone, calm.waits)
+    found = {
+        when: (median(each), quantiles(each, n=10)[-1], len(each)) for when, each in waits.items()
+    }
+    alone, flooded = found["alone"], found["flooded"]
+    print(f"median, p90 and number of waits, seconds: {found}")
+    assert flooded[0] < MOST_TIMES * alone[0], found
+    assert flooded[1] < max(MOST_TIMES * alone[1], STALL), found
 
 
 def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:

@@ -99,6 +99,34 @@ def test_reports_of_a_job_cost_its_host_next_to_nothing() -> None:
     assert float(rows[0].split("|")[3]) == 1.0, "reports a second"
 
 
+# --- planning as a service ---------------------------------------------------------------------
+
+
+def test_a_monopoly_of_the_planners_is_held_to_the_same_asks_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = load("planning_service")
+    found = {
+        "alone, pool": {2: [0.01] * 9 + [0.1], 64: [1.0]},
+        "flood, pool": {2: [0.01] * 9 + [0.39], 64: [4.1]},
+        "alone again, pool": {2: [0.01] * 9 + [0.3], 64: [3.0]},
+    }
+    assert bench.ratios(found) == {2: pytest.approx((0.2, 1.95)), 64: pytest.approx((2.0, 2.05))}
+
+    async def measured(_: float) -> Any:
+        return found
+
+    monkeypatch.setattr(bench, "measure", measured)
+    for arguments, status in ((["--check"], 1), ([], 0)):
+        monkeypatch.setattr(sys, "argv", ["planning_service.py", *arguments])
+        assert bench.main() == status
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.rpartition(": ")[2] for line in lines[1:]] == [
+            "1.95 × holds",
+            "2.05 × DOES NOT HOLD",
+        ]
+
+
 # --- all of them ---------------------------------------------------------------------------
 
 

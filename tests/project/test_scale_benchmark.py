@@ -109,6 +109,9 @@ def test_a_directive_that_takes_many_periods_is_seen_to_take_them(
     service = Service(later=LATER)
     out, reporter = play(report_load, monkeypatch, service)
     ((stages, slow_at, took, _),) = out.directives
+    ((name, _, _, sent, came),) = out.alarms
+    assert (name, came - sent) == ("j", pytest.approx(took)), "by the machine's clock"
+    assert sent == reporter.alarm_sent
     alarm = service.alarms[0]
     assert (stages, slow_at, out.unasked) == (2, SLOW_AT, [])
     assert took >= service.decided_at - alarm > 0
@@ -225,6 +228,34 @@ def test_a_slow_link_is_missed_in_the_phase_that_had_to_serve_it(
     found = {"directives": served, "unasked": [32.0, 0.0]}
     missed = operator_scale.lacking(found, slow_at, gone)
     assert missed == {"onsets": 1, "storm": 2, "end": 1}
+
+
+def test_the_time_of_an_alarm_is_told_by_its_parts(
+    operator_scale: ModuleType, tmp_path: Path
+) -> None:
+    """Also where an earlier decision has left the plan as it was."""
+    told = [
+        {"job": "j", "at": 9.0, "waited": 0.0, "planned": 0.5},  # Before the alarm.
+        {"job": "j", "at": 10.01, "waited": 0.0, "planned": 0.01},
+        {"job": "k", "at": 10.02, "waited": 0.0, "planned": 0.01},
+        {"job": "j", "at": 10.1, "waited": 0.2, "planned": 0.3},
+        {"job": "j", "at": 10.605, "persisted": 0.04},
+        {"job": "j", "at": 11.5, "waited": 0.0, "planned": 0.2},  # For what came then.
+        {"job": "j", "at": 12.0, "persisted": 1.0},
+    ]
+    file = tmp_path / "told"
+    file.write_text("".join(json.dumps(each) + "\n" for each in told) + '{"job": "j", "at')
+    usage = sys.modules[operator_scale.Alarm.__module__]
+    known = usage.told_in(file)
+    assert {job: len(rows) for job, rows in known.items()} == {"j": 6, "k": 1}
+    alarm = operator_scale.Alarm("j", 8, 0.0, sent=10.0, came=10.65)
+    assert usage.parts_of(alarm, known["j"]) == pytest.approx(
+        {"report": 0.1, "wait": 0.2, "plan": 0.3, "serve": 0.05, "persist": 0.04}
+    )
+    other = operator_scale.Alarm("l", 8, 0.0, sent=10.0, came=10.65)
+    found = operator_scale.by_part("storm", [alarm, other], known)
+    assert (found["storm_plan_p50_ms"], found["storm_plan_known"]) == (pytest.approx(300.0), 1)
+    assert operator_scale.by_part("storm", [other], known)["storm_plan_p99_ms"] == float("inf")
 
 
 FLEET = {

@@ -18,6 +18,7 @@ import argparse
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from pipemorph.discovery.host import LEAST_LOCKED_BYTES, locked_limit
 from pipemorph.discovery.host import may_lock as _may_lock
 from pipemorph.errors import InputError, one_line
 from pipemorph.fabric.check.end import Host
-from pipemorph.fabric.check.pods import MOST_TEXT, NoCheck, Place, check_pods, view_of
+from pipemorph.fabric.check.job_view import MOST_TEXT, view_of
+from pipemorph.fabric.check.pods import NoCheck, Place, check_pods
 from pipemorph.fabric.check.report import headline, lines
 from pipemorph.wire import FABRIC_VARIABLE, FabricView
 
@@ -81,7 +83,8 @@ def check_fabric(
     """Take part in the check of the job's RDMA ports. Returns the result, None in pods but the
     first, and the faults: none unless ``mode`` is ``require``."""
     try:
-        result = check_pods(_place(environ), make_host=make_host)
+        place, ranks_per_pod = _place(environ)
+        result = check_pods(place, make_host=make_host)
     except (InputError, NoCheck) as error:
         text = f"the check of the RDMA ports was not made: {error}"
         sys.stderr.write(text + "\n")
@@ -89,11 +92,12 @@ def check_fabric(
     if result is None:
         return None, []
     sys.stderr.write("".join(f"{line}\n" for line in [headline(result), *lines(result)]))
-    return view_of(result), lines(result) if mode == "require" else []
+    view = view_of(result, ranks_per_pod=ranks_per_pod, at=time.time())
+    return view, lines(result) if mode == "require" else []
 
 
-def _place(environ: Mapping[str, str]) -> Place:
-    """This pod's place in its job. Raises :class:`InputError`."""
+def _place(environ: Mapping[str, str]) -> tuple[Place, int]:
+    """This pod's place in its job, and the ranks of a pod. Raises :class:`InputError`."""
     found = {}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PIPEMORPH_SECRET_FILE"):
         if not environ.get(name):
@@ -107,8 +111,9 @@ def _place(environ: Mapping[str, str]) -> Place:
         secret = Path(found["PIPEMORPH_SECRET_FILE"]).read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         raise InputError(f"PIPEMORPH_SECRET_FILE cannot be read: {error}") from None
-    count = int(found["WORLD_SIZE"]) // max(1, int(found["LOCAL_WORLD_SIZE"]))
-    return Place(int(index), count, found["MASTER_ADDR"], secret)
+    size = max(1, int(found["LOCAL_WORLD_SIZE"]))
+    count = int(found["WORLD_SIZE"]) // size
+    return Place(int(index), count, found["MASTER_ADDR"], secret), size
 
 
 def quantity(text: str) -> int:

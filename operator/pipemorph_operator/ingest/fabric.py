@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from pipemorph.control import Health, JobController
 from pipemorph.fabric.findings import Findings
 from pipemorph.fabric.memory import End, FabricMemory
 from pipemorph.fabric.triangulation import suspects
+from pipemorph.wire import FabricView
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import (
     REQUEST_ERRORS,
@@ -54,16 +55,20 @@ RACKS_SECONDS = 600.0
 MOST_LISTS = 100
 """Most jobs whose pods are looked up in one round."""
 
+MOST_RAILS = 4
+"""Pairs of ports that one job's check counts for between two nodes."""
+
 
 @dataclass(frozen=True)
 class Placed:
-    """The nodes of one attempt's ranks, in the pods of ``running``. ``ways``: of each link, the
-    nodes at its ends, by column; without links within a node and those into which the job itself
-    injects faults."""
+    """The nodes of one attempt's ranks, in the pods of ``running``, and of these pods, numbered as
+    their ranks are. ``ways``: of each link, the nodes at its ends, by column; without links within
+    a node and those into which the job itself injects faults."""
 
     attempt: int
     running: Running
     node_of_rank: Mapping[int, str]
+    node_of_pod: Mapping[int, str]
     ways: tuple[Mapping[int, tuple[str, str]], ...]
 
     @staticmethod
@@ -73,11 +78,13 @@ class Placed:
         """``spec``: of what runs. None unless every pod with ranks has a node."""
         size, mesh = spec.parallelism.ranks_per_pod, spec.parallelism.mesh
         nodes: dict[int, str] = {}
+        hosts: dict[int, str] = {}
         for pod in pods:
             place = running.place(pod.index)
             if pod.node is not None and place is not None and running.has(pod.index):
                 first = running.rank(place * size)
                 nodes |= dict.fromkeys(range(first, first + size), pod.node)
+                hosts[first // size] = pod.node
         if not nodes.keys() >= set(range(mesh.world_size)):
             return None
         injected = {(fault.link, fault.replica) for fault in spec.faults}
@@ -88,7 +95,7 @@ class Placed:
                 ends = nodes[mesh.rank(link, column)], nodes[mesh.rank(link + 1, column)]
                 if ends[0] != ends[1] and (link, column) not in injected:
                     ways[link][column] = ends
-        return Placed(attempt, running, nodes, tuple(ways))
+        return Placed(attempt, running, nodes, hosts, tuple(ways))
 
 
 class Part(NamedTuple):
@@ -113,6 +120,8 @@ class FabricWatch:
     memory: FabricMemory = field(default_factory=FabricMemory)
     findings: Findings = field(default_factory=Findings)
     _placed: dict[str, Placed] = field(default_factory=dict)
+    _checked: dict[str, int] = field(default_factory=dict)
+    """Of each job, the attempt whose check of the fabric is in the memory."""
     _asked: dict[str, int] = field(default_factory=dict)
     """In which round a job's pods were looked up last."""
     _round: int = 0
@@ -207,6 +216,7 @@ class FabricWatch:
         """Look up the nodes of jobs that have begun to report; a few in a round, in turn."""
         jobs = {job.uid: job for job in self.jobs()}
         self._placed = {uid: each for uid, each in self._placed.items() if uid in jobs}
+        self._checked = {uid: turn for uid, turn in self._checked.items() if uid in jobs}
         self._asked = {uid: turn for uid, turn in self._asked.items() if uid in jobs}
         unknown = [
             job
@@ -248,10 +258,21 @@ class FabricWatch:
         for pairs, is_slow in ((healthy - slow, False), (slow, True)):
             for a, b in pairs:
                 self.memory.observe(job.uid, End(a), End(b), slow=is_slow, now=now)
+        self._take_check(job, placed, now)
         mesh = job.controller.spec.parallelism.mesh
         for port in job.controller.rails(now).sick:
             node = placed.node_of_rank[mesh.rank(port.stage, port.replica)]
             sick_ports[node].add(f"{port.device}/{port.port}")
+
+    def _take_check(self, job: TrackedJob, placed: Placed, now: float) -> None:
+        """Take in what the pods measured between them before the attempt: once, as of then."""
+        view = job.controller.fabric()
+        if view is None or self._checked.get(job.uid) == placed.attempt:
+            return
+        self._checked[job.uid] = placed.attempt
+        at = min(view.at, now) if view.at else now
+        for a, b, sick in measured(view, placed, self.memory.sick_nodes):
+            self.memory.observe(job.uid, a, b, slow=sick, now=at, proven=True)
 
     async def _publish(self, now: float) -> None:
         told = _told(self.findings)
@@ -282,6 +303,32 @@ def sightings(controller: JobController, placed: Placed, now: float) -> tuple[Pa
         elif link.health is Health.HEALTHY:
             healthy.update(map(_ordered, ways.values()))
     return slow, healthy
+
+
+def measured(
+    view: FabricView, placed: Placed, suspected: Collection[str]
+) -> Iterator[tuple[End, End, bool]]:
+    """The ports between which a check measured, and whether it found them sick: those with a node
+    that is sick by it, or ``suspected`` before; of two nodes at most :data:`MOST_RAILS`.
+
+    Pods that the attempt does not have are left out, so that a job can accuse only nodes that it
+    runs on, and so are ports without a name.
+    """
+    found: dict[tuple[str, str], list[tuple[End, End, bool]]] = defaultdict(list)
+    for pair in view.pairs:
+        nodes = [placed.node_of_pod.get(pod) for pod in (pair.first, pair.second)]
+        if all(number is None or number < len(view.ports) for number in pair.ports):
+            names = ["" if number is None else view.ports[number] for number in pair.ports]
+            if nodes[0] is not None and nodes[1] is not None:
+                ends = End(nodes[0], names[0]), End(nodes[1], names[1])
+                found[_ordered((nodes[0], nodes[1]))].append((*ends, pair.sick))
+    matters = {*suspected}
+    for ways, rows in found.items():
+        if any(sick for _, _, sick in rows):
+            matters.update(ways)
+    for ways, rows in found.items():
+        if matters.intersection(ways):
+            yield from sorted(rows, key=lambda row: not row[2])[:MOST_RAILS]
 
 
 def _ordered(ends: tuple[str, str]) -> tuple[str, str]:

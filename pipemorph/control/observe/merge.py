@@ -16,6 +16,7 @@ from pipemorph.control.observe.link_book import FORWARD, Key
 from pipemorph.control.observe.reductions import GroupKey
 from pipemorph.wire import (
     DirectionState,
+    FabricView,
     LinkState,
     RailsView,
     ReductionHealth,
@@ -65,6 +66,8 @@ class Part:
     """What to tell it with the next answer."""
     usual: Mapping[str, float] | None = None
     """What it was last told to be usual."""
+    fabric: FabricView | None = None
+    """What it was told of the check of the RDMA ports."""
 
 
 class Parts:
@@ -117,7 +120,7 @@ class Parts:
         """Let the next answer to a part have all that it has to know."""
         part = self.parts[number]
         part.life += 1
-        part.usual = None
+        part.usual = part.fabric = None
         part.restore = [_remembered(row) for row in part.slow.values()]
 
     def misfit(self, report: PartReport) -> str | None:

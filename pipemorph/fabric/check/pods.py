@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from statistics import median
 
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.fabric.check.end import Host
+from pipemorph.fabric.check.job_view import pod_name
 from pipemorph.fabric.check.measure import Checked, check
 from pipemorph.fabric.check.members import Member, member_of
 from pipemorph.fabric.check.rendezvous import (
@@ -24,14 +24,12 @@ from pipemorph.fabric.check.rendezvous import (
     RendezvousError,
     connect,
 )
-from pipemorph.fabric.check.verdict import Finding, Measured, Port
-from pipemorph.wire.states import SHOWN, FabricDirection, FabricView
+from pipemorph.fabric.check.verdict import NO_PORT, Finding, Port
 
 GATHER_SECONDS = 300.0
 """Longest wait for the other pods, whose images may be pulled still."""
 MOST_MEETINGS = 16
 """A pod meets so many others at most, over all its rails together: about a minute."""
-MOST_TEXT = 500
 
 
 class NoCheck(PipeMorphError):
@@ -74,7 +72,7 @@ def _lead(place: Place, own: Host, seconds: float, port: int) -> Checked:
         raise NoCheck(f"port {port} cannot be listened on: {error.strerror}") from None
     deadline = time.monotonic() + seconds
     with listener, ExitStack() as stack:
-        members = {0: Member(_name(0), own.ask, tuple(own.rails()))}
+        members = {0: Member(pod_name(0), own.ask, tuple(own.rails()))}
         while len(members) < place.count:
             channel = listener.accept(deadline)
             if channel is None:
@@ -82,14 +80,14 @@ def _lead(place: Place, own: Host, seconds: float, port: int) -> Checked:
             try:
                 index = int(channel.hear(HANDSHAKE_SECONDS)["pod"])
                 # A pod that lost its connection comes again.
-                members[index] = member_of(_name(index), channel, stack)
+                members[index] = member_of(pod_name(index), channel, stack)
             except (RendezvousError, InputError, KeyError, TypeError, ValueError):
                 channel.close()
         rails = max(1, *(len(member.rails) for member in members.values()))
         ordered = [members[index] for index in sorted(members)]
         found = check(ordered, max(2, MOST_MEETINGS // rails))
     missing = [
-        Finding("absent", Port(_name(n), "-"), None, f"did not come within {seconds:g} s")
+        Finding("absent", Port(pod_name(n), NO_PORT), None, f"did not come within {seconds:g} s")
         for n in range(place.count)
         if n not in members
     ]
@@ -114,34 +112,3 @@ def _take_part(place: Place, own: Host, seconds: float, port: int) -> None:
             raise RendezvousError("the first pod has left the check")
     finally:
         channel.close()
-
-
-def _name(index: int) -> str:
-    return f"pod {index}"
-
-
-def view_of(result: Checked) -> FabricView:
-    """The result for status: bounded, the slowest directions first."""
-    known = [each for each in result.measured if each.rate is not None]
-    sick = {(f.source, f.target) for f in result.findings}
-    worst = sorted(result.measured, key=lambda m: ((m.source, m.target) not in sick, m.rate or 0.0))
-    return FabricView(
-        pods=len(result.rails),
-        directions=len(result.measured),
-        sick_count=len(result.findings),
-        sick=tuple(finding.line[:MOST_TEXT] for finding in result.findings[:SHOWN]),
-        rate=median(m.rate for m in known if m.rate is not None) if known else None,
-        round_trip=median(m.p50 for m in known if m.p50 is not None) if known else None,
-        slowest=tuple(_direction(each) for each in worst[:SHOWN]),
-    )
-
-
-def _direction(each: Measured) -> FabricDirection:
-    return FabricDirection(
-        source=str(each.source)[:MOST_TEXT],
-        target=str(each.target)[:MOST_TEXT],
-        rate=each.rate,
-        round_trip=each.p50,
-        mtu=each.path_mtu,
-        resent=each.resent,
-    )

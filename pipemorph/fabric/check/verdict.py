@@ -19,6 +19,8 @@ SLOW = 0.5
 LATE = 3.0
 LATE_SECONDS = 20e-6
 """A median round trip of more than three times the others' median, and this much more, is late."""
+NO_PORT = "-"
+"""Name of a port that stands for its host."""
 LOSSY = 3
 """Packets sent again from which a direction is lossy: one or two may be chance."""
 
@@ -127,7 +129,7 @@ def _ports(rails: Mapping[str, Sequence[Rail]]) -> Iterable[Finding]:
     every: dict[str, dict[str, Rail]] = {}
     for host, found in rails.items():
         if not any(rail.active for rail in found):
-            yield Finding("down", Port(host, "-"), None, "has no active RDMA port")
+            yield Finding("down", Port(host, NO_PORT), None, "has no active RDMA port")
         for rail in found:
             every.setdefault(rail.name, {})[host] = rail
     for name, hosts in every.items():

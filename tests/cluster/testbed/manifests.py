@@ -43,6 +43,11 @@ RELEASES = {
         "h1:GsM80cgxnLnd8j8+lrX/Dpcvw7DYqpxkL0ni4XA/U7Y=",
         "manifests/base/crds",
     ),
+    "volcano": Release(
+        "volcano.sh/volcano@v1.14.1",
+        "h1:9eLs47iZeLgey6EcA1rHwVkU7HoBNm3UVpJZ4uhFJ7c=",
+        "config/crd/volcano/bases",
+    ),
 }
 
 

@@ -149,3 +149,25 @@ def test_many_jobs_between_two_nodes_are_weighed_at_once() -> None:
 def test_anything_else_is_refused(dumped: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not a dump of a fabric's memory"):
         FabricMemory.restore(dumped)
+
+
+def test_what_is_told_late_counts_as_of_when_it_was_seen() -> None:
+    """A check before training is known when the job reports."""
+    memory = FabricMemory()
+    memory.observe("j", A, B, slow=False, now=100.0)
+    memory.observe("j", A, B, slow=True, now=50.0)
+    assert weights(memory, 100.0) == {("a", "b"): (0.995, 0.0)}
+    memory.observe("j", A, B, slow=False, now=50.0 + RECOVERED_SECONDS)
+    memory.observe("j", A, B, slow=False, now=100.0 + RECOVERED_SECONDS)
+    assert weights(memory, 700.0)["a", "b"][0] == 0.0
+    memory.observe("j", A, B, slow=True, now=50.0)
+    assert weights(memory, 700.0)["a", "b"][0] == 0.0, "told again"
+
+
+def test_ends_that_were_measured_and_are_well_need_no_second_look() -> None:
+    memory = FabricMemory()
+    memory.observe("j", A, B, slow=True, now=0.0, proven=True)
+    memory.observe("k", A, B, slow=False, now=2 * RECOVERED_SECONDS)
+    assert weights(memory, 1200.0)["a", "b"][0] > 0.8
+    memory.observe("l", A, B, slow=False, now=2 * RECOVERED_SECONDS, proven=True)
+    assert weights(memory, 1200.0)["a", "b"][0] == 0.0

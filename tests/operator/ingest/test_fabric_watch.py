@@ -16,6 +16,8 @@ from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
 from pipemorph.fabric.findings import nodes
+from pipemorph.fabric.memory import HALF_LIFE
+from pipemorph.wire import FabricPair, FabricView
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.fabric_map import Place, findings_of
 from pipemorph_operator.ingest import fabric
@@ -83,6 +85,7 @@ class Job:
         self.unknown: set[int] = set()
         self.sick: tuple[Any, ...] = ()
         self.controller, self.running = self, Running(self.spec.parallelism)
+        self.checked: FabricView | None = None
         self.reports = SimpleNamespace(reported_at=1.0)
         api.pods[uid] = [pod(i, node, self.job_uid) for i, node in enumerate(placed)]
 
@@ -96,6 +99,9 @@ class Job:
 
     def rails(self, now: float) -> Any:
         return SimpleNamespace(sick=self.sick)
+
+    def fabric(self) -> FabricView | None:
+        return self.checked
 
 
 def pod(index: int, node: str, job_uid: str) -> Object:
@@ -405,3 +411,79 @@ def test_what_a_replica_said_about_ports_long_ago_counts_no_more() -> None:
     world.watches.pop()
     world.both_look(25)
     assert findings_of(world.api.saved or {})[0].ports == ()
+
+
+def checked(pods: int, sick: set[tuple[int, int]], at: float = 0.0, ports: int = 1) -> FabricView:
+    """A check of every pair of pods, over so many ports."""
+    names = tuple(f"mlx5_{port}/1" for port in range(ports))
+    pairs = tuple(
+        FabricPair(a, b, (port, port), (a, b) in sick and port == 0, 1e9, 4e-6)
+        for a in range(pods)
+        for b in range(a + 1, pods)
+        for port in range(ports)
+    )
+    return FabricView(pods, len(pairs), at=at, ports=names, pairs=pairs)
+
+
+def test_pairs_that_a_check_before_training_found_sick_are_in_the_memory() -> None:
+    """The next job is placed by it, though no link of this one is slow."""
+    world = World()
+    job = world.job("one", ["a", "bad", "b", "c"])
+    job.checked = checked(4, {(0, 1), (1, 2), (1, 3)}, at=world.now)
+    world.look()
+    assert "bad" in world.found(accused=False)
+    (told, *_) = findings_of(world.api.saved or {})
+    assert (told.kind, told.name, told.slow) == ("port", "bad/mlx5_0/1", 3)
+    world.jobs.clear()
+    world.watch = world.started()
+    world.look()
+    assert "bad" in world.found(accused=False), "the job has ended"
+
+
+def test_a_check_counts_once_as_of_when_it_was_made() -> None:
+    world = World()
+    job = world.job("one", ["a", "bad", "b", "c"])
+    job.checked = checked(4, {(0, 1), (1, 2), (1, 3)}, at=world.now)
+    for _ in range(3):
+        world.look(2 * HALF_LIFE)
+    slow = [e.slow for e in world.watch.memory.evidence(world.now) if e.slow]
+    assert slow == pytest.approx([1 / 64] * 3, rel=0.01), "the links are well since then"
+    job.attempt, job.checked = 1, checked(4, {(1, 2)}, at=world.now)
+    world.api.pods["one"] = [pod(i, f"n{i}", job.job_uid) for i in range(4)]
+    world.look()
+    ends = {e.ends[0].node for e in world.watch.memory.evidence(world.now) if e.slow > 0.9}
+    assert ends == {"n1"}, "another attempt has another check"
+
+
+def test_a_check_that_is_well_clears_what_another_has_found_and_else_leaves_no_trace() -> None:
+    world = World()
+    world.job("well", ["x", "y", "z"]).checked = checked(3, set(), at=world.now)
+    world.look()
+    assert len(world.watch.memory) == 2, "its links"
+    world.job("one", ["a", "bad", "b", "c"]).checked = checked(
+        4, {(0, 1), (1, 2), (1, 3)}, at=world.now
+    )
+    world.look()
+    assert world.found(accused=False)
+    world.look(900.0)
+    again = world.job("two", ["c", "b", "bad", "a"])
+    again.checked = checked(4, set(), at=world.now)
+    world.look()
+    assert world.found(accused=False) == []
+
+
+def test_what_a_forged_check_says_of_other_pods_and_ports_is_left_out() -> None:
+    world = World()
+    job = world.job("one", ["a", "b"])
+    forged = [FabricPair(0, n, (0, 0), True) for n in range(2, 60)]
+    forged += [FabricPair(0, 1, (0, 9), True), FabricPair(1, 1, (0, 0), True)]
+    job.checked = FabricView(60, 60, ports=("p",), pairs=tuple(forged))
+    world.look()
+    assert [e.slow for e in world.watch.memory.evidence(world.now)] == [0.0]
+    # However many ports it names between two nodes.
+    names = tuple(f"p{n}" for n in range(32))
+    pairs = tuple(FabricPair(0, 1, (a, b), True) for a in range(8) for b in range(8))
+    job.attempt, job.checked = 1, FabricView(2, 64, ports=names, pairs=pairs)
+    world.look()
+    evidence = world.watch.memory.evidence(world.now)
+    assert sum(e.slow for e in evidence) == fabric.MOST_RAILS
