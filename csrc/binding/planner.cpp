@@ -223,6 +223,17 @@ Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
     return to_ran(execution);
 }
 
+double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& order,
+                       const std::vector<std::vector<int>>& waits, std::vector<int> caps,
+                       std::vector<int> slots, const std::vector<std::vector<int>>& stages_of) {
+    const Costs costs = to_costs(given, std::move(caps));
+    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
+    const nb::gil_scoped_release release;
+    Guided execution(costs, guide, stages_of);
+    execution.run();
+    return execution.makespan();
+}
+
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<nb::bytes>& order,
                                          const std::vector<std::vector<int>>& waits,
@@ -313,6 +324,8 @@ NB_MODULE(_planner, module) {
                "fused"_a, "slots"_a, "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
                "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+    module.def("guided_makespan", &planner::guided_makespan, "costs"_a, "order"_a, "waits"_a,
+               "caps"_a, "slots"_a, "stages_of"_a);
     module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
                "slots"_a, "stages_of"_a, "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,

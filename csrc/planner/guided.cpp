@@ -111,6 +111,16 @@ double drawn(double sent, double most, int link, int draw) {
 
 }  // namespace
 
+double Guided::makespan() const {
+    double found = 0.0;
+    for (size_t rank = 0; rank < ran_.size(); ++rank) {
+        const auto& ends = ran_[rank].end;
+        if (ends.size() < guide_.order[rank].size()) return std::numeric_limits<double>::infinity();
+        if (!ends.empty()) found = std::max(found, ends.back() + core_.costs().after[rank]);
+    }
+    return found;
+}
+
 std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
                                const std::vector<std::vector<int>>& stages_of, double most,
                                int draws) {
@@ -128,11 +138,7 @@ std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
         };
         sum[0] += in_order.run(guide.order, delay_at);
         guided.run(delay_at);
-        double makespan = 0.0;
-        for (size_t rank = 0; rank < stages_of.size(); ++rank)
-            if (const auto& ran = guided.ran()[rank]; !ran.end.empty())
-                makespan = std::max(makespan, ran.end.back() + costs.after[rank]);
-        sum[1] += makespan;
+        sum[1] += guided.makespan();
     }
     for (double& each : sum) each /= draws;
     return sum;

@@ -27,6 +27,8 @@ class Guided {
 
     const Core& core() const { return core_; }
     const std::vector<FirstReady::Ran>& ran() const { return ran_; }
+    // The end of the iteration that has run; infinity if ranks wait for each other.
+    double makespan() const;
 
     // As the core's chooser.
     static constexpr bool kForesees = false;

@@ -61,6 +61,17 @@ def guided(
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.guided`. ``slots``: empty for no limit."""
 
+def guided_makespan(
+    costs: Costs,
+    order: Sequence[bytes],
+    waits: Sequence[Sequence[int]],
+    caps: Sequence[int],
+    slots: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
+) -> float:
+    """The end of what :func:`guided` runs; infinity if ranks wait for each other. Releases the
+    interpreter's lock."""
+
 def jittered(
     costs: Costs,
     order: Sequence[bytes],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from pipemorph.errors import InputError
@@ -98,6 +99,12 @@ LETTERS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 
 KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
 
+KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+"""An op's kind as a number, for simulators."""
+_TAKES_UP = (1, 0, -1, -1)
+"""By code, how many microbatches more are in flight after the op."""
+
 
 def in_flight_peak(ops: Iterable[Op]) -> int:
     """Most microbatches of a stage whose F has started and whose W (or BW) has not finished."""
@@ -145,12 +152,21 @@ class Schedule:
         return tuple(counts)
 
     @cached_property
+    def codes(self) -> tuple[bytes, ...]:
+        """By stage, the :data:`CODE` of each op. Kept: it is predicted many times."""
+        return tuple(bytes([CODE[kind] for kind, _ in ops]) for ops in self.stages)
+
+    @cached_property
     def mixed(self) -> int | None:
         """The first stage with both fused and split backwards; None if there is none."""
-        for i, ops in enumerate(self.stages):
-            if {OpKind.B, OpKind.BW} <= {op.kind for op in ops}:
-                return i
-        return None
+        both = CODE[OpKind.B], CODE[OpKind.BW]
+        found = (i for i, codes in enumerate(self.codes) if all(each in codes for each in both))
+        return next(found, None)
+
+    @cached_property
+    def fused(self) -> tuple[int, ...]:
+        """Stages with fused backwards."""
+        return tuple(i for i, codes in enumerate(self.codes) if CODE[OpKind.BW] in codes)
 
     def slackness(self) -> tuple[int, ...]:
         """``Δ_i = x_i - x_{i+1}``, one per link: the warm-up that absorbs delay on link *i*."""
@@ -159,7 +175,11 @@ class Schedule:
 
     def in_flight_peak(self) -> tuple[int, ...]:
         """Most microbatches whose F has started and whose W (or BW) has not finished."""
-        return tuple(map(in_flight_peak, self.stages))
+        return self._in_flight_peak
+
+    @cached_property
+    def _in_flight_peak(self) -> tuple[int, ...]:
+        return tuple(max(0, *accumulate(map(_TAKES_UP.__getitem__, codes))) for codes in self.codes)
 
     def encode(self) -> list[str]:
         """The wire format: per stage one of :data:`LETTERS` for each op.
@@ -296,12 +316,7 @@ class Plan:
     @property
     def fused(self) -> tuple[int, ...]:
         """Stages with fused backwards, in any replica."""
-        return _any(
-            i
-            for plan in self.each
-            for i, ops in enumerate(plan.schedule.stages)
-            if any(op.kind is OpKind.BW for op in ops)
-        )
+        return _any(i for plan in self.each for i in plan.schedule.fused)
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""

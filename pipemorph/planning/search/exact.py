@@ -17,11 +17,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Op, Schedule
+from pipemorph.planning.ir import KINDS, Op, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import KINDS
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, windows
 from pipemorph.planning.simulation.simulator import makespan_of

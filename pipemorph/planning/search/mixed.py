@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipemorph.planning.ir import OpKind
+from pipemorph.planning.ir import CODE, OpKind
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.search.search import objective_of, search
-from pipemorph.planning.simulation.core import CODE
 from pipemorph.planning.simulation.lower_bound import SAME
 
 SHARES = (0.25, 0.5, 0.75)

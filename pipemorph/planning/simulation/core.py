@@ -9,11 +9,12 @@ own F). Messages are sent at the end of an op and travel as described by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.ir import CODE, KINDS, Op, Schedule
 from pipemorph.planning.simulation import reference
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
@@ -26,8 +27,6 @@ except ImportError:  # Sources without a build, as in an image without compiler.
     built = None  # type: ignore[assignment, unused-ignore]
 compiled = built
 
-KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
-CODE = {kind: code for code, kind in enumerate(KINDS)}
 _F, _, _W, _BW = CODE.values()
 MAX_STAGES_PER_RANK = 64
 """An op's code is a byte: its kind, plus 4 times the position of its stage on the rank."""
@@ -56,11 +55,6 @@ class Ran(NamedTuple):
     def makespan(self, after: Sequence[float]) -> float:
         """The end of the iteration. ``after``: what follows the last op of each rank."""
         return max(ends[-1] + tail for ends, tail in zip(self.end, after, strict=True))
-
-
-def encode(ops: Iterable[Op]) -> bytes:
-    """A stage's ops, as in :class:`Ran`."""
-    return bytes([CODE[kind] for kind, _ in ops])
 
 
 def decode(codes: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
@@ -201,6 +195,16 @@ def guided(
     return ran
 
 
+def guided_makespan(costs: Costs, guide: Guide) -> float:
+    """The end of the iteration that :func:`guided` runs, with one stage per rank."""
+    if compiled is not None:
+        made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
+        found = compiled.guided_makespan(costs.packed(), *made, one_stage_each(costs.stage_count))
+        if isfinite(found):
+            return found
+    return guided(costs, guide).makespan(costs.after)
+
+
 def jittered(
     costs: Costs,
     guide: Guide,
@@ -229,8 +233,7 @@ def static(
 
     Raises :class:`ScheduleError` that names an op in a deadlock.
     """
-    codes = [encode(ops) for ops in schedule.stages]
-    ran = in_order(costs, codes, None, delay_at, transfer_at)
+    ran = in_order(costs, schedule.codes, None, delay_at, transfer_at)
     for i, ops in enumerate(schedule.stages):
         position = len(ran.start[i])
         if position < len(ops):

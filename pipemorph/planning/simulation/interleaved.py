@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
+from pipemorph.planning.ir import CODE, KINDS, Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import CODE, KINDS, MAX_STAGES_PER_RANK, Ran
+from pipemorph.planning.simulation.core import MAX_STAGES_PER_RANK, Ran
 from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules

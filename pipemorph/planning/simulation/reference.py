@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
-from pipemorph.planning.ir import OpKind
+from pipemorph.planning.ir import KINDS
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.simulation.costs import INF, Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
 
 F, B, W, BW = range(4)
-KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
 _END, _CHOOSE = 0, 1
 
 

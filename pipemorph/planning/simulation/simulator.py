@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
+from pipemorph.planning.ir import KINDS, Dispatch, Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import KINDS, Ran, Rows, microbatches_of
+from pipemorph.planning.simulation.core import Ran, Rows, microbatches_of
 from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.simulation.waits import Waits, guide_of
@@ -195,6 +195,8 @@ def predict(
     costs = Costs.of(problem)
     if dispatch_mode is Dispatch.STATIC:
         return makespan_of(schedule, costs)
+    if dispatch_mode is Dispatch.GUIDED:
+        return core.guided_makespan(costs, guide_of(schedule, problem, waits))
     return _runner(schedule, problem, dispatch_mode, waits)(costs, None, None).makespan(costs.after)
 
 
@@ -280,8 +282,7 @@ def mean_of_changes(
 def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None) -> Runner:
     """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
-        codes = [core.encode(ops) for ops in schedule.stages]
-        return lambda costs, *at: core.in_order(costs, codes, None, *at)
+        return lambda costs, *at: core.in_order(costs, schedule.codes, None, *at)
     if mode is Dispatch.GUIDED:
         guide = guide_of(schedule, problem, waits)
         return lambda costs, *at: core.guided(costs, guide, *at)
@@ -291,7 +292,7 @@ def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits |
 
 def makespan_of(schedule: Schedule, costs: Costs) -> float:
     """The same for known costs."""
-    return core.makespan(costs, [core.encode(ops) for ops in schedule.stages])
+    return core.makespan(costs, schedule.codes)
 
 
 def check_fits(schedule: Schedule, problem: Problem) -> None:
@@ -314,4 +315,4 @@ def fused_stages(schedule: Schedule) -> list[bool]:
             None,
             "has fused and split backwards; online dispatch needs one form per stage",
         )
-    return [any(op.kind is OpKind.BW for op in ops) for ops in schedule.stages]
+    return [stage in schedule.fused for stage in range(schedule.stage_count)]

@@ -23,7 +23,7 @@ def guide_of(schedule: Schedule, problem: Problem, waits: Waits | None = None) -
     n, slots = schedule.microbatches, [link.slots for link in problem.links]
     limited = any(held is not None for held in slots)
     return Guide(
-        codes=tuple(core.encode(ops) for ops in schedule.stages),
+        codes=schedule.codes,
         waits=waits or ((),) * schedule.stage_count,
         caps=schedule.in_flight_peak(),
         slots=tuple(n if held is None else held for held in slots) if limited else None,
@@ -33,7 +33,7 @@ def guide_of(schedule: Schedule, problem: Problem, waits: Waits | None = None) -
 def planned_waits(schedule: Schedule, problem: Problem) -> Waits:
     """Where stages wait for an op though another could run, or for a link to take a message, if
     messages take as long as under ``problem``."""
-    codes = [core.encode(ops) for ops in schedule.stages]
+    codes = schedule.codes
     stages_of = core.one_stage_each(schedule.stage_count)
     return waits_of(Costs.of(problem), codes, stages_of, schedule.in_flight_peak())
 

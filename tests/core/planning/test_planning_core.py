@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planning_strategies import offloading, random_order, random_schedule
 
 from pipemorph.planning import Problem, validate
-from pipemorph.planning.ir import OpKind
+from pipemorph.planning.ir import CODE, OpKind
 from pipemorph.planning.simulation import core, reference
-from pipemorph.planning.simulation.core import CODE, Ran
+from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
 

@@ -22,6 +22,7 @@ from pipemorph.planning import (
     validate,
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
+from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.planning.simulation import core, reference
 from pipemorph.planning.simulation.core import Ran
@@ -62,6 +63,9 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
     plain = Ran(*reference.guided(costs, guide, stages_of, delay_at, None))
     for field in Ran._fields:
         assert list(getattr(ran, field)) == list(getattr(plain, field)), field
+    at_once = core.guided(costs, guide)
+    assert core.guided_makespan(costs, guide) == at_once.makespan(costs.after)
+    assert schedule.in_flight_peak() == tuple(map(in_flight_peak, schedule.stages))
     order = core.decode(ran.codes, problem.microbatches)
     validate(order, schedule.in_flight_peak(), within.device_limits())
     for found, wanted, peak, limit in zip(
