@@ -12,6 +12,7 @@ from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv
+from pipemorph.planning.ir import dashed
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.simulation.simulator import Simulation
@@ -98,15 +99,9 @@ def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:
         ("lower bound", f"{bound:g} ms, {near}"),
         ("idle", f"{fields['bubble_fraction']:.1%}"),
         ("stages × microbatches", f"{len(fields['stages'])} × {fields['microbatches']}"),
-        ("warm-up", few(fields["warmup"])),
+        ("warm-up", dashed(fields["warmup"], 12)),
         ("dispatch", fields["dispatch"]),
     ]
-
-
-def few(values: list[int]) -> str:
-    """``7-5-3-1``; long lists without their middle."""
-    shown = [str(value) for value in values]
-    return "-".join(shown if len(shown) <= 12 else [*shown[:5], "…", *shown[-5:]])
 
 
 def headline(fields: dict[str, Any]) -> str:

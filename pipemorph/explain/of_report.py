@@ -18,13 +18,13 @@ from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import (
     Story,
     brought,
-    dashed,
     duration,
     link_name,
     plural,
     what_changed,
     worth_line,
 )
+from pipemorph.planning.ir import dashed
 from pipemorph.wire import AdaptationRecord, IterationSample, Split
 
 NEWEST = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipemorph.errors import one_line
-from pipemorph.planning.ir import Route
+from pipemorph.planning.ir import Route, dashed
 from pipemorph.wire import AdaptationRecord
 
 MOST_LINES = 10
@@ -142,12 +142,6 @@ def what_changed(record: AdaptationRecord) -> str:
     if moved:
         parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
     return ", ".join(parts)
-
-
-def dashed(values: Sequence[int]) -> str:
-    """``7-5-3-1``; the middle of many is left out."""
-    shown = [str(value) for value in values]
-    return "-".join(shown if len(shown) <= 8 else [*shown[:4], "…", *shown[-2:]])
 
 
 def hours_of(seconds: float, ranks: int, gpus: int = 0) -> tuple[float, Literal["GPU", "rank"]]:

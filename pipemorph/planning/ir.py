@@ -118,6 +118,14 @@ def in_flight_peak(ops: Iterable[Op]) -> int:
     return peak
 
 
+def dashed(values: Sequence[int], most: int = 8) -> str:
+    """``7-5-3-1``, as for the warm-up of each stage; of more than ``most`` without the middle."""
+    shown = [str(value) for value in values]
+    if len(shown) > most:
+        shown = [*shown[: most // 2], "…", *shown[-(most // 4) :]]
+    return "-".join(shown)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Per-stage op order. ``stages[i]``: the ops of stage *i*, in order."""

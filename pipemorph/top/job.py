@@ -18,6 +18,7 @@ from pipemorph.explain.advice import advice
 from pipemorph.explain.cluster_job import ClusterJob
 from pipemorph.explain.of_status import causes, why_not_running, wrong
 from pipemorph.explain.story import duration, link_name, percent_done, plural, worth_line
+from pipemorph.planning.ir import dashed
 from pipemorph.top.page import BARS, Column, Line, Span, Style, fact, line, sparkline, table
 from pipemorph.top.seen import Seen
 from pipemorph.top.times import since, wall
@@ -286,7 +287,7 @@ def _what(change: AdaptationSummary, training: TrainingStatus) -> str:
     before, after = change.warmup_before, change.warmup_after
     if before != after:
         if len(after) <= MOST_STAGES:
-            parts.append(f"warm-up {_dashed(before)} became {_dashed(after)}")
+            parts.append(f"warm-up {dashed(before)} became {dashed(after)}")
         else:
             changed = sum(a != b for a, b in zip(before, after, strict=False))
             parts.append(f"warm-up of {plural(changed, 'stage')} changed")
@@ -295,10 +296,6 @@ def _what(change: AdaptationSummary, training: TrainingStatus) -> str:
         links = "link" if len(moved) == 1 else "links"
         parts.append(f"{links} {_few(map(str, moved))} left to the engine")
     return ", ".join(parts) or "another order of the same ops"
-
-
-def _dashed(values: Sequence[int]) -> str:
-    return "-".join(map(str, values))
 
 
 def _few(texts: Iterator[str]) -> str:

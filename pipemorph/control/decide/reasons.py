@@ -15,6 +15,7 @@ from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Policy
+from pipemorph.planning.ir import dashed
 from pipemorph.wire import Directive
 
 COLUMNS = 110
@@ -139,7 +140,7 @@ def _predicted(current: Option | None, chosen: Option) -> str:
     links = f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
     return (
         f"predicted per iteration {old}, {shown_time(chosen.seconds)} with"
-        f" warm-up {'-'.join(map(str, chosen.plan.warmup))} and"
+        f" warm-up {dashed(chosen.plan.warmup, 12)} and"
         f" {links if moved else 'all links direct'}{_new_dispatch(current, chosen)}"
     )
 

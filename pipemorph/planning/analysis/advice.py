@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pipemorph.errors import InputError
 from pipemorph.planning.analysis.partition import split_layers
 from pipemorph.planning.analysis.what_if import evened, layers_of, parts, shrunk, split_anew, work
-from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.ir import Dispatch, Policy, dashed
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.planning.planner import PlannedSchedule, plan
 from pipemorph.planning.problem import Problem, describe
@@ -171,14 +171,14 @@ class _Advisor:
         ]
         counts = split_layers(times, fixed)
         if counts == tuple(today):
-            yield f"the split {_few(today)} is the best for its slowest stage"
+            yield f"the split {dashed(today, 16)} is the best for its slowest stage"
             return
         sized = self.sized and all(layer.activation_bytes for layer in layers)
         stages, units = split_anew(problem, counts, self.units, sized=sized)
         note = "" if sized else "memory by the number of layers"
         yield from self._plan(
             "split",
-            f"layers {_few(today)} → {_few(counts)}",
+            f"layers {dashed(today, 16)} → {dashed(counts, 16)}",
             self._changed(problem, stages=stages, layers=None, layer_split=None),
             units,
             note=note,
@@ -295,8 +295,3 @@ def _run(planned: PlannedSchedule) -> Simulation:
     if planned.problem.dispatch is Dispatch.STATIC:
         return planned.simulation
     return simulate(planned.schedule, planned.problem, planned.problem.dispatch)
-
-
-def _few(values: Sequence[int]) -> str:
-    shown = [str(value) for value in values]
-    return "-".join(shown if len(shown) <= 16 else [*shown[:7], "…", *shown[-7:]])

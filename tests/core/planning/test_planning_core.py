@@ -65,7 +65,7 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
     schedule = random_schedule(rng, problem.stage_count, problem.microbatches)
     costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
     # Orders that exceed a device limit are no valid plans; the core executes them all the same.
-    codes = [core.encode(ops) for ops in schedule.stages]
+    codes = schedule.codes
     ran = core.in_order(costs, codes, None, delay_at, transfer_at)
     stages_of = [[i] for i in range(problem.stage_count)]
     same(ran, Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at)))
