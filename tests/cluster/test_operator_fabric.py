@@ -74,6 +74,9 @@ class Reports:
     def rails(self, now: float) -> Any:
         return SimpleNamespace(sick=())
 
+    def fabric(self) -> None:
+        """Its pods have not checked their ports."""
+
 
 def started(jobs: Jobs, name: str, nodes: list[str], slow: set[int]) -> Reports:
     """A running job with one rank on each node."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,9 +61,9 @@ MOST_RAILS = 4
 
 @dataclass(frozen=True)
 class Placed:
-    """The nodes of one attempt's ranks, in the pods of ``running``, and of these pods, numbered as
-    their ranks are. ``ways``: of each link, the nodes at its ends, by column; without links within
-    a node and those into which the job itself injects faults."""
+    """The nodes of one attempt's ranks, in the pods of ``running``, and of all pods by their
+    numbers. ``ways``: of each link, the nodes at its ends, by column; without links within a node
+    and those into which the job itself injects faults."""
 
     attempt: int
     running: Running
@@ -73,18 +73,18 @@ class Placed:
 
     @staticmethod
     def of(
-        spec: JobSpec, attempt: int, pods: Iterable[PodFacts], running: Running
+        spec: JobSpec, attempt: int, pods: Sequence[PodFacts], running: Running
     ) -> Placed | None:
         """``spec``: of what runs. None unless every pod with ranks has a node."""
         size, mesh = spec.parallelism.ranks_per_pod, spec.parallelism.mesh
         nodes: dict[int, str] = {}
-        hosts: dict[int, str] = {}
+        # Of all: those that have checked the ports may have been more than run now.
+        hosts = {pod.index: pod.node for pod in pods if pod.node is not None}
         for pod in pods:
             place = running.place(pod.index)
             if pod.node is not None and place is not None and running.has(pod.index):
                 first = running.rank(place * size)
                 nodes |= dict.fromkeys(range(first, first + size), pod.node)
-                hosts[first // size] = pod.node
         if not nodes.keys() >= set(range(mesh.world_size)):
             return None
         injected = {(fault.link, fault.replica) for fault in spec.faults}
