@@ -8,12 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.mesh import DIMENSIONS, LOCKSTEP, Coordinate, Dimension
 from pipemorph_trainer.topology.groups import Groups, carries_cpu
 from pipemorph_trainer.topology.hierarchy import Hierarchy, groups_of
+
+
+IN_ROUNDS = torch.__version__ >= (2, 15)
+"""Whether ranks can make a group without the others. torch before it may name it differently on
+each, if the script has made groups that some ranks have and others have not: they would wait for
+ever. There the collectives of :class:`Hierarchy` go round one ring."""
 
 
 @dataclass(eq=False)
@@ -77,7 +84,7 @@ class World:
             if names in self._hierarchies or (not names and shape.world_size > 1):
                 continue
             ranks = next((each for each in shape.groups(names) if mine in each), [mine])
-            rounds = groups_of(mine, ranks)
+            rounds = groups_of(mine, ranks) if IN_ROUNDS else [ranks]
             if len(ranks) == shape.world_size and len(rounds) == 1:
                 found = [self.control]
             elif len(rounds) == 1:
@@ -85,8 +92,7 @@ class World:
                 found = [self._made[names]]
             else:
                 # Only the ranks of a group wait for it: if all of a large job did, it would take
-                # minutes. torch before 2.15 names such groups by how many groups a rank has, so
-                # this comes before groups that some ranks have and others have not.
+                # minutes.
                 found = [
                     self.groups.new(
                         each, backend="gloo", use_local_synchronization=True,
