@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 from pipemorph.api.mesh import DIMENSIONS, LOCKSTEP, Coordinate, Dimension
 from pipemorph_trainer.topology.groups import Groups, carries_cpu
 from pipemorph_trainer.topology.hierarchy import Hierarchy, groups_of
 
-
-IN_ROUNDS = torch.__version__ >= (2, 15)
+IN_ROUNDS = TorchVersion(torch.__version__) >= "2.15"
 """Whether ranks can make a group without the others. torch before it may name it differently on
 each, if the script has made groups that some ranks have and others have not: they would wait for
 ever. There the collectives of :class:`Hierarchy` go round one ring."""
