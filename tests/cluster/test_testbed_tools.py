@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from testbed import NotYet, TestbedError, tools, wait_for
@@ -139,3 +142,43 @@ def test_a_process_that_ends_early_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(TestbedError, match=r"(?s)exit status 3 before its answer.*broken"):
         process.wait_until("its answer", lambda: None, 30.0)
     process.stop()
+
+
+def test_a_process_outlives_the_thread_that_started_it_and_not_its_process(tmp_path: Path) -> None:
+    """The kernel kills it with the thread that forked it, so that has to be one that stays."""
+    command = "trap 'echo alive' USR1; echo started; while :; do sleep 600 & wait; done"
+    log = tmp_path / "log"
+    process = Process("probe", ["sh", "-c", command], log)
+    thread = Thread(target=process.start)
+    thread.start()
+    thread.join()
+    # The kernel sends its signal before it takes away the thread's entry.
+    entry = Path(f"/proc/self/task/{thread.native_id}")
+    wait_for("the thread's end", lambda: not entry.exists(), 30.0, interval=0.01)
+    process.wait_until("its trap", lambda: "started" in log.read_text(), 30.0)
+    os.kill(process.pid, signal.SIGUSR1)
+    process.wait_until("its answer", lambda: "alive" in log.read_text(), 30.0)
+    process.stop()
+    started = (
+        "import os, sys; from pathlib import Path; from testbed.processes import Process;"
+        "process = Process('probe', ['sleep', '600'], Path(sys.argv[1])); process.start();"
+        "print(process.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", started, str(tmp_path / "log")],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    wait_for("the program's end", lambda: not _runs(int(done.stdout)), 30.0)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

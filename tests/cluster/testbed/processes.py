@@ -6,8 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 from testbed.errors import TestbedError
 from testbed.waiting import patience, wait_for
@@ -21,6 +25,37 @@ def die_with_parent() -> None:
     """Let the kernel kill this process when the one that started it is gone, however it went."""
     if _PRCTL is not None:
         _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Starter:
+    """Starts all programs in one thread that ends with this process: the kernel takes the thread
+    that starts a program for its parent, and kills the program when that thread ends."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[
+            tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]
+        ] = SimpleQueue()
+        Thread(target=self._work, name="starter", daemon=True).start()
+
+    def start(self, program: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """:raises OSError: as ``program`` does."""
+        done: Future[subprocess.Popen[bytes]] = Future()
+        self._asked.put((program, done))
+        return done.result()
+
+    def _work(self) -> None:
+        while True:
+            program, done = self._asked.get()
+            try:
+                done.set_result(program())
+            except Exception as error:  # noqa: BLE001  # whoever asked gets it
+                done.set_exception(error)
+
+
+@cache
+def _starter(_of: int) -> _Starter:
+    """The one of this process, given its number: a thread does not come along in a fork."""
+    return _Starter()
 
 
 class Process:
@@ -59,15 +94,17 @@ class Process:
             raise TestbedError(f"{self.name} is already running as process {self.pid}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._child = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-                # One system call, looked up beforehand.
-                preexec_fn=die_with_parent,  # noqa: PLW1509
+            self._child = _starter(os.getpid()).start(
+                lambda: subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                    # One system call, looked up beforehand.
+                    preexec_fn=die_with_parent,  # noqa: PLW1509
+                )
             )
 
     def stop(self, grace: float = 10.0) -> None:
