@@ -27,6 +27,8 @@ RECOVERY_CAUSE_SECONDS = 3.0
 """The same where the job goes on afterwards, and the others are not given time to notice."""
 STACK_SECONDS = 0.5
 """Time for ranks that hang to print their stacks."""
+SAY_SECONDS = 3.0
+"""Time for the ranks that wait for a stopped one to say so and end, before that one goes on."""
 END_SECONDS = 10.0
 """Time for a rank that is to end at once: enough to say what it waited for."""
 AGENT_SECONDS = 2.5
@@ -331,6 +333,15 @@ def _stop(
             for rank in ranks.running:
                 if rank not in stopped:
                     rank.signal(END_NOW)
+            # Each says what it waits for as it ends: that must not come before.
+            if _wait(
+                ranks,
+                events,
+                refresh,
+                SAY_SECONDS,
+                enough=lambda: all(rank in stopped for rank in ranks.running),
+            ):
+                return ranks.running, True
             for rank in stopped:
                 rank.signal(signal.SIGCONT)
             if _wait(ranks, events, refresh, STACK_SECONDS):
