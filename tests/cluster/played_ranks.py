@@ -246,9 +246,12 @@ class Followers(Ranks):
         self.plans: dict[int, Plan] = {}
         self.answered: list[float] = []
         """When reports were answered."""
+        self.delivered: list[float] = []
+        """Seconds until each was, over all tries."""
 
     def deliver(self, now: float) -> None:
-        backoff, deadline = FIRST_BACKOFF_SECONDS, time.monotonic() + DEADLINE
+        began = time.monotonic()
+        backoff, deadline = FIRST_BACKOFF_SECONDS, began + DEADLINE
         while True:
             self.refused: Object = {}
             try:
@@ -264,6 +267,7 @@ class Followers(Ranks):
             time.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
         self.answered.append(time.monotonic())
+        self.delivered.append(self.answered[-1] - began)
         directive = self.newest
         if directive is not None:
             plan = directive.plan.plan()

@@ -1,19 +1,21 @@
-"""The ingest is killed at its writes of a job, status and plan, from the first to the last."""
+"""The ingest is killed at its writes of a job, status and plan, from the first to the last: one
+that starts again, or one of two, whose jobs the other takes over."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 from api_proxy import ApiProxy, Moment, api_proxy
 from operator_support import DEADLINE, FULL_NAME, Jobs, Object, Program, manifest
 from played_ranks import Followers
 from testbed import NotYet, wait_for
+from testbed.waiting import patience
 
 from pipemorph.wire import Loss, PodReport
 
@@ -25,15 +27,38 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 PASSED = 1, 2
 """Writes between two that the ingest is killed at, in turn. A plan follows its status: so both are
 killed at, and both get through."""
+FEW = 4
+"""Kills of one of two replicas, unless it is a long run: each takes as long as a seat lasts."""
+MOST_MORE = 12
+"""Changes of the link at the end, until there was a kill of each kind."""
+AWAY_SECONDS = 10.0
+"""Until another replica has answered for one that was killed."""
+
+
+class Replica(NamedTuple):
+    """``proxy``: its way to the API server; ``port``: where it answers."""
+
+    program: Program
+    proxy: ApiProxy
+    port: int
+
+    @property
+    def passed(self) -> int:
+        """Its writes that have reached the API server."""
+        return sum(_writes_job(*each) for each in self.proxy.asked)
 
 
 class Killer:
     """Kills the ingest at writes of a job: in turn the write is lost, arrives after another ingest
-    serves the job, or has arrived and nobody was told."""
+    serves the job, or has arrived and nobody was told. Of several replicas the one that writes is
+    killed, and starts again once another one has written in its stead. ``most``: kills; None: as
+    many as there is time for."""
 
-    def __init__(self, proxy: ApiProxy, ingest: Program, seed: int) -> None:
-        self.proxy, self.ingest, self.seed = proxy, ingest, seed
+    def __init__(self, replicas: Sequence[Replica], seed: int, most: int | None) -> None:
+        self.replicas, self.seed, self.most = replicas, seed, most
         self.kills: list[Moment] = []
+        self.taken_over = 0
+        """How often another one has written after a kill."""
         self._stop = threading.Event()
 
     @contextmanager
@@ -51,24 +76,45 @@ class Killer:
         if self._working.done():
             self._working.result()
 
+    def log_end(self) -> str:
+        """What the replicas said last."""
+        return "\n".join(each.program.process.log_end(40) for each in self.replicas)
+
     def _work(self) -> None:
         for number in count(self.seed):
+            if len(self.kills) == self.most:
+                return
             spared = PASSED[number % len(PASSED)] if self.kills else self.seed
             if not self._until(partial(self._have_passed, self._passed() + spared)):
                 return
-            moment = MOMENTS[number % len(MOMENTS)]
-            self.proxy.hold(_First(), moment)
-            if not self._until(lambda: self.proxy.holds):
-                self.proxy.open()
+            moment, first = MOMENTS[number % len(MOMENTS)], _First()
+            for each in self.replicas:
+                each.proxy.hold(first, moment)
+            if not self._until(lambda: any(each.proxy.holds for each in self.replicas)):
+                self._open()
                 return
-            self.ingest.kill()
+            killed = next(each for each in self.replicas if each.proxy.holds)
+            others = [each for each in self.replicas if each is not killed]
+            for each in others:
+                each.proxy.open()
+            before = [each.passed for each in others]
+            killed.program.kill()
             self.kills.append(moment)
-            if moment == "late":
-                self.ingest.start()
-                self.proxy.open()
-            else:
-                self.proxy.open()
-                self.ingest.start()
+            if moment != "late":
+                killed.proxy.open()
+            if others:
+                if not self._until(partial(_has_written, others, before)):
+                    self._open()
+                    return
+                self.taken_over += 1
+            if moment == "late" and others:
+                killed.proxy.open()
+            killed.program.start()
+            killed.proxy.open()
+
+    def _open(self) -> None:
+        for each in self.replicas:
+            each.proxy.open()
 
     def _until(self, holds: Callable[[], bool]) -> bool:
         """Whether it holds before this is stopped."""
@@ -82,7 +128,11 @@ class Killer:
 
     def _passed(self) -> int:
         """Writes that have reached the API server."""
-        return sum(_writes_job(*each) for each in self.proxy.asked)
+        return sum(each.passed for each in self.replicas)
+
+
+def _has_written(replicas: Sequence[Replica], before: Sequence[int]) -> bool:
+    return any(each.passed > n for each, n in zip(replicas, before, strict=True))
 
 
 class _First:
@@ -106,8 +156,8 @@ def _writes_job(method: str, path: str) -> bool:
 class Launchers:
     """Those of a job's pods, which tell of their ranks' ends, again until they are answered."""
 
-    def __init__(self, jobs: Jobs, name: str, pods: list[Object], port: int) -> None:
-        self.jobs, self.name, self.port = jobs, name, port
+    def __init__(self, jobs: Jobs, name: str, pods: list[Object], ports: Sequence[int]) -> None:
+        self.jobs, self.name, self.ports = jobs, name, list(ports)
         self.tokens = [jobs.token(name, pod) for pod in pods]
 
     def fail(self, generation: int, finished: int) -> None:
@@ -142,11 +192,13 @@ class Launchers:
         def told() -> Object:
             try:
                 status, answer = self.jobs.installation.request(
-                    "POST", path, token=self.tokens[pod], body=body, port=self.port
+                    "POST", path, token=self.tokens[pod], body=body, port=self.ports[0]
                 )
             except OSError as error:
+                self.ports.append(self.ports.pop(0))
                 raise NotYet(f"it does not answer: {error!r}") from None
             if status != 200:
+                self.ports.append(self.ports.pop(0))
                 raise NotYet(f"it answered {status}: {answer}")
             return answer
 
@@ -155,36 +207,67 @@ class Launchers:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 6))]
+    ("seats", "seed", "most"),
+    [
+        (1, 0, None),
+        (2, 0, FEW),
+        *(pytest.param(1, i, None, marks=pytest.mark.soak) for i in range(1, 6)),
+        *(pytest.param(2, i, None, marks=pytest.mark.soak) for i in range(1, 4)),
+    ],
 )
-def test_killed_at_writes_of_every_transition(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+def test_killed_at_writes_of_every_transition(
+    jobs: Jobs, tmp_path: Path, seats: int, seed: int, most: int | None
+) -> None:
     """No version is two plans, also not over attempts; each change of a link is answered with a
     newer plan; a failure is one generation, counted once; the last word is right."""
-    installation = jobs.installation
-    installation.ingest.process.stop()
-    account = installation.account(f"{FULL_NAME}-ingest")
-    with api_proxy(jobs.cluster, account, tmp_path / "ingest") as proxy:
-        ingest, port = installation.ingest_replica("killed", proxy.kubeconfig)
-        ingest.start()
-        try:
-            with Killer(proxy, ingest, seed).at_work() as killer:
-                _live(jobs, port, killer)
-        finally:
-            ingest.process.stop()
+    jobs.installation.ingest.process.stop()
+    with (
+        _replicas(jobs, tmp_path, seats) as replicas,
+        Killer(replicas, seed, most).at_work() as killer,
+    ):
+        away = _live(jobs, [each.port for each in replicas], killer)
     assert set(killer.kills) == set(MOMENTS), killer.kills
-    print(f"{len(killer.kills)} kills")
+    print(f"{len(killer.kills)} kills; no answer for {away:.1f} s at most")
+    if seats > 1:
+        assert killer.taken_over >= len(killer.kills) - 1, "but after the job's last write"
+        assert away < AWAY_SECONDS * patience(), f"no answer for {away:.1f} s"
 
 
-def _live(jobs: Jobs, port: int, killer: Killer) -> None:
-    """A job that adapts, loses ranks, is suspended, adapts again, and completes."""
+@contextmanager
+def _replicas(jobs: Jobs, folder: Path, seats: int) -> Iterator[list[Replica]]:
+    """So many, which all serve, each with a way of its own to the API server."""
+    installation = jobs.installation
+    account = installation.account(f"{FULL_NAME}-ingest")
+    with ExitStack() as stack:
+        found = []
+        for number in range(seats):
+            proxy = stack.enter_context(
+                api_proxy(jobs.cluster, account, folder / f"ingest-{number}")
+            )
+            program, port = installation.ingest_replica(
+                f"killed-{number}", proxy.kubeconfig, seats=seats
+            )
+            found.append(Replica(program, proxy, port))
+        try:
+            for each in found:
+                each.program.start()
+            yield found
+        finally:
+            for each in found:
+                each.program.process.stop()
+
+
+def _live(jobs: Jobs, ports: list[int], killer: Killer) -> float:
+    """A job that adapts, loses ranks, is suspended, adapts again, and completes. Returns the most
+    seconds that a report of it has waited for its answer."""
     name = "killed-at"
     endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
     jobs.apply(manifest(name, stages=STAGES, trainer=endless, failurePolicy={"maxRestarts": 3}))
     pods = jobs.run(name, STAGES)
-    ranks = Followers(jobs, name, [port], pods[0])
+    ranks = Followers(jobs, name, ports, pods[0])
     ranks.run(4)
     _adapt(ranks, killer, (0.06, 0.0, 0.12))
-    launchers = Launchers(jobs, name, pods, port)
+    launchers = Launchers(jobs, name, pods, ports)
     for generation in range(2):
         launchers.fail(generation, finished=ranks.iteration)
         ranks.run(2)
@@ -193,21 +276,25 @@ def _live(jobs: Jobs, port: int, killer: Killer) -> None:
     )["status"]["recoveries"]
     assert (recoveries["count"], recoveries["counted"]) == (2, 0), recoveries
     _adapt(ranks, killer, (0.0,))
-    before, plans = ranks.observed, ranks.plans
+    before, plans, waits = ranks.observed, ranks.plans, ranks.delivered
     jobs.patch(name, {"suspend": True})
     jobs.wait(name, "Suspended")
     jobs.expect_none_left(name)
     jobs.patch(name, {"suspend": False})
     pods = jobs.run(name, STAGES, attempt=1)
-    ranks = Followers(jobs, name, [port], pods[0], attempt=1)
+    ranks = Followers(jobs, name, ports, pods[0], attempt=1)
     ranks.plans = plans
     ranks.run(4)
-    _adapt(ranks, killer, (0.06,))
+    for delay in islice(cycle((0.06, 0.0)), MOST_MORE):
+        _adapt(ranks, killer, (delay,))
+        if set(killer.kills) == set(MOMENTS):
+            break  # On a busy machine who was killed is back late, and the next kill is as late.
     assert ranks.observed > before, "an attempt begins with versions that the one before it had"
     control = jobs.get(name)["status"]["control"]
     assert control["reserved"] >= ranks.observed, control
     jobs.succeed(pods)
     jobs.wait(name, "Complete")
+    return max(waits + ranks.delivered)
 
 
 def _adapt(ranks: Followers, killer: Killer, delays: tuple[float, ...]) -> None:
@@ -225,6 +312,6 @@ def _adapt(ranks: Followers, killer: Killer, delays: tuple[float, ...]) -> None:
             newer,
             DEADLINE,
             interval=0.0,
-            details=lambda: f"{killer.kills} {killer.ingest.process.log_end(40)}",
+            details=lambda: f"{killer.kills} {killer.log_end()}",
         )
         ranks.run(2)

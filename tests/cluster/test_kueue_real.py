@@ -1,10 +1,11 @@
-"""A PipeMorphJob in the queues of a real Kueue: admitted, preempted, and admitted again."""
+"""A PipeMorphJob in the queues of a real Kueue: admitted, preempted, and admitted again; and by the
+racks in which its pipelines fit."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from operator_support import DEADLINE, Jobs, condition, manifest
+from operator_support import DEADLINE, Jobs, condition, manifest, said
 from testbed import Cluster, NotYet, wait_for
 from testbed.kueue import GROUP, kueue
 
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.kueue]
 API = f"{GROUP}/v1beta2"
 FLAVOR = {"pool": "spot"}
 """What Kueue puts into the pods of a job that it admits: where its quota is."""
+RACK, HOST = "testbed.pipemorph.io/rack", "kubernetes.io/hostname"
 
 Object = dict[str, Any]
 
@@ -29,48 +31,101 @@ def real_kueue(cluster: Cluster) -> Iterator[None]:
             about = {"apiVersion": API, "kind": "WorkloadPriorityClass", "value": value}
             cluster.apply(about | {"metadata": {"name": name}, "description": name})
         yield
-        cluster.client.delete("resourceflavors", "spot")
+        removed(cluster, "resourceflavors", "spot")
+
+
+def removed(cluster: Cluster, kind: str, name: str) -> None:
+    """Delete an object of Kueue's, and wait for Kueue to let go of it: while it is in use, it is
+    held, and later there is no Kueue."""
+    cluster.client.delete(kind, name)
+    cluster.wait(kind, name, "deleted")
+
+
+def in_queue(cluster: Cluster, namespace: str, flavor: str, cpus: int, **spec: Any) -> None:
+    """A queue with a quota of CPUs of a flavor, which the namespace knows as ``training``."""
+    quota = {"name": flavor, "resources": [{"name": "cpu", "nominalQuota": str(cpus)}]}
+    groups = [{"coveredResources": ["cpu"], "flavors": [quota]}]
+    of_all = {
+        "apiVersion": API,
+        "kind": "ClusterQueue",
+        "metadata": {"name": namespace},
+        "spec": {"namespaceSelector": {}, "resourceGroups": groups, **spec},
+    }
+    local = {
+        "apiVersion": API,
+        "kind": "LocalQueue",
+        "metadata": {"name": "training", "namespace": namespace},
+        "spec": {"clusterQueue": namespace},
+    }
+    cluster.apply([of_all, local])
 
 
 @pytest.fixture
 def queue(cluster: Cluster, jobs: Jobs) -> Iterator[str]:
     """A queue with room for two pods of one CPU each, where a higher priority preempts."""
-    quota = {"name": "spot", "resources": [{"name": "cpu", "nominalQuota": "2"}]}
-    of_all = {
-        "apiVersion": API,
-        "kind": "ClusterQueue",
-        "metadata": {"name": jobs.namespace},
-        "spec": {
-            "namespaceSelector": {},
-            "preemption": {"withinClusterQueue": "LowerPriority"},
-            "resourceGroups": [{"coveredResources": ["cpu"], "flavors": [quota]}],
-        },
-    }
-    local = {
-        "apiVersion": API,
-        "kind": "LocalQueue",
-        "metadata": {"name": "training", "namespace": jobs.namespace},
-        "spec": {"clusterQueue": jobs.namespace},
-    }
-    cluster.apply([of_all, local])
+    preempts = {"withinClusterQueue": "LowerPriority"}
+    in_queue(cluster, jobs.namespace, "spot", 2, preemption=preempts)
     yield "training"
-    cluster.client.delete("clusterqueues", jobs.namespace)
+    removed(cluster, "clusterqueues", jobs.namespace)
 
 
-def queued(name: str, queue: str, priority: str | None = None) -> Object:
-    """Two ranks of one CPU each."""
+class Racks:
+    """Nodes of one CPU each in racks, of which Kueue knows; their names are ``RACK-NUMBER``, after
+    that of the namespace."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._cluster, self._namespace = jobs.cluster, jobs.namespace
+
+    def add(self, rack: str, *numbers: int) -> None:
+        for number in numbers:
+            name = f"{self._namespace}-{rack}-{number}"
+            labels = {"pool": self._namespace, RACK: rack, HOST: name}
+            self._cluster.fake_node(name, labels, {"cpu": "1"})
+
+    def of(self, pods: list[Object]) -> list[str]:
+        """The racks of pods, each of which has to have a node of its own."""
+        nodes = [pod["spec"]["nodeSelector"][HOST] for pod in pods]
+        assert len(set(nodes)) == len(nodes), nodes
+        return [node.removeprefix(f"{self._namespace}-").partition("-")[0] for node in nodes]
+
+
+@pytest.fixture
+def racks(cluster: Cluster, jobs: Jobs) -> Iterator[Racks]:
+    """Two racks of three nodes, and a queue whose quota is all of them."""
+    name = jobs.namespace
+    levels = [{"nodeLabel": RACK}, {"nodeLabel": HOST}]
+    topology = {"apiVersion": API, "kind": "Topology", "metadata": {"name": name}}
+    flavor = {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": name}}
+    of_pool = {"nodeLabels": {"pool": name}, "topologyName": name}
+    made = Racks(jobs)
+    made.add("a", 0, 1, 2)
+    made.add("b", 0, 1, 2)
+    cluster.apply([topology | {"spec": {"levels": levels}}, flavor | {"spec": of_pool}])
+    in_queue(cluster, name, name, 6)
+    yield made
+    for kind in ("clusterqueues", "resourceflavors", "topologies"):
+        removed(cluster, kind, name)
+
+
+def queued(name: str, queue: str, priority: str | None = None, **spec: Any) -> Object:
+    """Two ranks of one CPU each, unless ``spec`` says otherwise."""
     gang = {"queue": queue} | ({"priorityClass": priority} if priority else {})
     container = {
         "name": "trainer",
         "image": "none.invalid/trainer",
         "resources": {"requests": {"cpu": "1"}},
     }
-    return manifest(
-        name,
-        stages=2,
-        placement={"gang": {"kueue": gang}},
-        template={"spec": {"schedulerName": "nobody", "containers": [container]}},
-    )
+    placement = {"gang": {"kueue": gang}} | spec.pop("placement", {})
+    template = {"spec": {"schedulerName": "nobody", "containers": [container]}}
+    return manifest(name, spec.pop("stages", 2), placement=placement, template=template, **spec)
+
+
+def of_pipelines(name: str, stages: int, replicas: int) -> Object:
+    """A job that asks for one rack for each of its pipelines."""
+    cut = {"stages": stages, "replicas": replicas, "order": ["dp_replicate", "pp"]}
+    topology = {"key": RACK, "per": "pipeline", "required": True}
+    placement = {"topology": topology}
+    return queued(name, "training", stages=stages, parallelism=cut, placement=placement)
 
 
 def workload_of(jobs: Jobs, job: Object) -> Object:
@@ -157,3 +212,57 @@ def test_a_queue_that_is_held_admits_nothing_and_a_suspended_job_gives_its_quota
     jobs.wait("held", "Complete")
     status = jobs.get("held")["status"]
     assert (status.get("disruptions", 0), status.get("restarts", 0)) == (0, 0)
+
+
+def ungated(jobs: Jobs, name: str, count: int) -> list[Object]:
+    """The pods of a job's first attempt, once Kueue has told each of them its node."""
+
+    def look() -> list[Object]:
+        pods = jobs.pods(name, count)
+        if waiting := [
+            pod["metadata"]["name"] for pod in pods if pod["spec"].get("schedulingGates")
+        ]:
+            raise NotYet(f"{waiting} wait for their nodes")
+        return pods
+
+    found: list[Object] = wait_for(f"nodes for the pods of {name}", look, DEADLINE)
+    return found
+
+
+def test_each_pipeline_is_given_a_rack(jobs: Jobs, racks: Racks) -> None:
+    """Two racks of three nodes: four pods of which one rack is filled cut a pipeline in two."""
+    jobs.apply(of_pipelines("near", stages=2, replicas=2))
+    pods = ungated(jobs, "near", 4)
+    first, second = racks.of(pods[:2]), racks.of(pods[2:])
+    assert {*first} != {*second} and len({*first}) == len({*second}) == 1, (first, second)
+    workload = workload_of(jobs, the_job(jobs, "near", 0))
+    (asked,) = workload["spec"]["podSets"]
+    slices = {"podSetSliceRequiredTopology": RACK, "podSetSliceSize": 2}
+    assert slices.items() <= asked["topologyRequest"].items()
+    jobs.succeed(jobs.run("near", 4))
+    jobs.wait("near", "Complete")
+
+
+def test_a_pipeline_that_fits_in_no_rack_waits_for_one(jobs: Jobs, racks: Racks) -> None:
+    """There are six nodes for its four pods, and no rack has as many."""
+    jobs.apply(of_pipelines("wide", stages=4, replicas=1))
+    waits = jobs.wait("wide", "Queued")
+    assert condition(waits, "PodsReady") == ("False", "WaitingForAdmission")
+    assert "Workload" in said(waits, "PodsReady"), "where is said why"
+    job = the_job(jobs, "wide", 0)
+
+    def why() -> str:
+        found = workload_of(jobs, job)
+        if condition(found, "QuotaReserved") != ("False", "Pending"):
+            raise NotYet(f"its conditions are {found.get('status', {}).get('conditions')}")
+        return said(found, "QuotaReserved")
+
+    message = wait_for("why it waits", why, DEADLINE)
+    assert f'topology "{jobs.namespace}"' in message and "any of 1 slice" in message, message
+    jobs.pods("wide", 0)
+
+    racks.add("b", 3)
+    pods = ungated(jobs, "wide", 4)
+    assert racks.of(pods) == ["b"] * 4
+    jobs.succeed(jobs.run("wide", 4))
+    jobs.wait("wide", "Complete")

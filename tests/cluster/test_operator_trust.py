@@ -107,7 +107,7 @@ def error_of(attempt: Callable[[], Any]) -> ApiError:
 
 
 def test_a_job_has_a_network_policy_before_it_has_ranks(jobs: Jobs) -> None:
-    """There is no network here that would enforce it. It is deleted with its owner."""
+    """`test_node_policies.py` has a network that enforces it. It is deleted with its owner."""
     client, namespace = jobs.cluster.client, jobs.namespace
     jobs.apply(manifest("walled", stages=1))
     rank = jobs.pods("walled", 1)[0]

@@ -131,7 +131,8 @@ class Draft:
         """Mark that a queue, such as Kueue, holds the attempt's Job suspended."""
         self.stop_clock()
         self.status.attempt_start_time = None
-        self.not_running(names.R_QUEUED, f"Job {current.name} is suspended by its queue")
+        why = "if that is Kueue's, the Job's Workload says why"
+        self.not_running(names.R_QUEUED, f"Job {current.name} is suspended by its queue; {why}")
 
     def jobs(self) -> list[JobFacts]:
         """Jobs of all attempts, the current one first."""

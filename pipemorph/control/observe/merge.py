@@ -44,6 +44,11 @@ def merged_state(told: Iterable[State], *, missing: bool) -> State:
     return min(states, key=STATES.index)
 
 
+def ranks_of_part(mesh: MeshShape, number: int, ranks: int) -> range:
+    """The ranks of a part, of a job whose parts have so many; the last one may have fewer."""
+    return range(number * ranks, min((number + 1) * ranks, mesh.world_size))
+
+
 @dataclass
 class Part:
     """One part, from its reports."""

@@ -7,7 +7,8 @@ host is a bridge and a cgroup, which the next run removes if this one could not.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -25,6 +26,16 @@ from testbed.waiting import NotYet
 RESOURCE = "rdma/hca_shared_devices_a"
 DEVICES = 8
 START_DEADLINE = 90.0
+POLICY_QUEUE = 100
+"""Number of the kernel's queue with the packets that NetworkPolicies are asked about."""
+_JUDGED = (
+    # What has been let in, with what answers it; and what the node itself sends, such as probes.
+    ("-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "RETURN"),
+    ("-m", "owner", "--uid-owner", "0", "-j", "RETURN"),
+    ("-j", "NFQUEUE", "--queue-num", str(POLICY_QUEUE)),
+)
+"""Rules for packets with the address of the pod behind a Service, and that of the pod they are of.
+What is in the queue before anybody reads it is lost."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +264,31 @@ class Node:
                 name: str = link["ifname"]
                 return name
         raise TestbedError(f"found no link {index.strip()} of pod {namespace}/{pod} on {self.name}")
+
+    @contextmanager
+    def enforcing(self) -> Iterator[None]:
+        """Enforce NetworkPolicies on all pods of this node, as a CNI that can."""
+        engine = self._program(
+            "netpol",
+            tools.find("netpol"),
+            f"--kubeconfig={self.cluster.admin}",
+            f"--node={self.name}",
+            f"--queue={POLICY_QUEUE}",
+        )
+
+        def reads() -> bool:
+            queues = self.run("cat", "/proc/net/netfilter/nfnetlink_queue").splitlines()
+            return str(POLICY_QUEUE) in [line.split()[0] for line in queues]
+
+        with ExitStack() as cleaning:
+            cleaning.callback(engine.stop)
+            engine.start()
+            engine.wait_until("its queue", reads, START_DEADLINE)
+            table = ("iptables", "--wait", "-t", "mangle")
+            for rule in _JUDGED:
+                self.run(*table, "-A", "POSTROUTING", *rule)
+                cleaning.callback(self.run, *table, "-D", "POSTROUTING", *rule)
+            yield
 
     def restart_kubelet(self) -> None:
         self.kubelet.stop()

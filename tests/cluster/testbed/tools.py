@@ -49,12 +49,15 @@ TOOLS = {
     "kubelet": Tool("kubernetes", "k8s.io/kubernetes/cmd/kubelet"),
     "device-plugin": Tool("kubernetes", "./device-plugin"),
     "coredns": Tool("coredns", "."),
+    "netpol": Tool("netpol", "."),
     "helm": Tool("helm", "helm.sh/helm/v4/cmd/helm"),
     "kwok": Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     "kueue": Tool("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
 }
 API_TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm")
-NODE_TOOLS = (*API_TOOLS, "kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns")
+NODE_TOOLS = (
+    *API_TOOLS, "kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns", "netpol",
+)  # fmt: skip
 
 KWOK_TOOLS = ("kwok", "kube-scheduler")
 KUEUE_TOOLS = ("kueue",)
@@ -67,6 +70,7 @@ _VERSIONED = {
     "kwok": "sigs.k8s.io/kwok",
     "kueue": "sigs.k8s.io/kueue",
     "coredns": "github.com/coredns/coredns",
+    "netpol": "sigs.k8s.io/kube-network-policies",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,17 @@ from launch import Ranks
 from torch import nn
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.merge import Parts
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import (
     AgentClient,
     AgentHandle,
     connect,
+    launch,
     start_agent,
     start_part_agent,
 )
-from pipemorph_trainer.agent.launch import part_ranks
+from pipemorph_trainer.agent.launch import AgentConfig, part_ranks
 
 MESH = MeshShape(stages=2, replicas=2)
 """Ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1: two parts."""
@@ -198,15 +200,42 @@ def test_the_agent_of_a_part_dies_with_its_rank(job: Job) -> None:
 def test_parts_are_pods_of_several_ranks() -> None:
     assert part_ranks([(rank % 2, 2) for rank in range(6)]) == 2
     assert part_ranks([(rank, 4) for rank in range(4)]) == 0, "one pod"
-    assert part_ranks([(0, 1)] * 4) == 0, "pods of one rank"
-    assert part_ranks([(0, 3), (1, 3), (2, 3), (0, 1)]) == 0, "pods that differ"
-    assert part_ranks([(rank // 3, 2) for rank in range(6)]) == 0, "ranks that alternate"
 
 
-def train(context: TrainerContext) -> tuple[bool, bool, int]:
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(lambda rank: (0, 1), id="pods of one rank"),
+        pytest.param(lambda rank: (rank % 3, 3) if rank < 3 else (0, 1), id="pods that differ"),
+        pytest.param(lambda rank: (rank // 3, 2), id="ranks that alternate"),
+    ],
+)
+def test_other_pods_share_agents(place: Callable[[int], tuple[int, int]]) -> None:
+    few = [place(rank) for rank in range(launch.SHARED_RANKS)]
+    assert part_ranks(few) == 0, "as few ranks as one agent judges"
+    many = [place(rank) for rank in range(64 * 160)]
+    assert part_ranks(many) == launch.SHARED_RANKS
+
+
+def test_no_agent_judges_more_ranks_in_a_larger_job() -> None:
+    """What it costs is by the ranks that connect to it, and by the parts' states."""
+    for world in (launch.SHARED_RANKS + 1, 1000, 64 * 160):
+        mesh, ranks = MeshShape(stages=1, replicas=world), part_ranks([(0, 1)] * world)
+        found = [
+            AgentConfig(
+                job="j", namespace="n", attempt=0, mesh=mesh, secret_hex="", listen_fd=0, parent=0,
+                part=number, part_ranks=ranks,
+            ).ranks
+            for number in range(1 + len(Parts(mesh, ranks)))
+        ]  # fmt: skip
+        assert max(map(len, found)) == launch.SHARED_RANKS
+        assert [rank for each in found for rank in each] == list(range(world))
+
+
+def train(context: TrainerContext, pod: int) -> tuple[bool, bool, int]:
     """An iteration, and others until all ranks have lines. Returns whether this rank has an agent,
-    and a line to it, and the agent's number of the part."""
-    context = replace(context, local_rank=context.rank % 2, local_world_size=2)
+    and a line to it, and the agent's number of the part. ``pod``: ranks of each."""
+    context = replace(context, local_rank=context.rank % pod, local_world_size=pod)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
@@ -225,11 +254,29 @@ def train(context: TrainerContext) -> tuple[bool, bool, int]:
         return agent is not None, agent is not None and agent.port == port, port
 
 
+SEATS = {"secret": SECRET, "ingest_url": "http://127.0.0.1:9"}
+
+
 def test_every_rank_connects_to_the_agent_of_its_part() -> None:
-    seats = {"secret": SECRET, "ingest_url": "http://127.0.0.1:9"}
-    ranks = Ranks(4, train, context=seats).wait(100)
+    ranks = Ranks(4, train, 2, context=SEATS).wait(100)
     assert [rank.exitcode for rank in ranks] == [0] * 4, "".join(rank.error for rank in ranks)
     found = [rank.value for rank in ranks]
     assert [each[:2] for each in found] == [(True, True), (False, False)] * 2
     ports = [each[2] for each in found]
     assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
+def train_alone(context: TrainerContext) -> tuple[bool, bool, int]:
+    """As :func:`train` in a pod of one rank, where two ranks are as many as one agent judges."""
+    launch.SHARED_RANKS = 2
+    return train(context, pod=1)
+
+
+def test_pods_of_one_rank_connect_to_the_agents_that_they_share() -> None:
+    """The last part has one rank, as five leave it."""
+    ranks = Ranks(5, train_alone, context=SEATS).wait(100)
+    assert [rank.exitcode for rank in ranks] == [0] * 5, "".join(rank.error for rank in ranks)
+    found = [rank.value for rank in ranks]
+    assert [each[0] for each in found] == [True, False, True, False, True]
+    ports = [each[2] for each in found]
+    assert ports[0] == ports[1] != ports[2] == ports[3] != ports[4]

@@ -1,5 +1,5 @@
-"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts; and in a job with
-several ranks in each of several pods, the first rank of each pod, for its part of the job.
+"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts; and in a job
+of several parts, each of some ranks, the first rank of each part for that part.
 
 It reads its :class:`AgentConfig` as one line from standard input, and ends when standard input
 closes.
@@ -100,8 +100,9 @@ async def serve(config: AgentConfig) -> None:
         uplink.observed()
 
     parts = PartLines(
-        observer, config.part_ranks, on_part, lambda ops: collector.take(ops, time.monotonic())
-    )
+        observer, config.mesh, config.part_ranks, on_part,
+        lambda ops: collector.take(ops, time.monotonic()),
+    )  # fmt: skip
     ranks = RankServer(
         bytes.fromhex(config.secret_hex), config.mesh, config.ranks, on_telemetry, parts
     )

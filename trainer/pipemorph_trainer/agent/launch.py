@@ -18,11 +18,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.merge import ranks_of_part
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.topology.addresses import own_address
 
 log = logging.getLogger("pipemorph.agent")
 
+SHARED_RANKS = 64
+"""Ranks of each part where a pod is no part: what one agent judges is bounded so, whatever the
+mesh."""
 BACKLOG = 4096
 """Connections that the kernel queues while the agent is starting."""
 LAST_REPORT_SECONDS = 5.0
@@ -60,8 +65,7 @@ class AgentConfig(BaseModel):
         """The ranks that connect to this agent."""
         if not self.part_ranks:
             return range(self.mesh.world_size)
-        first = (self.part or 0) * self.part_ranks
-        return range(first, first + self.part_ranks)
+        return ranks_of_part(self.mesh, self.part or 0, self.part_ranks)
 
 
 class AgentHandle:
@@ -167,11 +171,13 @@ def _how(code: int) -> str:
 
 def part_ranks(places: Sequence[tuple[int, int]]) -> int:
     """Ranks of each part of a job that agents of their own observe, from the places of all ranks:
-    each one's local rank, and the ranks of its pod. 0 if the job has one part: it has one pod, pods
-    of one rank, or pods that differ."""
+    each one's local rank, and the ranks of its pod. A part is a pod; where pods have one rank, or
+    differ, it is :data:`SHARED_RANKS` ranks, the last of all parts maybe fewer. 0 if the job has
+    one part: one pod, or no more ranks than that."""
     local = places[0][1]
     fits = all(place == (rank % local, local) for rank, place in enumerate(places))
-    return local if fits and 1 < local < len(places) else 0
+    ranks = local if fits and local > 1 else SHARED_RANKS
+    return ranks if ranks < len(places) else 0
 
 
 def start_agent(context: TrainerContext, mesh: MeshShape, *, part_ranks: int = 0) -> AgentHandle:
@@ -199,9 +205,11 @@ def start_part_agent(
     context: TrainerContext, mesh: MeshShape, *, part_ranks: int, upstream: tuple[str, int]
 ) -> AgentHandle:
     """Start the agent of this rank's part beside it, as :func:`start_agent` does. It serves the
-    ranks of this machine, and reports to the job's agent at ``upstream``."""
+    ranks of this machine, or of as many, and reports to the job's agent at ``upstream``. Raises
+    :class:`PipelineError` if other machines cannot reach this one."""
+    alone = part_ranks == context.local_world_size
     return _start(
-        context, mesh, "127.0.0.1",
+        context, mesh, "127.0.0.1" if alone else own_address(context.master_addr),
         part=context.rank // part_ranks, part_ranks=part_ranks, upstream=upstream,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The job's agent and the agents of the job's other parts: what they send each other, and the side
 of the job's agent.
 
-A part is the ranks of one pod, or of one machine. Its agent reports states as the job's agent does
-to the ingest (:class:`~pipemorph.wire.parts.PartReport`), and gets plans for its ranks. Frames and
-handshake are those of ranks.
+A part is the ranks of one pod or of one machine, or of several pods that have one rank. Its agent
+reports states as the job's agent does to the ingest (:class:`~pipemorph.wire.parts.PartReport`),
+and gets plans for its ranks. Frames and handshake are those of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.merge import ranks_of_part
 from pipemorph.control.observe.observer import Observer
 from pipemorph.wire import Count, OpsTrace, WireModel
 from pipemorph.wire.parts import PartAnswer, PartReport
@@ -54,17 +56,19 @@ def joined(bodies: Mapping[int, bytes]) -> bytes:
 
 
 class PartLines:
-    """Connections of the agents of parts. ``on_news`` is called when one has told something,
-    ``on_ops`` with ops that were asked for."""
+    """Connections of the agents of parts, of so many ``ranks`` each. ``on_news`` is called when one
+    has told something, ``on_ops`` with ops that were asked for."""
 
     def __init__(
         self,
         observer: Observer,
+        mesh: MeshShape,
         ranks: int,
         on_news: Callable[[], None],
         on_ops: Callable[[OpsTrace], None] = lambda _: None,
     ) -> None:
-        self._observer, self._ranks, self._on_news = observer, ranks, on_news
+        self._observer, self._on_news = observer, on_news
+        self._mesh, self._ranks = mesh, ranks
         self._on_ops = on_ops
         self._lines: dict[int, asyncio.StreamWriter] = {}
 
@@ -74,7 +78,7 @@ class PartLines:
 
     def ranks(self, number: int) -> range:
         """The ranks of a part."""
-        return range(number * self._ranks, (number + 1) * self._ranks)
+        return ranks_of_part(self._mesh, number, self._ranks)
 
     def has(self, number: int) -> bool:
         """Whether the job has such a part with an agent of its own."""
