@@ -11,7 +11,8 @@ with the replicas of which all pods are there. When those of another replica are
 ranks are asked to leave between two iterations, and a generation with that replica begins.
 
 With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
-loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`).
+loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`). So is a pod
+that comes late: at the first start of the ranks, a spare takes its place after a while.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from pipemorph.wire.generations import LONGEST_LINE
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
 end, and give back what they hold: the next attempt queues for all."""
+COMES_SECONDS = 60.0
+"""At the first start of the ranks: how long a pod is waited for after the last one that has come,
+before a spare takes its place. If it comes after all it is a spare, so little is lost."""
 SILENT_SECONDS = 45.0
 """How long to wait for the word of a pod of which nobody knows that it is lost: longer than its
 ranks may take to end, and less long than other pods wait for it."""
@@ -68,7 +72,8 @@ class Generations:
     that are known to be finished, beside those of reports to come. ``cut``: which pods have ranks
     of which replicas, how many replicas may go on without the others, and how many pods are spares;
     None: all pods have to run. ``patience``: seconds that replicas that may go on without others
-    wait for the pod that replaces a lost one.
+    wait for the pod that replaces a lost one. ``comes``: those after which spares take the places
+    of pods that have not come.
     """
 
     def __init__(
@@ -82,9 +87,10 @@ class Generations:
         done: int = 0,
         cut: Parallelism | None = None,
         patience: float = 0.0,
+        comes: float = COMES_SECONDS,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
-        self.patience = patience
+        self.patience, self._comes = patience, comes
         changes = cut is not None and (cut.min_replicas is not None or cut.spares > 0)
         self._cut = cut if changes else None
         """None: the same pods run in every generation."""
@@ -126,6 +132,12 @@ class Generations:
         self._uids: dict[int, str] = {}
         """By pod, of the one that was heard of last, where the host knows it."""
         self._uncounted: set[int] = set()
+        self._came: set[int] = set()
+        """Pods with ranks in generation 0 of which was heard, and which are not lost."""
+        self._came_at = -inf
+        """When the last of them came."""
+        self._came_elsewhere = False
+        """Whether some came before this ingest had the job."""
         self._looked_at = -inf
         self._seen: dict[int, float] = {}
         """When a pod without ranks last asked for the next generation."""
@@ -262,6 +274,7 @@ class Generations:
         if uid in self._told:
             self._uids.setdefault(pod, uid)
             return
+        self._come(pod, now)
         if self._runs(pod):
             self._heard_of = max(self._heard_of, now)
         known = self._uids.get(pod)
@@ -353,6 +366,9 @@ class Generations:
         if self._over:
             self._decide(now)
             return
+        if now >= self._come_by():
+            self._do_without(now)
+            return
         if self._leave:
             if now - self._heard_of >= LEAVE_SECONDS:
                 # They may run or have finished: to begin beside them could be to train twice.
@@ -376,7 +392,7 @@ class Generations:
             if self._leave:
                 return self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
-            return again if now < again else None
+            return min((at for at in (again, self._come_by()) if now < at < inf), default=None)
         missing = self._missing()
         silent = self._over_at + SILENT_SECONDS
         if missing - self._lost.keys() and self._decided_at < silent:
@@ -386,6 +402,39 @@ class Generations:
         if filled.running.left_out:
             at = max(at, self._settled_at(now))
         return at if self._decided_at < at < inf else None
+
+    def _come(self, pod: int, now: float) -> None:
+        """Take that a pod is there."""
+        if self._cut is None or pod >= self._cut.pods or pod in self._came:
+            return
+        self._came.add(pod)
+        self._came_at = max(self._came_at, now)
+        # All say first that they have joined, be it to another ingest.
+        self._came_elsewhere |= pod not in self._launchers
+
+    def _come_by(self) -> float:
+        """Until when pods that are not there at the first start of the ranks may come before spares
+        take their places; inf: all are there, or the ranks have trained."""
+        first = self._spares > 0 and self.saved.generation == 0 and not self._ran
+        if not first or not self._came or len(self._came) == self._now()[0].cut.pods:
+            return inf
+        # Those that came elsewhere may not ask for that long.
+        return self._came_at + (LEAVE_SECONDS if self._came_elsewhere else self._comes)
+
+    def _do_without(self, now: float) -> None:
+        """Let spares take the places of all pods that have not come, if there are enough: a start
+        with some of them missing would wait as this one does."""
+        filled = self._fill(self._came | self._present(now))
+        if filled.running.left_out:
+            return
+        late = sorted(self._running() - self._came)
+        for pod in late:
+            if pod not in self._lost:
+                why = f"pod {pod} has not come {now - self._came_at:.0f} s after the others"
+                self._lost[pod], self._awaits[pod] = (why, now), now
+                self._uncounted.add(pod)
+        self._over, self._over_at = self._lost[late[0]][0], now
+        self._decide(now)
 
     def _settled_at(self, now: float) -> float:
         """When all pods that wait have been heard of, if they are there."""
@@ -444,6 +493,7 @@ class Generations:
         self._launchers[pod] = report.launcher
         if uid:
             self._uids[pod] = uid
+        self._come(pod, now)
         self._awaits.pop(pod, None)
         lost = self._lost.pop(pod, None)
         if not self._runs(pod):
@@ -453,7 +503,7 @@ class Generations:
             self._count_spares(now)
             return
         self._seen[pod] = now
-        if known is not None or self._ran or self.saved.generation > 0:
+        if known is not None or lost is not None or self._ran or self.saved.generation > 0:
             self._replaced.add(pod)
             unknown = f"pod {pod} was lost, and another one has taken its place", now
             why, since = lost or unknown
@@ -484,6 +534,8 @@ class Generations:
                 continue
             self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
             self._gone.discard(each.pod)
+            self._came.discard(each.pod)
+            self._came_at = max(self._came_at, at)
             if not self._runs(each.pod):
                 self._stood_by = 0
             # Whatever was decided without that: it is told in whole seconds.

@@ -22,6 +22,12 @@ def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     return LinkHealthReport.model_validate(values | fields)
 
 
+def iterations(*indices: int, seconds: float = 1.0) -> list[dict[str, Any]]:
+    """Finished iterations, for :func:`report`."""
+    common = {"seconds": seconds, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
+    return [{"index": index, **common} for index in indices]
+
+
 class Agent:
     """Observes a job of ``spec``. ``paced``: whether it reports when a report is due, and not
     with all telemetry."""

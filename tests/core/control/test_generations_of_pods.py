@@ -312,6 +312,14 @@ def test_an_ingest_that_was_replaced_knows_a_new_launcher_by_what_the_ranks_have
     assert not late.state.over
 
 
+def test_an_ingest_that_was_replaced_knows_a_new_launcher_by_the_loss_that_is_in_status() -> None:
+    """Before an iteration was finished: it would begin the generation that others are in."""
+    job = Generations(pods=2, most=2)
+    job.expect([lost_pod(1, 9.0)], 10.0)
+    job.take(word("joined", 1, launcher="new"), 20.0)
+    assert job.state.over and job.state.reason == "pod 1 on node n exited with code 137"
+
+
 def test_replaced_pods_without_progress_count_and_then_an_attempt_follows() -> None:
     job = Generations(pods=1, most=3)
     joins(job, 1.0, "a")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+from observing import iterations, report
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
 from pipemorph.control.generations import (
+    COMES_SECONDS,
+    LEAVE_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
     UNHEARD_SECONDS,
     Generations,
 )
-from pipemorph.wire import LinkHealthReport, Loss, PodReport
+from pipemorph.wire import Loss, PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2, pod 6 is a spare.
 CUT = Parallelism(stages=2, replicas=3, spares=1, order=["dp_replicate", "pp"])
@@ -49,12 +54,15 @@ def stands_by(job: Generations, pod: int, now: float) -> None:
     job.take(told(job, pod), now)
 
 
-def started(cut: Parallelism = CUT, most: int = 5) -> Generations:
+def started(cut: Parallelism = CUT, most: int = 5, late: Sequence[int] = ()) -> Generations:
+    """``late``: pods that have not come."""
     job = Generations(cut.all_pods, most, cut=cut, patience=PATIENCE)
-    for pod in range(cut.all_pods):
+    there = [pod for pod in range(cut.all_pods) if pod not in late]
+    for pod in there:
         job.take(word("joined", pod), 1.0)
-    for pod in range(cut.pods, cut.all_pods):
-        stands_by(job, pod, 2.0)
+    for pod in there:
+        if pod >= cut.pods:
+            stands_by(job, pod, 2.0)
     return job
 
 
@@ -256,13 +264,8 @@ def test_spares_end_when_the_ranks_have_finished() -> None:
     assert job.state.verdict == "completed"
     again = Generations(7, 5, saved=job.told, cut=CUT, patience=PATIENCE)
     assert again.state.verdict == "completed", "a spare may come back after the end"
-    finished = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
-        "sent_at": 1.0, "state": "finished", "iteration": 9, "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    }  # fmt: skip
     other = started()
-    assert other.reported(LinkHealthReport.model_validate(finished), 30.0)
+    assert other.reported(report(state="finished"), 30.0)
     assert other.state.verdict == "completed"
 
 
@@ -301,3 +304,80 @@ def test_a_pod_that_was_given_up_and_is_there_again_is_a_spare() -> None:
     assert (job.state.over, job.spares_ready) == (False, 0)
     stands_by(job, 3, 61.0)
     assert (job.state.over, job.spares_ready) == (False, 1)
+
+
+def test_a_spare_takes_the_place_of_a_pod_that_has_not_come() -> None:
+    job, by = started(late=[3]), 1.0 + COMES_SECONDS
+    assert job.due(2.0) == by
+    stands_by(job, 6, by - 1)
+    assert not job.state.over
+    job.look(by)
+    assert (job.state.over, job.state.awaits, job.due(by)) == (True, 3, by + SILENT_SECONDS)
+    assert job.state.reason == "pod 3 has not come 60 s after the others"
+    end(job, 0, 1, 2, 4, 5, now=by + 1, finished=0, loss=None)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, ((3, 6),), "")
+    (record,) = job.saved.last
+    assert (record.cause, record.pod) == ("pod 3 has not come 60 s after the others", 3)
+    assert [(each.pod, each.instead_of) for each in record.spares] == [(6, 3)]
+    assert (job.saved.count, job.saved.counted) == (1, 0)
+    back(job, 3, by + 10)
+    assert (job.state.over, job.spares_ready, job.due(by + 10)) == (False, 1, None)
+
+
+def test_a_spare_goes_before_a_pod_that_comes_at_last() -> None:
+    job, by = started(late=[3]), 1.0 + COMES_SECONDS
+    stands_by(job, 6, by)
+    assert job.state.over
+    end(job, 0, 1, 2, 4, now=by + 1, finished=0, loss=None)
+    job.take(word("joined", 3), by + 2)
+    end(job, 5, now=by + 3, finished=0, loss=None)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, ((3, 6),), "")
+    assert (job.saved.counted, job.spares_ready) == (0, 1)
+    # If the spare is lost meanwhile, the pod has its place.
+    job = started(late=[3])
+    stands_by(job, 6, by)
+    job.expect([lost_pod(6, by)], by)
+    end(job, 0, 1, 2, 4, 5, now=by + 1, finished=0, loss=None)
+    assert job.state.over
+    job.take(word("joined", 3), by + 2)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, (), "")
+    assert job.saved.counted == 0
+
+
+def test_without_enough_spares_all_wait_for_the_pods_that_have_not_come() -> None:
+    job, by = started(late=[3, 5]), 1.0 + COMES_SECONDS
+    stands_by(job, 6, by)
+    assert (job.state.over, job.due(by)) == (False, None)
+    job.take(word("joined", 5), by + 1)
+    assert job.due(by + 1) == by + 1 + COMES_SECONDS, "others may follow it"
+    stands_by(job, 6, by + 1 + COMES_SECONDS)
+    assert job.state.over
+
+
+def test_of_ranks_that_train_all_pods_have_come() -> None:
+    job = started(late=[3])
+    job.reported(report(iterations=iterations(0)), 20.0)
+    stands_by(job, 6, 1.0 + COMES_SECONDS)
+    assert (job.state.over, job.due(21.0)) == (False, None)
+    assert started().due(2.0) is None
+
+
+def test_a_pod_that_is_lost_before_the_ranks_have_trained_has_not_come() -> None:
+    """Ranks that wait for all to begin do not notice."""
+    job = started()
+    job.expect([lost_pod(3, 9.0)], 10.0)
+    stands_by(job, 6, 9.0 + COMES_SECONDS)
+    assert (job.state.over, job.state.reason) == (True, "pod 3 exited with code 137")
+    end(job, 0, 1, 2, 4, 5, now=80.0, finished=0, loss=None)
+    assert (job.state.generation, job.state.places) == (1, ((3, 6),))
+
+
+def test_an_ingest_that_takes_over_hears_late_of_pods_that_came() -> None:
+    """Of a large job, some ask only every few minutes."""
+    job = Generations(7, 5, cut=CUT, patience=PATIENCE)
+    for pod in (0, 1, 2, 4, 5):
+        job.heard(pod, "", 1.0)
+    stands_by(job, 6, 1.0 + COMES_SECONDS)
+    assert (job.state.over, job.due(70.0)) == (False, 1.0 + LEAVE_SECONDS)
+    job.heard(3, "", 300.0)
+    assert job.due(301.0) is None
