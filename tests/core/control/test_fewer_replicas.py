@@ -9,16 +9,14 @@ import pytest
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.generations import (
-    LEAVE_SECONDS,
+from pipemorph.control.generations import LEAVE_SECONDS, STAY_SECONDS, Generations
+from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.control.presence import (
     REPLACED_SECONDS,
     SILENT_SECONDS,
-    STAY_SECONDS,
     TAKEOVER_SECONDS,
     UNHEARD_SECONDS,
-    Generations,
 )
-from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.wire import LinkHealthReport, Loss, PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2.
@@ -69,7 +67,7 @@ def end(job: Generations, *pods: int, now: float, finished: int = 0, **fields: A
 def lose(job: Generations, pod: int, now: float, finished: int = 5) -> None:
     """A pod is lost, and the operator says so at once."""
     others = set(range(6)) - {pod}
-    end(job, *(each for each in others if job._runs(each)), now=now, finished=finished)
+    end(job, *(each for each in others if job.presence.runs(each)), now=now, finished=finished)
     job.expect([lost_pod(pod, now)], now)
 
 
@@ -364,11 +362,11 @@ def test_an_eviction_does_not_excuse_the_next_generation() -> None:
     job.expect([lost_pod(2, 11.0, uid="evicted", counted=False)], 11.0)
     job.look(21.0)
     back(job, 2, 24.0)
-    assert not job._uncounted
+    assert not job.presence.uncounted
     job.expect([lost_pod(2, 25.0, uid="again", counted=False)], 25.0)
-    assert job._uncounted == {2}
+    assert job.presence.uncounted == {2}
     job.expect([lost_pod(2, 26.0, uid="killed")], 26.0)
-    assert not job._uncounted
+    assert not job.presence.uncounted
 
 
 def test_ranks_that_cannot_leave_are_asked_again_later() -> None:

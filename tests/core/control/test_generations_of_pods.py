@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pipemorph.api.status import MAX_RECOVERIES_KEPT, PodReplacement, Recoveries
-from pipemorph.control.generations import REPLACED_SECONDS, Generations
+from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.control.presence import REPLACED_SECONDS
 from pipemorph.control.record.recovering import WORD_SECONDS
 from pipemorph.wire import LinkHealthReport, Loss, PodReport, ResumedFrom
 

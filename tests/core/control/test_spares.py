@@ -10,13 +10,12 @@ from observing import iterations, report
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.generations import (
+from pipemorph.control.generations import LEAVE_SECONDS, Generations
+from pipemorph.control.presence import (
     COMES_SECONDS,
-    LEAVE_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
     UNHEARD_SECONDS,
-    Generations,
 )
 from pipemorph.wire import Loss, PodReport
 
@@ -45,7 +44,7 @@ def lost_pod(pod: int, at: float, **fields: Any) -> PodReplacement:
 def told(job: Generations, pod: int, **fields: Any) -> PodReport:
     """What the launcher of a pod says when no rank runs there."""
     known: dict[str, Any] = {"left_out": list(job.left_out), "places": job.places}
-    known["launcher"] = job._launchers.get(pod, f"pod {pod}")
+    known["launcher"] = job.presence.launchers.get(pod, f"pod {pod}")
     return word("gone", pod, job.state.generation, **known | fields)
 
 
@@ -75,7 +74,7 @@ def end(job: Generations, *pods: int, now: float, finished: int = 5, **fields: A
 
 def lose(job: Generations, *pods: int, now: float, finished: int = 5, **fields: Any) -> None:
     """Pods are lost. The operator says so when the others' ranks have ended."""
-    others = (each for each in range(job.pods) if each not in pods and job._runs(each))
+    others = (each for each in range(job.pods) if each not in pods and job.presence.runs(each))
     end(job, *others, now=now, finished=finished)
     job.expect([lost_pod(pod, now, **fields) for pod in pods], now)
     due = job.due(now)
@@ -251,7 +250,7 @@ def test_evictions_do_not_count() -> None:
     job = started()
     for number, pod in enumerate((3, 5, 4)):
         now = 10.0 * (number + 1)
-        spare = next(each for each in range(7) if not job._runs(each))
+        spare = next(each for each in range(7) if not job.presence.runs(each))
         stands_by(job, spare, now)
         lose(job, pod, now=now, finished=0, counted=False)
         assert (job.state.generation, job.saved.counted) == (number + 1, 0)

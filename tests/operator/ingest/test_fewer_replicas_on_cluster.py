@@ -13,8 +13,8 @@ import pytest
 from operator_status import Shared
 
 from pipemorph.api.status import JobStatus, condition
-from pipemorph.control.generations import SILENT_SECONDS
 from pipemorph.control.observed.reports import ReportMismatch
+from pipemorph.control.presence import SILENT_SECONDS
 from pipemorph.ingest import GenerationDesk
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.store import ClusterStore
