@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from observing import iterations, report
+from observing import trained
+from pod_words import lost_peer, lost_pod, word
 
 from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.status import PodReplacement, Recoveries
+from pipemorph.api.status import Recoveries
 from pipemorph.control.generations import LEAVE_SECONDS, Generations
 from pipemorph.control.presence import (
     COMES_SECONDS,
@@ -17,28 +17,12 @@ from pipemorph.control.presence import (
     SILENT_SECONDS,
     UNHEARD_SECONDS,
 )
-from pipemorph.wire import Loss, PodReport
+from pipemorph.wire import PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2, pod 6 is a spare.
 CUT = Parallelism(stages=2, replicas=3, spares=1, order=["dp_replicate", "pp"])
 FEWER = CUT.model_copy(update={"min_replicas": 1})
 PATIENCE = 10.0
-
-
-def word(event: str, pod: int, generation: int = 0, **fields: Any) -> PodReport:
-    given = {"attempt": 0, "generation": generation, "pod": pod, "event": event}
-    return PodReport.model_validate(given | {"launcher": f"pod {pod}"} | fields)
-
-
-def loss(at: float, **fields: Any) -> Loss:
-    given = {"reason": "rank 0 lost rank 3", "at": at, "rank": 0, "lost_peer": True}
-    return Loss.model_validate(given | fields)
-
-
-def lost_pod(pod: int, at: float, **fields: Any) -> PodReplacement:
-    when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    given = {"uid": f"{pod} {at}", "cause": f"pod {pod} exited with code 137", **fields}
-    return PodReplacement(attempt=0, pod=pod, at=when, **given)
 
 
 def told(job: Generations, pod: int, **fields: Any) -> PodReport:
@@ -68,7 +52,7 @@ def started(cut: Parallelism = CUT, most: int = 5, late: Sequence[int] = ()) -> 
 def end(job: Generations, *pods: int, now: float, finished: int = 5, **fields: Any) -> None:
     """The ranks of some pods have ended, since they lost another one."""
     for pod in pods:
-        given: dict[str, Any] = {"loss": loss(now), "finished": finished}
+        given: dict[str, Any] = {"loss": lost_peer(now), "finished": finished}
         job.take(told(job, pod, **given | fields), now)
 
 
@@ -122,7 +106,7 @@ def test_the_pod_that_comes_back_is_a_spare_from_then_on() -> None:
     lose(job, 5, now=30.0, finished=9)
     assert (job.state.generation, job.state.places) == (2, ((3, 6), (5, 3)))
     # And with ranks again, in the place that was another's, it may fail as they all may.
-    error = loss(40.0, lost_peer=False, reason="rank 5 raised")
+    error = lost_peer(40.0, lost_peer=False, reason="rank 5 raised")
     end(job, 0, 1, 2, 4, 6, now=40.0, finished=12)
     end(job, 3, now=40.0, loss=error)
     assert (job.state.generation, job.state.places) == (3, ((3, 6), (5, 3)))
@@ -264,7 +248,7 @@ def test_spares_end_when_the_ranks_have_finished() -> None:
     again = Generations(7, 5, saved=job.told, cut=CUT, patience=PATIENCE)
     assert again.state.verdict == "completed", "a spare may come back after the end"
     other = started()
-    assert other.reported(report(state="finished"), 30.0)
+    assert other.reported(trained(state="finished"), 30.0)
     assert other.state.verdict == "completed"
 
 
@@ -277,7 +261,7 @@ def test_an_ingest_that_is_replaced_knows_who_runs_where() -> None:
     saved = Recoveries.model_validate(job.told.model_dump(by_alias=True))
     again = Generations(7, 5, saved=saved, cut=CUT, patience=PATIENCE)
     assert (again.state.places, again.spares_ready) == (((3, 6),), 1)
-    again.take(word("gone", 0, 1, places=((3, 6),), loss=loss(60.0)), 60.0)
+    again.take(word("gone", 0, 1, places=((3, 6),), loss=lost_peer(60.0)), 60.0)
     assert again.spares_ready == 1, "it has not asked here yet"
     end(again, 1, 2, 4, 6, now=60.0, finished=9)
     again.expect([lost_pod(5, 60.0)], 61.0)
@@ -299,7 +283,7 @@ def test_a_pod_that_was_given_up_and_is_there_again_is_a_spare() -> None:
     stands_by(job, 6, 50.0)
     job.look(10.0 + SILENT_SECONDS)
     # It ends its ranks, which nobody met any more, and hears that it has none.
-    job.take(word("gone", 3, 0, loss=loss(60.0)), 60.0)
+    job.take(word("gone", 3, 0, loss=lost_peer(60.0)), 60.0)
     assert (job.state.over, job.spares_ready) == (False, 0)
     stands_by(job, 3, 61.0)
     assert (job.state.over, job.spares_ready) == (False, 1)
@@ -355,7 +339,7 @@ def test_without_enough_spares_all_wait_for_the_pods_that_have_not_come() -> Non
 
 def test_of_ranks_that_train_all_pods_have_come() -> None:
     job = started(late=[3])
-    job.reported(report(iterations=iterations(0)), 20.0)
+    job.reported(trained(0), 20.0)
     stands_by(job, 6, 1.0 + COMES_SECONDS)
     assert (job.state.over, job.due(21.0)) == (False, None)
     assert started().due(2.0) is None
