@@ -5,18 +5,20 @@ launcher says so, and the next one begins when the ranks of all pods are gone: t
 when the launcher of another pod has joined in its place. The
 :class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have
 told: how the ranks ended, and how many iterations they had finished. What ranks report is behind.
+Which pods are there, :mod:`.presence` knows.
 
 With ``parallelism.minReplicas`` the next generation does not wait long for lost pods: it begins
 with the replicas of which all pods are there. When those of another replica are there again, the
 ranks are asked to leave between two iterations, and a generation with that replica begins.
 
 With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
-loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`).
+loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`). So is a pod
+that comes late: at the first start of the ranks, a spare takes its place after a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
 from typing import Any
@@ -34,26 +36,14 @@ from pipemorph.api.status import (
 )
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.control.places import Filled, fill
+from pipemorph.control.places import Filled
+from pipemorph.control.presence import COMES_SECONDS, SELDOM_SECONDS, Lost, Presence
 from pipemorph.control.record.recovering import Recovering
 from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport
 from pipemorph.wire.generations import LONGEST_LINE
 
-REPLACED_SECONDS = 300.0
-"""How long the pods of a job wait for the one that takes the place of a lost pod. After that they
-end, and give back what they hold: the next attempt queues for all."""
-SILENT_SECONDS = 45.0
-"""How long to wait for the word of a pod of which nobody knows that it is lost: longer than its
-ranks may take to end, and less long than other pods wait for it."""
-UNHEARD_SECONDS = 30.0
-"""A pod without ranks that has not asked for the next generation for so long is not there. It asks
-every few seconds; of more than a hundred, each after so many more seconds as there are hundreds."""
-TAKEOVER_SECONDS = 12.0
-"""How long the pods that wait have to be heard of by an ingest that has just taken over, before it
-goes on without them: two of their requests."""
-LEAVE_SECONDS = 600.0
-"""Of ranks that are to leave: how long to wait while nothing is heard of them. Longer than
-launchers that may not keep a poll open wait between two requests."""
+LEAVE_SECONDS = SELDOM_SECONDS
+"""Of ranks that are to leave: how long to wait while nothing is heard of them."""
 STAY_SECONDS = 60.0
 """Ranks that could not leave are asked again after so long."""
 LOOK_SECONDS = 1.0
@@ -68,7 +58,8 @@ class Generations:
     that are known to be finished, beside those of reports to come. ``cut``: which pods have ranks
     of which replicas, how many replicas may go on without the others, and how many pods are spares;
     None: all pods have to run. ``patience``: seconds that replicas that may go on without others
-    wait for the pod that replaces a lost one.
+    wait for the pod that replaces a lost one. ``comes``: those after which spares take the places
+    of pods that have not come.
     """
 
     def __init__(
@@ -82,17 +73,18 @@ class Generations:
         done: int = 0,
         cut: Parallelism | None = None,
         patience: float = 0.0,
+        comes: float = COMES_SECONDS,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.patience = patience
         changes = cut is not None and (cut.min_replicas is not None or cut.spares > 0)
         self._cut = cut if changes else None
         """None: the same pods run in every generation."""
-        self._known: tuple[Running, frozenset[int]] | None = None
         self.saved = saved or Recoveries()
         """What another ingest has to know before a launcher is told of it."""
-        self._spares_ready = self._stood_by = self.saved.spares_ready or 0
-        """``_stood_by``: how many did as far as another ingest has heard."""
+        self.presence = Presence(
+            pods, self._cut, stood_by=self.saved.spares_ready or 0, comes=comes
+        )
         self._finished = max(done, self.saved.finished)
         """Iterations that a rank is known to have finished."""
         told = [each.iterations_done for each in self.saved.last[-1:]]
@@ -101,10 +93,9 @@ class Generations:
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering = Recovering()
-        self._settles_at: float | None = None
-        """Until when pods that wait may not have been heard of yet; None: not known yet."""
-        self._begin_pods()
+        self._looked_at = -inf
         self._ran = done > 0
+        """Whether an iteration of this attempt is known to be finished."""
         self._heard = saved is None or saved.attempt != attempt
         """Whether what the ranks have finished is known: not where another ingest was told last."""
         self._new_generation()
@@ -114,26 +105,12 @@ class Generations:
         elif self.saved.last and self.saved.last[-1].seconds is None:
             self._recovering.follow(self.saved.last[-1])
 
-    def _begin_pods(self) -> None:
-        self._launchers: dict[int, str] = {}
-        """By pod, as far as known: another ingest may have heard of the others."""
-        self._awaits: dict[int, float] = {}
-        """Lost pods, and since when: no other one has joined in their places."""
-        self._lost: dict[int, tuple[str, float]] = {}
-        """How they were lost, and when."""
-        self._told: set[str] = set()
-        """UIDs of all that were."""
-        self._uids: dict[int, str] = {}
-        """By pod, of the one that was heard of last, where the host knows it."""
-        self._uncounted: set[int] = set()
-        self._looked_at = -inf
-        self._seen: dict[int, float] = {}
-        """When a pod without ranks last asked for the next generation."""
-        self._ran = False
-        """Whether an iteration of this attempt is known to be finished."""
-
-    def _new_generation(self) -> None:
-        self._replaced: set[int] = set()
+    def _new_generation(self, waiting: Collection[int] = ()) -> None:
+        """``waiting``: pods that go on waiting if they have no ranks in it."""
+        running = None
+        if self._cut is not None:
+            running = Running(self._cut, self.left_out, self.places)
+        self.presence.begin_generation(running, waiting)
         self._since = inf
         """When the first of them was lost: earlier than any launcher may have said."""
         self._over, self._over_at = "", 0.0
@@ -147,21 +124,19 @@ class Generations:
         """Why the ranks could not leave, and when they said so."""
         self._hang = False
         self._losses: dict[int, Loss] = {}
-        self._gone: set[int] = set()
         self._completed: set[int] = set()
         self._recovering.begin()
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
-        self._begin_pods()
-        self._settles_at = -inf
+        self.presence.begin_attempt()
+        self._looked_at, self._ran = -inf, False
         self.attempt, self._verdict = attempt, None
         self._recovering.follow(None)
-        self._new_generation()
         update: dict[str, Any] = {"attempt": attempt, "generation": 0, "completed": False}
         update |= {"left_out": [], "places": []}
-        self._spares_ready = self._stood_by = 0
         self.saved = self.saved.model_copy(update=update)
+        self._new_generation()
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -174,21 +149,17 @@ class Generations:
         return self.saved.moved
 
     @property
-    def _spares(self) -> int:
-        return 0 if self._cut is None else self._cut.spares
-
-    @property
     def spares_ready(self) -> int:
         """Spares that stand by."""
-        return self._spares_ready
+        return self.presence.spares_ready
 
     @property
     def told(self) -> Recoveries | None:
         """What belongs into status; None where ranks have always been well, and there are no
         spares."""
-        if not self._spares:
+        if not self.presence.spares:
             return self.saved if self.saved.count else None
-        return self.saved.model_copy(update={"spares_ready": self._spares_ready})
+        return self.saved.model_copy(update={"spares_ready": self.spares_ready})
 
     @property
     def share(self) -> float:
@@ -200,24 +171,6 @@ class Generations:
         """Why the ranks have not left for a replica that may run again; empty if they could."""
         return self._stays[0] if self._stays is not None else ""
 
-    def _now(self) -> tuple[Running, frozenset[int]]:
-        """What runs in this generation, and the pods with ranks in it. Kept: of a large job all ask
-        at once."""
-        assert self._cut is not None
-        known = self._known
-        if known is None or (known[0].left_out, known[0].places) != (self.left_out, self.places):
-            running = Running(self._cut, self.left_out, self.places)
-            known = self._known = running, frozenset(running.pods)
-        return known
-
-    def _running(self) -> frozenset[int]:
-        """The pods with ranks in this generation."""
-        return self._now()[1]
-
-    def _runs(self, pod: int) -> bool:
-        """Whether a pod has ranks in this generation."""
-        return self._cut is None or pod in self._running()
-
     @property
     def state(self) -> GenerationState:
         if self._verdict is not None:
@@ -228,12 +181,17 @@ class Generations:
             over=bool(self._over),
             reason=self._over,
             hang=self._hang,
-            awaits=min(filter(self._runs, self._awaits), default=None) if self._over else None,
+            awaits=min(self._awaited, default=None) if self._over else None,
             left_out=self.left_out,
             places=self.places,
             leave=self._leave and not self._over,
             verdict="completed" if self.saved.completed else "",
         )
+
+    @property
+    def _awaited(self) -> Iterator[int]:
+        """Lost pods whose places have ranks in this generation."""
+        return filter(self.presence.runs, self.presence.awaited)
 
     def begun(
         self, generation: int, left_out: Sequence[int] | None = None, places: Places = ()
@@ -250,29 +208,17 @@ class Generations:
                 return False
             update["left_out"] = [each for each in left_out if each < self._cut.replicas]
             update["places"] = _placed(places)
-        self._new_generation()
         self.saved = self.saved.model_copy(update=update)
+        self._new_generation()
         return True
 
     def heard(self, pod: int, uid: str, now: float) -> None:
         """Say that the launcher of a pod polls. ``uid``: of the pod, as the host knows it, which
         tells one that is lost from the one in its place; empty: it does not."""
-        if pod >= self.pods:
+        if pod >= self.pods or not self.presence.heard(pod, uid, now):
             return
-        if uid in self._told:
-            self._uids.setdefault(pod, uid)
-            return
-        if self._runs(pod):
+        if self.presence.runs(pod):
             self._heard_of = max(self._heard_of, now)
-        known = self._uids.get(pod)
-        if uid and (known is None or known in self._told):
-            if known is not None:
-                self._launchers.pop(pod, None)
-            self._uids[pod] = uid
-            # Whoever is lost was there before.
-            self._awaits.pop(pod, None)
-            self._lost.pop(pod, None)
-            self._uncounted.discard(pod)
         self._count_spares(now)
 
     def take(self, report: PodReport, now: float, uid: str = "") -> None:
@@ -284,28 +230,18 @@ class Generations:
             )
         if report.pod >= self.pods:
             raise ReportMismatch("pod", f"is {report.pod}; the job has {self.pods} pods")
-        if self._settles_at is None:
-            self._settles_at = now + TAKEOVER_SECONDS
+        self.presence.begin_to_settle(now)
         if report.event == "joined":
             self._join(report, now, uid)
             return
         self.heard(report.pod, uid, now)
-        if uid in self._told and self._uids[report.pod] != uid:
-            raise WrongAttempt(f"pod {report.pod} is lost, and another one takes its place")
-        if self._launchers.setdefault(report.pod, report.launcher) != report.launcher:
-            raise WrongAttempt(f"pod {report.pod} is lost, and another one takes its place")
-        self._awaits = {
-            pod: since for pod, since in self._awaits.items() if now - since < REPLACED_SECONDS
-        }
+        self.presence.speaks(report.pod, report.launcher, uid, now)
         if report.generation < self.saved.generation or self._verdict is not None:
             return
         self.begun(report.generation, report.left_out, report.places)
         if report.event == "gone":
-            news = not self._is_present(report.pod, now)
-            self._seen[report.pod] = now
-            if not self._runs(report.pod):
-                if report.pod not in self._awaits:
-                    self._gone.add(report.pod)
+            news = self.presence.asks(report.pod, now)
+            if not self.presence.runs(report.pod):
                 self._count_spares(now)
                 if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
@@ -323,8 +259,8 @@ class Generations:
         if report.finished:
             self._heard = self._ran = True
             self._finish(report.finished)
-        if report.event != "failed" and not (uid and uid in self._told):
-            self._gone.add(report.pod)
+        if report.event != "failed":
+            self.presence.ended(report.pod, uid)
         if report.event == "completed":
             self._completed.add(report.pod)
             self._complete()
@@ -338,7 +274,7 @@ class Generations:
     def _complete(self) -> bool:
         """Take that the ranks that run have finished. Returns whether pods without any, which may
         still come, have to be told."""
-        waits = bool(self.saved.left_out) or self._spares > 0
+        waits = bool(self.saved.left_out) or self.presence.spares > 0
         news = waits and not self._over and not self.saved.completed
         if news:
             self.saved = self.saved.model_copy(update={"completed": True})
@@ -353,6 +289,11 @@ class Generations:
         if self._over:
             self._decide(now)
             return
+        if now >= self._come_by():
+            if (late := self.presence.do_without(now)) is not None:
+                self._over, self._over_at = late.why, now
+                self._decide(now)
+            return
         if self._leave:
             if now - self._heard_of >= LEAVE_SECONDS:
                 # They may run or have finished: to begin beside them could be to train twice.
@@ -362,10 +303,11 @@ class Generations:
             return
         if self._stays is not None and now < self._stays[1] + STAY_SECONDS:
             return
-        pods = set(self._running() - self._awaits.keys())
-        if self.left_out and len(self._fill(pods | self._present(now)).running.left_out) < len(
-            self.left_out
-        ):
+        if not self.left_out:
+            return
+        there = self.presence.with_ranks - self.presence.awaited.keys()
+        filled = self.presence.fill(there | self.presence.present(now))
+        if len(filled.running.left_out) < len(self.left_out):
             self._leave, self._heard_of = True, now
 
     def due(self, now: float) -> float | None:
@@ -376,122 +318,61 @@ class Generations:
             if self._leave:
                 return self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
-            return again if now < again else None
-        missing = self._missing()
-        silent = self._over_at + SILENT_SECONDS
-        if missing - self._lost.keys() and self._decided_at < silent:
+            return min((at for at in (again, self._come_by()) if now < at < inf), default=None)
+        presence = self.presence
+        missing = presence.missing()
+        silent = presence.silent_until(self._over_at)
+        if missing - presence.lost.keys() and self._decided_at < silent:
             return silent
-        filled = self._fill(self._present(now))
+        filled = presence.fill(presence.present(now))
         at = self._given_up_at(missing, filled)
         if filled.running.left_out:
-            at = max(at, self._settled_at(now))
+            at = max(at, presence.settled_at())
         return at if self._decided_at < at < inf else None
 
-    def _settled_at(self, now: float) -> float:
-        """When all pods that wait have been heard of, if they are there."""
-        waiting = frozenset(range(self.pods)) - self._running()
-        if self._settles_at is None or waiting <= self._gone:
-            return -inf
-        return self._settles_at
-
-    def _present(self, now: float) -> set[int]:
-        """Pods that wait for the next generation."""
-        return {pod for pod in self._gone if self._is_present(pod, now)}
-
-    def _is_present(self, pod: int, now: float) -> bool:
-        # Of many pods each asks less often.
-        longest = UNHEARD_SECONDS + self.pods / 25
-        here = pod in self._gone and pod not in self._awaits
-        return here and now - self._seen.get(pod, now) < longest
-
-    def _missing(self) -> frozenset[int]:
-        """Pods that had ranks in this generation and do not wait for the next one."""
-        return (self._running() - self._gone) | (self._running() & self._awaits.keys())
+    def _come_by(self) -> float:
+        """Until when pods that have not come are waited for, before spares take their places."""
+        first = self.saved.generation == 0 and not self._ran
+        return self.presence.come_by() if first else inf
 
     def _given_up_at(self, missing: frozenset[int], filled: Filled) -> float:
         """When none of these pods is waited for any more. ``filled``: what runs without them."""
         whole = set(filled.running.left_out) <= set(self.left_out)
         patience = 0.0 if whole else self.patience
-        known = [
-            # The notice comes first: until the others end, its ranks may run.
-            max(self._lost[pod][1], self._over_at) + patience
-            for pod in missing & self._lost.keys()
-        ]
-        if len(known) < len(missing):
-            known.append(self._over_at + SILENT_SECONDS)
-        return max(known, default=-inf)
-
-    def _fill(self, pods: set[int]) -> Filled:
-        """What may run in these pods."""
-        return fill(self._now()[0], pods, self._replaced)
+        return self.presence.given_up_at(missing, self._over_at, patience)
 
     def _count_spares(self, now: float) -> None:
-        """Take how many spares stand by."""
-        if not self._spares or self._over:
-            return
-        place = self._now()[0].place
-        ready = sum(place(pod) is None and self._is_present(pod, now) for pod in self._gone)
-        if self._settles_at is None or now < self._settles_at:
-            ready = max(ready, self._stood_by)
-        self._spares_ready = ready
+        """Take how many spares stand by. Of a generation that is over some may be needed."""
+        if not self._over:
+            self.presence.count_spares(now)
 
     def _join(self, report: PodReport, now: float, uid: str) -> None:
         """Take a launcher that has begun: in the first start of the ranks, or instead of one that
         is lost."""
-        pod, known = report.pod, self._launchers.get(report.pod)
-        if known == report.launcher or self._verdict is not None or uid in self._told:
+        pod = report.pod
+        if self._verdict is not None or self.presence.knows(pod, report.launcher, uid):
             return
-        self._launchers[pod] = report.launcher
-        if uid:
-            self._uids[pod] = uid
-        self._awaits.pop(pod, None)
-        lost = self._lost.pop(pod, None)
-        if not self._runs(pod):
-            # It asks for the next generation once it can start ranks at once: others go on so long.
-            self._uncounted.discard(pod)
-            self._gone.discard(pod)
+        ran = self._ran or self.saved.generation > 0
+        lost = self.presence.joins(pod, report.launcher, uid, now, ran=ran)
+        if not self.presence.runs(pod):
             self._count_spares(now)
             return
-        self._seen[pod] = now
-        if known is not None or self._ran or self.saved.generation > 0:
-            self._replaced.add(pod)
-            unknown = f"pod {pod} was lost, and another one has taken its place", now
-            why, since = lost or unknown
-            self._since = min(self._since, since)
-            own = self._losses.get(pod)
-            if own is None or own.lost_peer:
-                self._losses[pod] = Loss(reason=why[:LONGEST_LINE], at=since)
+        if lost is not None:
+            self._since = min(self._since, lost.at)
+            self._lose(pod, lost)
             if not self._over:
-                self._over, self._over_at = why, now
+                self._over, self._over_at = lost.why, now
         if self._over:
-            self._gone.add(pod)
+            self.presence.ended(pod, "")
             self._decide(now)
 
     def expect(self, lost: Sequence[PodReplacement], now: float) -> None:
         """Take from the host which pods are lost, or about to be, and that others will take their
         places; as often as it likes. Their peers notice by themselves: until then, their ranks may
         have time to save."""
-        for each in lost:
-            at = datetime.fromisoformat(each.at).timestamp()
-            if each.attempt != self.attempt or each.uid in self._told or each.pod >= self.pods:
-                continue
-            known = self._uids.get(each.pod)
-            replaced = known is not None and known != each.uid and known not in self._told
-            self._told.add(each.uid)
-            if replaced and each.pod in self._replaced and not each.counted:
-                self._uncounted.add(each.pod)
-            if replaced or now - at >= REPLACED_SECONDS:
-                continue
-            self._awaits[each.pod], self._lost[each.pod] = at, (each.cause, at)
-            self._gone.discard(each.pod)
-            if not self._runs(each.pod):
-                self._stood_by = 0
+        if self.presence.expect(lost, self.attempt, now):
             # Whatever was decided without that: it is told in whole seconds.
             self._decided_at = -inf
-            if each.counted:
-                self._uncounted.discard(each.pod)
-            else:
-                self._uncounted.add(each.pod)
         self._count_spares(now)
 
     def _decide(self, now: float) -> None:
@@ -505,20 +386,21 @@ class Generations:
         missing: frozenset[int] = frozenset()
         filled: Filled | None = None
         if self._cut is None:
-            if len(self._gone) < self.pods:
+            if len(self.presence.gone) < self.pods:
                 return
         else:
-            missing = self._missing()
-            if missing - self._lost.keys() and now < self._over_at + SILENT_SECONDS:
+            missing = self.presence.missing()
+            unknown = missing - self.presence.lost.keys()
+            if unknown and now < self.presence.silent_until(self._over_at):
                 return
-            filled = self._fill(self._present(now))
+            filled = self.presence.fill(self.presence.present(now))
             if missing and now < self._given_up_at(missing, filled):
                 return
             left_out = filled.running.left_out
             least = self._cut.min_replicas or self._cut.replicas
             if self._cut.replicas - len(left_out) < least:
                 return
-            if left_out and now < self._settled_at(now):
+            if left_out and now < self.presence.settled_at():
                 return
             resizes = self._cut.min_replicas is not None
             if resizes and not self._losses and not missing:
@@ -540,8 +422,8 @@ class Generations:
         rung, why = ladder.after(
             cause,
             self._finished,
-            replaced=bool(self._replaced or missing),
-            counted=cause_pod not in self._uncounted,
+            replaced=bool(self.presence.replaced or missing),
+            counted=cause_pod not in self.presence.uncounted,
         )
         begins = rung in (Rung.GENERATION, Rung.POD)
         record = RecoveryRecord(
@@ -563,7 +445,7 @@ class Generations:
             none = rung is Rung.NONE and twice
             self._end("none" if none else "attempt", why, cause_pod)
             return
-        self._uncounted -= self._replaced | missing
+        self.presence.uncounted -= self.presence.replaced | missing
         told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
         self._begin(record, filled, told, now)
 
@@ -572,7 +454,7 @@ class Generations:
         taken = filled.taken if filled is not None else {}
         spares = [SpareUsed(pod=pod, instead_of=lost) for pod, lost in sorted(taken.items())]
         found: dict[str, Any] = {
-            "replaced": sorted(self._replaced - set(taken.values()))[:MAX_REPLACED_KEPT],
+            "replaced": sorted(self.presence.replaced - set(taken.values()))[:MAX_REPLACED_KEPT],
             "spares": spares[:MAX_REPLACED_KEPT],
         }
         if filled is not None and filled.running.cut.min_replicas is not None:
@@ -584,10 +466,8 @@ class Generations:
     ) -> None:
         """The next generation begins."""
         self._recovering.follow(record, min(self._over_at, self._since))
-        waiting = self._gone
         # The next loss of a pod that is there is another one.
-        self._uncounted &= self._awaits.keys()
-        self._new_generation()
+        self.presence.uncounted &= self.presence.awaited.keys()
         update = dict(told) | {
             "generation": record.generation,
             "last": [*self.saved.last, record][-MAX_RECOVERIES_KEPT:],
@@ -596,9 +476,9 @@ class Generations:
             update["left_out"] = list(filled.running.left_out)
             update["places"] = _placed(filled.running.places)
         self.saved = self.saved.model_copy(update=update)
-        # Others end first.
-        self._gone = {pod for pod in waiting if not self._runs(pod)}
-        self._stood_by = 0
+        # Those with ranks end these first.
+        self._new_generation(self.presence.gone)
+        self.presence.stand_by_anew()
         self._count_spares(now)
 
     def _change(self, filled: Filled) -> RecoveryRecord:
@@ -618,12 +498,16 @@ class Generations:
     def _blame(self, missing: frozenset[int]) -> None:
         """Take pods that do not come for the cause of the failure: others lost them."""
         for pod in missing:
-            unknown = f"pod {pod} does not say that its ranks have ended", self._over_at
-            why, at = self._lost.get(pod, unknown)
-            self._since = min(self._since, at)
-            own = self._losses.get(pod)
-            if own is None or own.lost_peer:
-                self._losses[pod] = Loss(reason=why[:LONGEST_LINE], at=at)
+            unknown = Lost(f"pod {pod} does not say that its ranks have ended", self._over_at)
+            lost = self.presence.lost.get(pod, unknown)
+            self._since = min(self._since, lost.at)
+            self._lose(pod, lost)
+
+    def _lose(self, pod: int, lost: Lost) -> None:
+        """Take the loss of a pod for that of its ranks, unless these have failed by themselves."""
+        own = self._losses.get(pod)
+        if own is None or own.lost_peer:
+            self._losses[pod] = Loss(reason=lost.why[:LONGEST_LINE], at=lost.at)
 
     def _cause(self) -> tuple[int | None, Loss]:
         """The pod whose failure caused the others, and that failure: what no restart changes, then

@@ -22,6 +22,12 @@ def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     return LinkHealthReport.model_validate(values | fields)
 
 
+def trained(*indices: int, seconds: float = 1.0, **fields: Any) -> LinkHealthReport:
+    """A report of finished iterations, which took so many ``seconds`` each; with any fields."""
+    common = {"seconds": seconds, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
+    return report(iterations=[{"index": index, **common} for index in indices], **fields)
+
+
 class Agent:
     """Observes a job of ``spec``. ``paced``: whether it reports when a report is due, and not
     with all telemetry."""

@@ -6,15 +6,48 @@ Its rules are those of kube-apiserver 1.37; tests/cluster/test_operator_ingest.p
 from __future__ import annotations
 
 import copy
+import json
+import time
+from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
+from observing import trained
 from operator_objects import body
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.ingest import GenerationDesk
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import ApiRefused, path
 from pipemorph_operator.ingest.store import ClusterStore
 
 KEY = ("team", "gpt")
+_sequence = count(1)
+"""Of reports: each is newer than those before."""
+
+
+def spec_of(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
+    given = body(stages=stages, **fields)["spec"]
+    given["parallelism"]["replicas"] = replicas
+    return JobSpec.model_validate(given)
+
+
+def hear(store: ClusterStore, *indices: int, now: float | None = None, **fields: Any) -> None:
+    """The job's agent reports finished iterations, as of ``trained``. ``now``: wall clock."""
+    controller = store.lookup(*KEY)
+    assert controller is not None
+    sent = trained(*indices, **{"sequence": next(_sequence)} | fields)
+    controller.report(sent, time.time() if now is None else now)
+
+
+async def tell(desk: GenerationDesk, pod: int, wait: str = "0", **fields: Any) -> dict[str, Any]:
+    """The launcher of a pod tells that no rank is left there, or what the fields of its word say.
+    Returns the answer."""
+    given: dict[str, Any] = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone"}
+    reply = await desk.tell(*KEY, json.dumps(given | fields).encode(), wait)
+    assert reply.status == 200, reply
+    told: dict[str, Any] = json.loads(reply.body)
+    return told
 
 
 async def known(store: ClusterStore, body: dict[str, Any]) -> None:
@@ -39,6 +72,12 @@ class Shared:
     def write(self, status: dict[str, Any]) -> None:
         self.job["status"] |= status
         self.job["metadata"]["resourceVersion"] += "0"
+
+    def lose(self, pod: int, cause: str) -> None:
+        """The operator writes that a pod is lost, in whole seconds."""
+        at = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+        record = {"attempt": 0, "pod": pod, "uid": str(pod), "at": at, "cause": cause}
+        self.job["status"]["replacements"] = [record]
 
     async def get(self, url: str) -> dict[str, Any] | None:
         assert url in (path(names.KIND, *KEY), path(names.PLAN_KIND, *KEY))

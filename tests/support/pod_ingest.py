@@ -1,5 +1,6 @@
-"""``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
+"""``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER COMES``: an ingest for the pods of one job.
 
+``COMES``: seconds after which spares take the places of pods that have not come.
 Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
 iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
@@ -47,26 +48,28 @@ class PodTokens:
 class Kept:
     """The generations of the job, and its files."""
 
-    def __init__(self, job: PipeMorphJob, folder: Path) -> None:
+    def __init__(self, job: PipeMorphJob, folder: Path, comes: float) -> None:
         self._file, self._iterations = folder / "recoveries.json", folder / "iterations.jsonl"
+        self._replacements = folder / "replacements.jsonl"
         saved = None
         if self._file.exists():
             saved = Recoveries.model_validate_json(self._file.read_text())
+        done = [json.loads(line)[0] + 1 for line in _lines(self._iterations)]
         spec = job.spec
         most = spec.failure_policy.max_restarts
         self.of_job = Generations(
             spec.parallelism.all_pods,
             most,
             saved=saved,
+            done=max(done, default=0),
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
+            comes=comes,
         )
-        self._replacements = folder / "replacements.jsonl"
 
     def lost(self) -> list[PodReplacement]:
         """What the operator has written of lost pods."""
-        lines = self._replacements.read_text().splitlines() if self._replacements.exists() else []
-        return [PodReplacement.model_validate_json(line) for line in lines]
+        return [PodReplacement.model_validate_json(line) for line in _lines(self._replacements)]
 
     def generations(self, namespace: str, job: str) -> Generations:
         return self.of_job
@@ -87,8 +90,12 @@ class Kept:
             self.write()
 
 
-async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
-    kept, store = Kept(job, folder), MemoryStore()
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+async def serve(job: PipeMorphJob, token: str, port: int, folder: Path, comes: float) -> None:
+    kept, store = Kept(job, folder, comes), MemoryStore()
     key = job.metadata.namespace, job.metadata.name
     controllers = [
         JobController(
@@ -128,5 +135,6 @@ if __name__ == "__main__":
             sys.argv[2],
             int(sys.argv[3]),
             Path(sys.argv[4]),
+            float(sys.argv[5]),
         )
     )

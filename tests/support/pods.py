@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from launch import free_port
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import PodReplacement, Recoveries
+from pipemorph.control.presence import COMES_SECONDS
 
 DEADLINE = 120.0
 ITERATIONS = 24
@@ -60,7 +61,10 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
 
 
 class Job:
-    """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others."""
+    """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others.
+
+    ``late``: pods that are not started with the others. ``comes``: as of the ingest.
+    """
 
     def __init__(
         self,
@@ -73,10 +77,12 @@ class Job:
         spec: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         script: str = SCRIPT,
+        late: Sequence[int] = (),
+        comes: float = COMES_SECONDS,
         **args: Any,
     ) -> None:
         folder.mkdir()
-        self.folder, self.size = folder, size
+        self.folder, self.size, self.comes = folder, size, comes
         self.port, store = free_port(), free_port()
         (folder / "train.py").write_text(script)
         job = {
@@ -123,7 +129,8 @@ class Job:
         self._uids: dict[int, str] = {}
         """Of each pod."""
         self.ingest = self.start_ingest()
-        self.pods = [self.start_pod(index) for index in range(cut.all_pods)]
+        there = [index for index in range(cut.all_pods) if index not in late]
+        self.pods = {index: self.start_pod(index) for index in there}
 
     def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -135,7 +142,7 @@ class Job:
 
     def start_ingest(self) -> subprocess.Popen[bytes]:
         job = str(self.folder / "job.json")
-        args = [job, TOKEN, str(self.port), str(self.folder)]
+        args = [job, TOKEN, str(self.port), str(self.folder), str(self.comes)]
         before = self.log("ingest").count("serving")
         found = self._start("ingest", str(SUPPORT / "pod_ingest.py"), *args)
         self.wait("the ingest serves", lambda: self.log("ingest").count("serving") > before)
@@ -221,12 +228,12 @@ class Job:
     def ends(self) -> list[int]:
         """The exit codes of all pods."""
         try:
-            return [pod.wait(DEADLINE) for pod in self.pods]
+            return [self.pods[index].wait(DEADLINE) for index in sorted(self.pods)]
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the pods have not ended:\n{self}") from None
 
     def __str__(self) -> str:
-        names = (*(f"pod-{index}" for index in range(len(self.pods))), "ingest")
+        names = (*(f"pod-{index}" for index in sorted(self.pods)), "ingest")
         return "\n".join(f"--- {name}\n{self.log(name)[-4000:]}" for name in names)
 
     def close(self) -> None:

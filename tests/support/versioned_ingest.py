@@ -7,7 +7,7 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -276,11 +276,20 @@ class Ranks(Plant):
         assert reply.status in (200, 409), reply.body
         return DirectiveEnvelope.model_validate_json(reply.body)
 
-    def adapts(self, most: int = 60) -> None:
-        """Train until there is another directive, and it is in force."""
+    def adapts(
+        self,
+        delays: Sequence[float] | None = None,
+        most: int = 60,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Train until there is another directive, and it is in force. ``delays``: of the links from
+        now on; None: as before. ``between``: called after every iteration."""
         before = self.observed
+        if delays is not None:
+            self.delays = list(delays)
         for _ in range(most):
             self.step()
+            between()
             if self.observed > before and self.plan.version == self.observed:
                 return
         raise AssertionError(f"no plan after v{before} in {most} iterations")
@@ -288,8 +297,7 @@ class Ranks(Plant):
     def turns(self) -> Iterator[None]:
         """A link turns slow, then slower, then another one does."""
         for delays in TURNS:
-            self.delays = list(delays)
-            self.adapts()
+            self.adapts(delays)
             yield
 
 

@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from observing import trained
+from pod_words import lost_peer, lost_pod, word
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.generations import (
-    LEAVE_SECONDS,
+from pipemorph.control.generations import LEAVE_SECONDS, STAY_SECONDS, Generations
+from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.control.presence import (
     REPLACED_SECONDS,
     SILENT_SECONDS,
-    STAY_SECONDS,
     TAKEOVER_SECONDS,
     UNHEARD_SECONDS,
-    Generations,
 )
-from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.wire import LinkHealthReport, Loss, PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2.
 CUT = Parallelism(stages=2, replicas=3, min_replicas=1, order=["dp_replicate", "pp"])
 PATIENCE = 10.0
-
-
-def loss(at: float, **fields: Any) -> Loss:
-    return Loss.model_validate(
-        {"reason": "rank 0 lost rank 1", "at": at, "rank": 0, "lost_peer": True, **fields}
-    )
-
-
-def word(event: str, pod: int, generation: int = 0, **fields: Any) -> PodReport:
-    return PodReport.model_validate(
-        {
-            "attempt": 0,
-            "generation": generation,
-            "pod": pod,
-            "event": event,
-            "launcher": f"pod {pod}",
-            **fields,
-        }
-    )
-
-
-def lost_pod(pod: int, at: float, **fields: Any) -> PodReplacement:
-    when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    given = {"uid": f"{pod} {at}", "cause": f"pod {pod} exited with code 137", **fields}
-    return PodReplacement(attempt=0, pod=pod, at=when, **given)
 
 
 def started(cut: Parallelism = CUT, most: int = 5) -> Generations:
@@ -61,7 +34,7 @@ def started(cut: Parallelism = CUT, most: int = 5) -> Generations:
 def end(job: Generations, *pods: int, now: float, finished: int = 0, **fields: Any) -> None:
     """The ranks of some pods have ended, since they lost another one."""
     for pod in pods:
-        told = {"loss": loss(now), "finished": finished, **fields}
+        told = {"loss": lost_peer(now), "finished": finished, **fields}
         left = list(job.left_out)
         job.take(word("gone", pod, job.state.generation, left_out=left, **told), now)
 
@@ -69,7 +42,7 @@ def end(job: Generations, *pods: int, now: float, finished: int = 0, **fields: A
 def lose(job: Generations, pod: int, now: float, finished: int = 5) -> None:
     """A pod is lost, and the operator says so at once."""
     others = set(range(6)) - {pod}
-    end(job, *(each for each in others if job._runs(each)), now=now, finished=finished)
+    end(job, *(each for each in others if job.presence.runs(each)), now=now, finished=finished)
     job.expect([lost_pod(pod, now)], now)
 
 
@@ -172,7 +145,7 @@ def test_a_failure_while_they_leave_counts_as_one() -> None:
     job = without(3)
     back(job, 3, 26.0)
     end(job, 0, 1, 4, now=30.0, loss=None)
-    end(job, 5, now=30.0, loss=loss(30.0, lost_peer=False, reason="rank 5 raised"))
+    end(job, 5, now=30.0, loss=lost_peer(30.0, lost_peer=False, reason="rank 5 raised"))
     assert (job.state.generation, job.state.left_out) == (2, ()), "pod 2 was heard 20 s ago"
     assert (job.saved.count, job.saved.last[-1].cause) == (2, "rank 5 raised")
 
@@ -273,10 +246,10 @@ def replaced(pod: int, at: float) -> tuple[Generations, PodReplacement]:
 def test_another_ingest_does_not_take_a_pod_that_was_replaced_for_lost() -> None:
     job, record = replaced(3, 10.0)
     again = taken_over(job, record, now=60.0)
-    error = loss(60.0, lost_peer=False, reason="rank 3 raised")
+    error = lost_peer(60.0, lost_peer=False, reason="rank 3 raised")
     again.take(word("gone", 3, 1, launcher="new", loss=error), 60.0, "new")
     for pod in (0, 1, 2, 4, 5):
-        again.take(word("gone", pod, 1, loss=loss(60.0)), 61.0, f"uid {pod}")
+        again.take(word("gone", pod, 1, loss=lost_peer(60.0)), 61.0, f"uid {pod}")
     assert (again.state.generation, again.state.left_out) == (2, ())
     assert again.saved.last[-1].cause == "rank 3 raised"
 
@@ -299,9 +272,9 @@ def test_another_ingest_hears_of_a_pod_that_was_replaced_by_its_poll() -> None:
 def test_what_the_lost_pod_says_to_another_ingest_does_not_refuse_the_new_one() -> None:
     job, record = replaced(3, 10.0)
     again = taken_over(job, record, now=12.0)
-    again.take(word("gone", 3, 1, launcher="old", loss=loss(12.0)), 12.0, "old")
+    again.take(word("gone", 3, 1, launcher="old", loss=lost_peer(12.0)), 12.0, "old")
     assert again.state.awaits == 3
-    again.take(word("gone", 3, 1, launcher="new", loss=loss(12.0)), 13.0, "new")
+    again.take(word("gone", 3, 1, launcher="new", loss=lost_peer(12.0)), 13.0, "new")
     assert again.state.awaits is None
     with pytest.raises(WrongAttempt, match="pod 3 is lost"):
         again.take(word("gone", 3, 1, launcher="old"), 14.0, "old")
@@ -318,12 +291,7 @@ def test_a_second_loss_within_the_same_second_is_one() -> None:
 
 def test_pods_that_wait_hear_that_the_others_have_finished_from_rank_0s_agent() -> None:
     job = without(3)
-    finished = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
-        "sent_at": 1.0, "state": "finished", "iteration": 9, "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    }  # fmt: skip
-    assert job.reported(LinkHealthReport.model_validate(finished), 30.0), "status has to be written"
+    assert job.reported(trained(state="finished"), 30.0), "status has to be written"
     assert job.state.verdict == "completed"
     assert Generations(6, 5, saved=job.saved, cut=CUT).state.verdict == "completed"
 
@@ -352,7 +320,7 @@ def test_a_failure_of_a_pod_that_was_evicted_while_it_waited_counts() -> None:
     assert (job.state.left_out, job.saved.counted) == ((), 0)
     for launcher in ("newer", "newest"):
         end(job, 0, 1, 4, 5, now=40.0)
-        job.take(word("gone", 3, job.state.generation, launcher="new", loss=loss(40.0)), 40.0)
+        job.take(word("gone", 3, job.state.generation, launcher="new", loss=lost_peer(40.0)), 40.0)
         job.expect([lost_pod(2, 40.0, uid=launcher)], 40.0)
         job.take(word("joined", 2, launcher=launcher), 41.0)
     assert job.saved.counted == 1, "the second without a further iteration"
@@ -364,11 +332,11 @@ def test_an_eviction_does_not_excuse_the_next_generation() -> None:
     job.expect([lost_pod(2, 11.0, uid="evicted", counted=False)], 11.0)
     job.look(21.0)
     back(job, 2, 24.0)
-    assert not job._uncounted
+    assert not job.presence.uncounted
     job.expect([lost_pod(2, 25.0, uid="again", counted=False)], 25.0)
-    assert job._uncounted == {2}
+    assert job.presence.uncounted == {2}
     job.expect([lost_pod(2, 26.0, uid="killed")], 26.0)
-    assert not job._uncounted
+    assert not job.presence.uncounted
 
 
 def test_ranks_that_cannot_leave_are_asked_again_later() -> None:
@@ -423,7 +391,7 @@ def test_ranks_that_leave_to_another_ingest_have_not_failed() -> None:
 def test_an_ingest_that_took_over_does_not_wait_long_for_pods_that_are_not_there() -> None:
     again = taken_over(without(3), now=29.0)
     for pod in (0, 1, 4, 5):
-        again.take(word("gone", pod, 1, left_out=[1], loss=loss(30.0)), 30.0)
+        again.take(word("gone", pod, 1, left_out=[1], loss=lost_peer(30.0)), 30.0)
     again.look(30.0 + TAKEOVER_SECONDS - 1)
     assert again.state.over
     again.look(30.0 + TAKEOVER_SECONDS)

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from observing import trained
+from pod_words import lost_pod, word
 
-from pipemorph.api.status import MAX_RECOVERIES_KEPT, PodReplacement, Recoveries
-from pipemorph.control.generations import REPLACED_SECONDS, Generations
+from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries
+from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.control.presence import REPLACED_SECONDS
 from pipemorph.control.record.recovering import WORD_SECONDS
-from pipemorph.wire import LinkHealthReport, Loss, PodReport, ResumedFrom
+from pipemorph.wire import Loss, ResumedFrom
 
 
 def loss(at: float = 1.0, **fields: Any) -> Loss:
     return Loss.model_validate(
         {"reason": "rank 1 exited with code 1", "at": at, "rank": 1, **fields}
-    )
-
-
-def word(event: str, pod: int, generation: int = 0, attempt: int = 0, **fields: Any) -> PodReport:
-    return PodReport.model_validate(
-        {"attempt": attempt, "generation": generation, "pod": pod, "event": event, **fields}
-    )
-
-
-def report(*indices: int, seconds: float = 0.5) -> LinkHealthReport:
-    common = {"seconds": seconds, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
-    samples = [{"index": index, **common} for index in indices]
-    return LinkHealthReport.model_validate(
-        {
-            "protocol": 4,
-            "job": "gpt",
-            "namespace": "default",
-            "attempt": 0,
-            "sequence": 1,
-            "sent_at": 1.0,
-            "state": "training",
-            "iteration": 0,
-            "observed_plan_version": 0,
-            "applied_plan_version": 0,
-            "iterations": samples,
-        }
     )
 
 
@@ -57,7 +33,7 @@ def lose(job: Generations, now: float = 10.0, **fields: Any) -> None:
 
 def test_a_generation_is_over_at_the_first_word_and_the_next_begins_at_the_last() -> None:
     job = Generations(pods=3, most=2)
-    job.reported(report(0, 1, 2), 5.0)
+    job.reported(trained(0, 1, 2), 5.0)
     job.take(word("failed", 1, loss=loss()), 10.0)
     assert job.state.over and job.state.reason == "rank 1 exited with code 1"
     for pod in (1, 0, 1, 0):  # Each may say it again.
@@ -70,7 +46,7 @@ def test_a_generation_is_over_at_the_first_word_and_the_next_begins_at_the_last(
 
 def test_of_ranks_that_hang_all_pods_say_what_they_do() -> None:
     job = Generations(pods=3, most=2)
-    job.reported(report(0, 1, 2), 5.0)
+    job.reported(trained(0, 1, 2), 5.0)
     why = "no iteration was finished for 5 s"
     job.take(word("failed", 0, loss=loss(9.0, reason=why, rank=None, hang=True)), 10.0)
     assert job.state.over and job.state.hang, "others print their stacks, too"
@@ -89,7 +65,7 @@ def test_of_ranks_that_hang_all_pods_say_what_they_do() -> None:
 
 def test_what_comes_late_changes_nothing() -> None:
     job = Generations(pods=3, most=2)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lose(job)
     before = job.state, job.saved
     job.take(word("failed", 2, loss=loss()), 20.0)
@@ -99,7 +75,7 @@ def test_what_comes_late_changes_nothing() -> None:
 
 def test_the_cause_is_what_lost_no_peer_whoever_tells_first() -> None:
     job = Generations(pods=2, most=2)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lost = loss(1.0, lost_peer=True, reason="rank 0 lost rank 3", rank=0)
     job.take(word("gone", 0, loss=lost), 10.0)
     own = loss(2.0, reason="rank 3 raised", rank=3, error="ValueError: 7")
@@ -110,7 +86,7 @@ def test_the_cause_is_what_lost_no_peer_whoever_tells_first() -> None:
 
 def test_the_same_exception_at_the_same_iteration_is_the_users() -> None:
     job = Generations(pods=2, most=1000)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lose(job, error="ValueError: 7")
     lose(job, error="ValueError: 7")
     assert (job.state.verdict, job.state.cause) == ("none", 1)
@@ -119,7 +95,7 @@ def test_the_same_exception_at_the_same_iteration_is_the_users() -> None:
 
 def test_without_progress_an_attempt_follows_and_its_restarts_count_too() -> None:
     job = Generations(pods=2, most=3)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lose(job)
     lose(job)
     assert (job.saved.generation, job.saved.counted) == (2, 1)
@@ -137,12 +113,12 @@ def test_without_progress_an_attempt_follows_and_its_restarts_count_too() -> Non
 
 def test_it_counts_on_from_what_was_saved() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0, 1), 5.0)
+    job.reported(trained(0, 1), 5.0)
     lose(job, error="ValueError: 7")
     saved = Recoveries.model_validate(job.saved.model_dump(by_alias=True))
     again = Generations(pods=2, most=5, saved=saved)
     assert again.state.generation == 1
-    again.reported(report(), 9.0)
+    again.reported(trained(), 9.0)
     lose(again, error="ValueError: 7")
     assert again.state.verdict == "none", "the exception and the iteration are known"
     deaf = Generations(pods=2, most=5, saved=saved)
@@ -163,7 +139,7 @@ def test_it_counts_what_ranks_have_finished_and_nobody_was_told() -> None:
     assert (job.saved.counted, job.saved.finished, job.saved.idle) == (0, 1, 0)
     assert job.saved.last[0].iterations_done == 0, "not all ranks have begun the next one"
     job.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=0, rung="kept")), 12.0)
-    assert job.reported(report(0, 1), 13.0)
+    assert job.reported(trained(0, 1), 13.0)
     assert job.saved.last[0].repeated == 0
     # Another ingest was told of none of these, and hears it from the launchers.
     again = Generations(pods=2, most=9, saved=job.saved)
@@ -178,7 +154,7 @@ def test_it_counts_what_ranks_have_finished_and_nobody_was_told() -> None:
 
 def test_launchers_know_the_number_that_could_not_be_saved() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     job.take(word("failed", 0, generation=4, loss=loss()), 10.0)
     assert (job.state.generation, job.state.over) == (4, True)
     job.take(word("gone", 0, generation=4), 10.0)
@@ -198,47 +174,47 @@ def test_no_generation_follows_where_a_pod_has_finished_or_nothing_restarts(most
 
 def test_what_no_restart_changes_is_not_started_again() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lose(job, retry=False)
     assert (job.state.verdict, job.state.cause) == ("attempt", 1)
 
 
 def test_it_has_recovered_when_the_new_ranks_have_finished_an_iteration() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0, 1, 2, 3), 5.0)
+    job.reported(trained(0, 1, 2, 3), 5.0)
     lose(job, now=10.0)
-    slow = report(4, 5, seconds=WORD_SECONDS + 1)
+    slow = trained(4, 5, seconds=WORD_SECONDS + 1)
     assert not job.reported(slow, 40.0), "nobody knows yet who has finished which"
     job.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=5, rung="kept")), 41.0)
     (found,) = job.saved.last
     assert (found.went_on_with, found.seconds, found.repeated, found.state) == (5, 30.0, 0, "kept")
-    assert not job.reported(report(7), 45.0)
+    assert not job.reported(trained(7), 45.0)
 
 
 def test_word_of_the_beginning_is_not_waited_for_long() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0, 1, 2, 3), 5.0)
+    job.reported(trained(0, 1, 2, 3), 5.0)
     lose(job, now=10.0)
-    assert not job.reported(report(2), 12.0)
-    assert job.reported(report(3), 12.0 + WORD_SECONDS)
+    assert not job.reported(trained(2), 12.0)
+    assert job.reported(trained(3), 12.0 + WORD_SECONDS)
     (found,) = job.saved.last
     assert (found.went_on_with, found.repeated, found.state) == (2, 2, None)
 
 
 def test_a_new_ingest_tells_of_the_recovery_that_it_finds() -> None:
     job = Generations(pods=2, most=5)
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     lose(job, now=10.0)
     again = Generations(pods=2, most=5, saved=job.saved)
     again.take(word("resumed", 0, 1, resumed=ResumedFrom(iteration=1, rung="replica")), 12.5)
-    assert again.reported(report(1), 13.0)
+    assert again.reported(trained(1), 13.0)
     assert again.saved.last[0].seconds == 3.0
 
 
 def test_only_the_newest_recoveries_are_kept() -> None:
     job = Generations(pods=2, most=5)
     for iteration in range(MAX_RECOVERIES_KEPT + 3):
-        job.reported(report(iteration), 5.0)
+        job.reported(trained(iteration), 5.0)
         lose(job)
     assert len(job.saved.last) == MAX_RECOVERIES_KEPT
     assert job.saved.last[-1].generation == job.saved.count == MAX_RECOVERIES_KEPT + 3
@@ -250,12 +226,6 @@ def test_words_of_others_are_refused() -> None:
         job.take(word("gone", 0, attempt=2), 1.0)
     with pytest.raises(ReportMismatch, match="pod: is 2; the job has 2 pods"):
         job.take(word("gone", 2, attempt=3), 1.0)
-
-
-def lost_pod(pod: int, at: float, uid: str = "u1", **fields: Any) -> PodReplacement:
-    when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    cause = f"pod {pod} on node n exited with code 137"
-    return PodReplacement(attempt=0, pod=pod, uid=uid, at=when, cause=cause, **fields)
 
 
 def joins(job: Generations, now: float, *launchers: str) -> None:
@@ -273,7 +243,7 @@ def test_the_first_launchers_of_pods_start_generation_0() -> None:
 def test_a_launcher_in_the_place_of_another_joins_the_next_generation() -> None:
     job = Generations(pods=3, most=2)
     joins(job, 1.0, "a", "b", "c")
-    job.reported(report(0, 1), 5.0)
+    job.reported(trained(0, 1), 5.0)
     job.take(word("failed", 0, loss=loss(lost_peer=True), launcher="a"), 10.0)
     job.expect([lost_pod(1, 9.0)], 11.0)
     assert job.state.awaits == 1
@@ -284,7 +254,7 @@ def test_a_launcher_in_the_place_of_another_joins_the_next_generation() -> None:
     assert (job.state.generation, job.state.over, job.state.awaits) == (1, False, None)
     (record,) = job.saved.last
     assert (record.replaced, record.pod) == ([1], 1)
-    assert record.cause == "pod 1 on node n exited with code 137"
+    assert record.cause == "pod 1 exited with code 137"
     assert record.lost_at == "1970-01-01T00:00:09.000Z", "not when a peer noticed"
     with pytest.raises(WrongAttempt, match="pod 1 is lost"):
         job.take(word("gone", 1, generation=1, launcher="b"), 21.0)
@@ -293,7 +263,7 @@ def test_a_launcher_in_the_place_of_another_joins_the_next_generation() -> None:
 def test_a_pod_that_said_it_was_gone_before_it_was_lost_is_waited_for() -> None:
     job = Generations(pods=2, most=2)
     joins(job, 1.0, "a", "b")
-    job.reported(report(0), 5.0)
+    job.reported(trained(0), 5.0)
     job.take(word("gone", 1, loss=loss(), launcher="b"), 10.0)
     job.expect([lost_pod(1, 11.0)], 11.0)
     job.take(word("gone", 0, launcher="a"), 12.0)
@@ -310,6 +280,14 @@ def test_an_ingest_that_was_replaced_knows_a_new_launcher_by_what_the_ranks_have
     late = Generations(pods=2, most=2)
     late.take(word("joined", 1, launcher="first"), 20.0)
     assert not late.state.over
+
+
+def test_an_ingest_that_was_replaced_knows_a_new_launcher_by_the_loss_that_is_in_status() -> None:
+    """Before an iteration was finished: it would begin the generation that others are in."""
+    job = Generations(pods=2, most=2)
+    job.expect([lost_pod(1, 9.0)], 10.0)
+    job.take(word("joined", 1, launcher="new"), 20.0)
+    assert job.state.over and job.state.reason == "pod 1 exited with code 137"
 
 
 def test_replaced_pods_without_progress_count_and_then_an_attempt_follows() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any
 
+from observing import trained
+from pod_words import lost_peer, lost_pod, word
+
 from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.generations import (
+from pipemorph.api.status import Recoveries
+from pipemorph.control.generations import LEAVE_SECONDS, Generations
+from pipemorph.control.presence import (
+    COMES_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
     UNHEARD_SECONDS,
-    Generations,
 )
-from pipemorph.wire import LinkHealthReport, Loss, PodReport
+from pipemorph.wire import PodReport
 
 # Pods 0 and 1 are replica 0, pods 2 and 3 replica 1, pods 4 and 5 replica 2, pod 6 is a spare.
 CUT = Parallelism(stages=2, replicas=3, spares=1, order=["dp_replicate", "pp"])
@@ -21,26 +25,10 @@ FEWER = CUT.model_copy(update={"min_replicas": 1})
 PATIENCE = 10.0
 
 
-def word(event: str, pod: int, generation: int = 0, **fields: Any) -> PodReport:
-    given = {"attempt": 0, "generation": generation, "pod": pod, "event": event}
-    return PodReport.model_validate(given | {"launcher": f"pod {pod}"} | fields)
-
-
-def loss(at: float, **fields: Any) -> Loss:
-    given = {"reason": "rank 0 lost rank 3", "at": at, "rank": 0, "lost_peer": True}
-    return Loss.model_validate(given | fields)
-
-
-def lost_pod(pod: int, at: float, **fields: Any) -> PodReplacement:
-    when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    given = {"uid": f"{pod} {at}", "cause": f"pod {pod} exited with code 137", **fields}
-    return PodReplacement(attempt=0, pod=pod, at=when, **given)
-
-
 def told(job: Generations, pod: int, **fields: Any) -> PodReport:
     """What the launcher of a pod says when no rank runs there."""
     known: dict[str, Any] = {"left_out": list(job.left_out), "places": job.places}
-    known["launcher"] = job._launchers.get(pod, f"pod {pod}")
+    known["launcher"] = job.presence.launchers.get(pod, f"pod {pod}")
     return word("gone", pod, job.state.generation, **known | fields)
 
 
@@ -49,25 +37,28 @@ def stands_by(job: Generations, pod: int, now: float) -> None:
     job.take(told(job, pod), now)
 
 
-def started(cut: Parallelism = CUT, most: int = 5) -> Generations:
+def started(cut: Parallelism = CUT, most: int = 5, late: Sequence[int] = ()) -> Generations:
+    """``late``: pods that have not come."""
     job = Generations(cut.all_pods, most, cut=cut, patience=PATIENCE)
-    for pod in range(cut.all_pods):
+    there = [pod for pod in range(cut.all_pods) if pod not in late]
+    for pod in there:
         job.take(word("joined", pod), 1.0)
-    for pod in range(cut.pods, cut.all_pods):
-        stands_by(job, pod, 2.0)
+    for pod in there:
+        if pod >= cut.pods:
+            stands_by(job, pod, 2.0)
     return job
 
 
 def end(job: Generations, *pods: int, now: float, finished: int = 5, **fields: Any) -> None:
     """The ranks of some pods have ended, since they lost another one."""
     for pod in pods:
-        given: dict[str, Any] = {"loss": loss(now), "finished": finished}
+        given: dict[str, Any] = {"loss": lost_peer(now), "finished": finished}
         job.take(told(job, pod, **given | fields), now)
 
 
 def lose(job: Generations, *pods: int, now: float, finished: int = 5, **fields: Any) -> None:
     """Pods are lost. The operator says so when the others' ranks have ended."""
-    others = (each for each in range(job.pods) if each not in pods and job._runs(each))
+    others = (each for each in range(job.pods) if each not in pods and job.presence.runs(each))
     end(job, *others, now=now, finished=finished)
     job.expect([lost_pod(pod, now, **fields) for pod in pods], now)
     due = job.due(now)
@@ -115,7 +106,7 @@ def test_the_pod_that_comes_back_is_a_spare_from_then_on() -> None:
     lose(job, 5, now=30.0, finished=9)
     assert (job.state.generation, job.state.places) == (2, ((3, 6), (5, 3)))
     # And with ranks again, in the place that was another's, it may fail as they all may.
-    error = loss(40.0, lost_peer=False, reason="rank 5 raised")
+    error = lost_peer(40.0, lost_peer=False, reason="rank 5 raised")
     end(job, 0, 1, 2, 4, 6, now=40.0, finished=12)
     end(job, 3, now=40.0, loss=error)
     assert (job.state.generation, job.state.places) == (3, ((3, 6), (5, 3)))
@@ -243,7 +234,7 @@ def test_evictions_do_not_count() -> None:
     job = started()
     for number, pod in enumerate((3, 5, 4)):
         now = 10.0 * (number + 1)
-        spare = next(each for each in range(7) if not job._runs(each))
+        spare = next(each for each in range(7) if not job.presence.runs(each))
         stands_by(job, spare, now)
         lose(job, pod, now=now, finished=0, counted=False)
         assert (job.state.generation, job.saved.counted) == (number + 1, 0)
@@ -256,13 +247,8 @@ def test_spares_end_when_the_ranks_have_finished() -> None:
     assert job.state.verdict == "completed"
     again = Generations(7, 5, saved=job.told, cut=CUT, patience=PATIENCE)
     assert again.state.verdict == "completed", "a spare may come back after the end"
-    finished = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": 1,
-        "sent_at": 1.0, "state": "finished", "iteration": 9, "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    }  # fmt: skip
     other = started()
-    assert other.reported(LinkHealthReport.model_validate(finished), 30.0)
+    assert other.reported(trained(state="finished"), 30.0)
     assert other.state.verdict == "completed"
 
 
@@ -275,7 +261,7 @@ def test_an_ingest_that_is_replaced_knows_who_runs_where() -> None:
     saved = Recoveries.model_validate(job.told.model_dump(by_alias=True))
     again = Generations(7, 5, saved=saved, cut=CUT, patience=PATIENCE)
     assert (again.state.places, again.spares_ready) == (((3, 6),), 1)
-    again.take(word("gone", 0, 1, places=((3, 6),), loss=loss(60.0)), 60.0)
+    again.take(word("gone", 0, 1, places=((3, 6),), loss=lost_peer(60.0)), 60.0)
     assert again.spares_ready == 1, "it has not asked here yet"
     end(again, 1, 2, 4, 6, now=60.0, finished=9)
     again.expect([lost_pod(5, 60.0)], 61.0)
@@ -297,7 +283,84 @@ def test_a_pod_that_was_given_up_and_is_there_again_is_a_spare() -> None:
     stands_by(job, 6, 50.0)
     job.look(10.0 + SILENT_SECONDS)
     # It ends its ranks, which nobody met any more, and hears that it has none.
-    job.take(word("gone", 3, 0, loss=loss(60.0)), 60.0)
+    job.take(word("gone", 3, 0, loss=lost_peer(60.0)), 60.0)
     assert (job.state.over, job.spares_ready) == (False, 0)
     stands_by(job, 3, 61.0)
     assert (job.state.over, job.spares_ready) == (False, 1)
+
+
+def test_a_spare_takes_the_place_of_a_pod_that_has_not_come() -> None:
+    job, by = started(late=[3]), 1.0 + COMES_SECONDS
+    assert job.due(2.0) == by
+    stands_by(job, 6, by - 1)
+    assert not job.state.over
+    job.look(by)
+    assert (job.state.over, job.state.awaits, job.due(by)) == (True, 3, by + SILENT_SECONDS)
+    assert job.state.reason == "pod 3 has not come 60 s after the others"
+    end(job, 0, 1, 2, 4, 5, now=by + 1, finished=0, loss=None)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, ((3, 6),), "")
+    (record,) = job.saved.last
+    assert (record.cause, record.pod) == ("pod 3 has not come 60 s after the others", 3)
+    assert [(each.pod, each.instead_of) for each in record.spares] == [(6, 3)]
+    assert (job.saved.count, job.saved.counted) == (1, 0)
+    back(job, 3, by + 10)
+    assert (job.state.over, job.spares_ready, job.due(by + 10)) == (False, 1, None)
+
+
+def test_a_spare_goes_before_a_pod_that_comes_at_last() -> None:
+    job, by = started(late=[3]), 1.0 + COMES_SECONDS
+    stands_by(job, 6, by)
+    assert job.state.over
+    end(job, 0, 1, 2, 4, now=by + 1, finished=0, loss=None)
+    job.take(word("joined", 3), by + 2)
+    end(job, 5, now=by + 3, finished=0, loss=None)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, ((3, 6),), "")
+    assert (job.saved.counted, job.spares_ready) == (0, 1)
+    # If the spare is lost meanwhile, the pod has its place.
+    job = started(late=[3])
+    stands_by(job, 6, by)
+    job.expect([lost_pod(6, by)], by)
+    end(job, 0, 1, 2, 4, 5, now=by + 1, finished=0, loss=None)
+    assert job.state.over
+    job.take(word("joined", 3), by + 2)
+    assert (job.state.generation, job.state.places, job.state.verdict) == (1, (), "")
+    assert job.saved.counted == 0
+
+
+def test_without_enough_spares_all_wait_for_the_pods_that_have_not_come() -> None:
+    job, by = started(late=[3, 5]), 1.0 + COMES_SECONDS
+    stands_by(job, 6, by)
+    assert (job.state.over, job.due(by)) == (False, None)
+    job.take(word("joined", 5), by + 1)
+    assert job.due(by + 1) == by + 1 + COMES_SECONDS, "others may follow it"
+    stands_by(job, 6, by + 1 + COMES_SECONDS)
+    assert job.state.over
+
+
+def test_of_ranks_that_train_all_pods_have_come() -> None:
+    job = started(late=[3])
+    job.reported(trained(0), 20.0)
+    stands_by(job, 6, 1.0 + COMES_SECONDS)
+    assert (job.state.over, job.due(21.0)) == (False, None)
+    assert started().due(2.0) is None
+
+
+def test_a_pod_that_is_lost_before_the_ranks_have_trained_has_not_come() -> None:
+    """Ranks that wait for all to begin do not notice."""
+    job = started()
+    job.expect([lost_pod(3, 9.0)], 10.0)
+    stands_by(job, 6, 9.0 + COMES_SECONDS)
+    assert (job.state.over, job.state.reason) == (True, "pod 3 exited with code 137")
+    end(job, 0, 1, 2, 4, 5, now=80.0, finished=0, loss=None)
+    assert (job.state.generation, job.state.places) == (1, ((3, 6),))
+
+
+def test_an_ingest_that_takes_over_hears_late_of_pods_that_came() -> None:
+    """Of a large job, some ask only every few minutes."""
+    job = Generations(7, 5, cut=CUT, patience=PATIENCE)
+    for pod in (0, 1, 2, 4, 5):
+        job.heard(pod, "", 1.0)
+    stands_by(job, 6, 1.0 + COMES_SECONDS)
+    assert (job.state.over, job.due(70.0)) == (False, 1.0 + LEAVE_SECONDS)
+    job.heard(3, "", 300.0)
+    assert job.due(301.0) is None

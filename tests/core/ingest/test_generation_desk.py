@@ -12,7 +12,7 @@ import pytest
 
 from pipemorph.api.parallelism import MAX_RANKS, Parallelism
 from pipemorph.api.status import Recoveries
-from pipemorph.control import generations as generations_module
+from pipemorph.control import presence
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -333,7 +333,7 @@ def test_what_time_has_decided_is_told_by_who_still_has_the_job(
     """A pod that stays silent is given up; another host has written of the job meanwhile."""
 
     async def work() -> None:
-        monkeypatch.setattr(generations_module, "SILENT_SECONDS", 0.1)
+        monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
         host = FewerJob()
         desk, before = GenerationDesk(host), host.job
 
@@ -397,7 +397,7 @@ def test_a_poll_says_which_pod_runs() -> None:
         desk = GenerationDesk(host := OneJob())
         asked = {"attempt": "0", "generation": "0", "wait": "0"}
         await desk.poll("default", "gpt", **asked, pod="1", uid="uid 1")
-        assert host.job._uids == {1: "uid 1"}
+        assert host.job.presence.uids == {1: "uid 1"}
         wrong = await desk.poll("default", "gpt", **asked, pod="one", uid="uid 1")
         assert wrong.status == 400 and "pod is 'one'" in json.loads(wrong.body)["error"]
 
@@ -408,10 +408,10 @@ def test_a_poll_says_which_pod_runs() -> None:
 def test_pods_that_wait_ask_before_they_are_taken_for_gone(pods: int) -> None:
     async def work() -> None:
         host = FewerJob()
-        host.job.pods = pods
+        host.job.pods = host.job.presence.pods = pods
         desk = GenerationDesk(host, limits=PollLimits(idle_of_job=0))
         again = state(await waits(desk, 7))["again"]
         host.job.take(PodReport.model_validate(GONE | {"generation": 1, "pod": 7}), 100.0)
-        assert host.job._is_present(7, 100.0 + again + 15.0), "5 s for the request itself"
+        assert host.job.presence.is_present(7, 100.0 + again + 15.0), "5 s for the request itself"
 
     run(work())

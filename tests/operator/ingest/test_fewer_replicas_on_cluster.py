@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import time
-from datetime import UTC, datetime
-from typing import Any
 
 import pytest
-from operator_status import Shared
+from operator_status import KEY, Shared, hear, tell
 
 from pipemorph.api.status import JobStatus, condition
-from pipemorph.control.generations import SILENT_SECONDS
 from pipemorph.control.observed.reports import ReportMismatch
+from pipemorph.control.presence import SILENT_SECONDS
 from pipemorph.ingest import GenerationDesk
-from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.store import ClusterStore
 
-KEY = ("team", "gpt")
 LOSS = {"reason": "rank 0 lost rank 2", "at": 1.0, "rank": 0, "lost_peer": True}
 PATIENCE = 20.0
 """Much less than SILENT_SECONDS, after which a pod would be given up without word of its loss."""
@@ -36,41 +31,6 @@ def an_ingest(api: Shared, *, replacement_seconds: int = 0) -> ClusterStore:
     return store
 
 
-def report(store: ClusterStore, sequence: int, *indices: int, **more: Any) -> None:
-    common = {"seconds": 1.0, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
-    controller = store.lookup(*KEY)
-    assert controller is not None
-    values = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0,
-        "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
-        "observed_plan_version": 0, "applied_plan_version": 0,
-        "iterations": [{"index": index, **common} for index in indices],
-    }  # fmt: skip
-    controller.report(LinkHealthReport.model_validate(values | more), time.time())
-
-
-def lost(api: Shared, pod: int) -> None:
-    """The operator writes that a pod is lost."""
-    at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    record = {"attempt": 0, "pod": pod, "uid": str(pod), "at": at, "cause": "it was deleted"}
-    api.job["status"]["replacements"] = [record]
-
-
-async def tell(
-    desk: GenerationDesk,
-    pod: int,
-    wait: str = "0",
-    *,
-    without: list[int] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    word = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone", "left_out": without or []}
-    reply = await desk.tell(*KEY, json.dumps(word | more).encode(), wait)
-    assert reply.status == 200, reply
-    told: dict[str, Any] = json.loads(reply.body)
-    return told
-
-
 async def without_replica_1(store: ClusterStore, api: Shared) -> GenerationDesk:
     """Pod 7, the last stage of replica 1, is lost. Pods are stages × replicas, in that order."""
     desk = GenerationDesk(store)
@@ -81,7 +41,7 @@ async def without_replica_1(store: ClusterStore, api: Shared) -> GenerationDesk:
     for _ in range(50):
         await asyncio.sleep(0)
     assert not any(each.done() for each in waiting)
-    lost(api, 7)
+    api.lose(7, "it was deleted")
     store.changed(KEY, copy.deepcopy(api.job))
     async with asyncio.timeout(PATIENCE):
         told = await asyncio.gather(*waiting[:4])
@@ -99,9 +59,9 @@ def test_word_of_a_loss_lets_the_others_go_on_at_once_and_is_told() -> None:
     assert PATIENCE < SILENT_SECONDS
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
     asyncio.run(without_replica_1(store, api))
-    report(store, 2, 2)
+    hear(store, 2)
     asyncio.run(store.persist_generations(*KEY))
     found = status(api)
     assert found.recoveries is not None
@@ -123,31 +83,31 @@ def test_reports_are_judged_by_the_replicas_that_run_whoever_serves_the_job() ->
     store = an_ingest(api)
     slow = {"where": "stage 0", "slow": False, "normal": None, "exposed": 0.0}
     stray = {"reductions": [{"stage": 0, "replica": 1, "bytes": 8, "seconds": 1.0, **slow}]}
-    report(store, 1, 0, 1, **stray)
+    hear(store, 0, 1, **stray)
     asyncio.run(without_replica_1(store, api))
     other = an_ingest(api)
     for each in (store, other):
         with pytest.raises(ReportMismatch, match="is 1; the job has 1 columns"):
-            report(each, 2, 2, **stray)
-        report(each, 2, 2)
+            hear(each, 2, **stray)
+        hear(each, 2)
 
 
 def test_a_replica_that_is_back_is_told_and_the_controller_has_it() -> None:
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
 
     async def work() -> None:
         desk = await without_replica_1(store, api)
         for pod in (1, 3, 5):
-            await tell(desk, pod, generation=1, without=[1])
+            await tell(desk, pod, generation=1, left_out=[1])
         await tell(desk, 7, event="joined", launcher="new")
-        await tell(desk, 7, generation=1, without=[1], launcher="new")
+        await tell(desk, 7, generation=1, left_out=[1], launcher="new")
         query = {"attempt": "0", "generation": "1", "wait": "0"}
         state = json.loads((await desk.poll(*KEY, **query)).body)
         assert (state["leave"], state["over"]) == (True, False)
         for pod in (0, 2, 4, 6):
-            told = await tell(desk, pod, generation=1, without=[1])
+            told = await tell(desk, pod, generation=1, left_out=[1])
         assert (told["generation"], told["left_out"]) == (2, [])
 
     asyncio.run(work())
@@ -164,13 +124,13 @@ def test_as_many_other_replicas_are_measured_anew() -> None:
     api.job["spec"]["failurePolicy"] = {"maxRestarts": 5, "replacementSeconds": 0}
     store = ClusterStore(api)  # type: ignore[arg-type]
     store.changed(KEY, copy.deepcopy(api.job))
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
     generations = store.generations(*KEY)
     assert generations is not None
     found = []
     for generation, without in ((1, [1]), (2, [2]), (2, [2])):
         asked = {"generation": generation, "left_out": without}
-        asyncio.run(tell(GenerationDesk(store), without[0], without=without, **asked))
+        asyncio.run(tell(GenerationDesk(store), without[0], **asked))
         assert generations.left_out == tuple(without)
         found.append(store.lookup(*KEY))
     assert len({id(each) for each in found}) == 2, "those of each generation"
@@ -179,7 +139,7 @@ def test_as_many_other_replicas_are_measured_anew() -> None:
 def test_of_a_job_that_has_finished_no_replica_is_waited_for() -> None:
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
 
     async def work() -> None:
         await without_replica_1(store, api)
@@ -201,16 +161,16 @@ def test_of_a_job_that_has_finished_no_replica_is_waited_for() -> None:
 def test_why_ranks_do_not_leave_is_told() -> None:
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
 
     async def work() -> None:
         desk = await without_replica_1(store, api)
         for pod in (1, 3, 5):
-            await tell(desk, pod, generation=1, without=[1])
+            await tell(desk, pod, generation=1, left_out=[1])
         await tell(desk, 7, event="joined", launcher="new")
-        await tell(desk, 7, generation=1, without=[1], launcher="new")
+        await tell(desk, 7, generation=1, left_out=[1], launcher="new")
         stays = {"event": "stays", "why": "rank 2: no copy"}
-        await tell(desk, 0, generation=1, without=[1], **stays)
+        await tell(desk, 0, generation=1, left_out=[1], **stays)
         await store.persist_generations(*KEY)
 
     asyncio.run(work())
@@ -224,11 +184,11 @@ def test_why_ranks_do_not_leave_is_told() -> None:
 def test_with_patience_they_wait_for_the_pod() -> None:
     api = Shared()
     store = an_ingest(api, replacement_seconds=300)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
 
     async def work() -> None:
         desk = GenerationDesk(store)
-        lost(api, 7)
+        api.lose(7, "it was deleted")
         store.changed(KEY, copy.deepcopy(api.job))
         for pod in range(7):
             told = await tell(desk, pod, loss=LOSS)
@@ -242,7 +202,7 @@ def test_with_patience_they_wait_for_the_pod() -> None:
 def test_a_new_attempt_begins_with_all_replicas() -> None:
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
     asyncio.run(without_replica_1(store, api))
     api.job["status"] |= {"attempt": 1}
     store.changed(KEY, copy.deepcopy(api.job))

@@ -6,8 +6,8 @@ import asyncio
 import copy
 from typing import Any
 
-from operator_status import Shared
-from test_recoveries_on_cluster import KEY, progress
+from operator_status import KEY, Shared
+from test_recoveries_on_cluster import progress
 
 from pipemorph.api.status import JobStatus, UsefulTime
 from pipemorph_operator.cluster.job import operator_part
@@ -38,7 +38,7 @@ def test_the_time_of_iterations_over_that_since_the_start_and_the_next_ingest_co
     store = an_ingest(api, now)
     write(api, store)
     assert status(api).goodput is None, "nothing was reported"
-    progress(store, 1, 0, 1, 2)
+    progress(store, 0, 1, 2)
     write(api, store)
     assert status(api).goodput == 0.3 and status(api).useful_time == UsefulTime(
         seconds=0.3, iterations=3
@@ -48,7 +48,7 @@ def test_the_time_of_iterations_over_that_since_the_start_and_the_next_ingest_co
     assert status(api).goodput == 0.3, "as of the newest report"
     now[0] = BEGAN + 2.0
     other = an_ingest(api, now)
-    progress(other, 1, 2, 3)
+    progress(other, 2, 3)
     write(api, other)
     assert status(api).goodput == 0.2
     own = operator_part(api.job)
@@ -59,7 +59,7 @@ def test_the_time_in_which_it_is_suspended_does_not_count() -> None:
     api, now = Shared(), [BEGAN + 0.5]
     api.job["status"] |= {"startTime": "2026-01-02T03:10:00Z"}
     store = an_ingest(api, now)
-    progress(store, 1, 0, 1)
+    progress(store, 0, 1)
     del api.job["status"]["startTime"]
     api.job["status"] |= {"ranSeconds": 2}
     now[0] += 1000.0
@@ -69,6 +69,6 @@ def test_the_time_in_which_it_is_suspended_does_not_count() -> None:
     api.job["status"] |= {"startTime": "2026-01-02T04:10:00Z", "attempt": 1}
     store.changed(KEY, copy.deepcopy(api.job))
     now[0] = BEGAN + 3602.0
-    progress(store, 1, 2, 3, attempt=1)
+    progress(store, 2, 3, attempt=1)
     write(api, store)
     assert status(api).goodput == 0.1, "0.4 s of 2 s and 2 s"

@@ -7,9 +7,9 @@ import copy
 from typing import Any
 
 import pytest
-from observing import tell
+from observing import report, tell
 from operator_objects import body
-from operator_status import Shared, known
+from operator_status import Shared, known, spec_of
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
@@ -17,7 +17,7 @@ from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
-from pipemorph.wire import LinkHealthReport, StageProfile
+from pipemorph.wire import StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest.__main__ import count_decision, parser
 from pipemorph_operator.ingest.plans import snapshot_codec
@@ -31,24 +31,8 @@ STALE = 30.0
 """Seconds without a report after which links are unknown."""
 
 
-def spec(stages: int = 4) -> JobSpec:
-    return JobSpec.model_validate(body(stages=stages)["spec"])
-
-
-def report(sequence: int, **changes: Any) -> LinkHealthReport:
-    values = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence,
-        "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    }  # fmt: skip
-    return LinkHealthReport.model_validate(values | changes)
-
-
-# --- summaries --------------------------------------------------------------------------------
-
-
 def test_conditions_before_with_and_after_reports() -> None:
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     found = judge(Source(controller, None, 1), [], 1000.0)
     assert {c.type: (c.status, c.reason) for c in found} == {
         "LinksHealthy": ("Unknown", "NoReportsYet"),
@@ -109,7 +93,7 @@ def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
 
 
 def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
-    controller = JobController(spec(), attempt=1)
+    controller = JobController(spec_of(), attempt=1)
     last = TrainingStatus(attempt=1, state="training", iteration=70)
     assert summarize(Source(controller, None, 3), 101.0, last=last) == last
     assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
@@ -164,7 +148,7 @@ def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> Non
         ],
         unknown_link_count=2,
     )
-    ended = Source(JobController(spec()), None, 1, ended=True)
+    ended = Source(JobController(spec_of()), None, 1, ended=True)
     told = summarize(ended, 100.0, last=last)
     assert (told.iteration, told.slow_link_count, told.unknown_link_count) == (70, 0, 0)
     assert told.slow_links == []
@@ -177,10 +161,10 @@ def test_status_tells_since_when_each_link_is_slow_after_a_new_ingest_too() -> N
     def slow(link: int) -> dict[str, Any]:
         return {"link": link, "column": 0, "direction": "forward", "delay": 0.01 * (link + 1)}
 
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     controller.report(report(1, directions=[slow(2)]), 1000.0)
     controller.report(report(2, directions=[slow(1)]), 1060.0)
-    later = JobController.restore(spec(), controller.snapshot())
+    later = JobController.restore(spec_of(), controller.snapshot())
     later.report(report(3, directions=[slow(1), slow(2)]), 1100.0)
     for each, now in ((controller, 1061.0), (later, 1101.0)):
         told = summarize(Source(each, now, 1), now)
@@ -446,7 +430,7 @@ def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     controller.report(report(1, iteration=12), 1000.0)
     summary = summarize(Source(controller, 1000.0, 1), 1000.0)
     dumped = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)

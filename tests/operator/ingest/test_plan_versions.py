@@ -48,14 +48,7 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
         job.run(4)
         for delays in TURNS:
             restarted()
-            before = job.observed
-            job.delays = list(delays)
-            for _ in range(60):
-                job.step()
-                restarted()
-                if job.observed > before and job.plan.version == job.observed:
-                    break
-            assert job.observed > before, f"nothing is done about {delays}"
+            job.adapts(delays, between=restarted)
             job.run(2)
         restarted()
         job.run(12)
@@ -118,12 +111,10 @@ def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
     with ranks() as job:
         job.host()
         job.run(4)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         assert job.observed == 1
         job.host()
-        job.delays = SLOWER
-        job.adapts()
+        job.adapts(SLOWER)
         assert job.observed == RESERVED + 1
 
 
@@ -135,8 +126,7 @@ def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
         host = job.host()
         job.run(4)
         first, host.away = job.plan, True
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         host.dead = True
         job.delays = [0.0, 0.0, 0.0]
         job.run(12)
@@ -152,8 +142,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         host = job.host()
         job.run(4)
         first, host.away = job.plan, True
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         reason = host.store._tracked[KEY].controller.records[-1].reason
         host.dead = True
         job.run(2)
@@ -168,8 +157,7 @@ def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
         saved = job.host().store._tracked[KEY].controller
         assert saved.wanted == job.plan, "it is saved now"
         # It knows what the plan is for.
-        job.delays = [0.0, 0.0, 0.0]
-        job.adapts()
+        job.adapts([0.0, 0.0, 0.0])
         assert job.observed == 2 * RESERVED + 1
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
 
@@ -180,8 +168,7 @@ def test_a_plan_of_a_version_that_was_never_reserved_is_refused(
     with ranks() as job:
         job.host()
         job.run(4)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         host = job.host()
         job.run(1)
         assert job.newest is not None and job.newest.record is not None
@@ -204,8 +191,7 @@ def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
         host = job.host()
         job.run(4)
         host.away = True
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         assert job.observed == 1
         assert "plan v1 was served but not persisted; retrying: no API server" in caplog.text
         control = job.api.control()
@@ -247,6 +233,5 @@ def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
         job.hosts = [chance.choice(hosts)]
         job.hosts[0].away = False
         job.run(12)
-        job.delays = [0.1, 0.1, 0.1]
-        job.adapts()
+        job.adapts([0.1, 0.1, 0.1])
         assert job.api.reserved() < 20 * RESERVED, "they drove each other out without end"

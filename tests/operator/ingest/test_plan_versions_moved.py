@@ -48,8 +48,7 @@ def test_a_job_that_moves_keeps_its_plan() -> None:
         moved(job, first, second)
         job.run(4)
         first.away = True  # The plan is in no status.
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         plan = job.plan
         moved(job, second, first)
         job.run(8)
@@ -60,8 +59,7 @@ def test_a_job_that_moves_keeps_its_plan() -> None:
         assert health == ["healthy", "slow", "healthy"], "evidence was lost"
         # And back to one that had an older state of it.
         first.away = False
-        job.delays = SLOWER
-        job.adapts()
+        job.adapts(SLOWER)
         moved(job, first, second)
         observed, plan = job.observed, job.plan
         job.run(8)

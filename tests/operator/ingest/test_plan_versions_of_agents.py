@@ -16,12 +16,10 @@ def test_an_agent_that_reaches_no_ingest_decides_and_hands_in() -> None:
         job.host()
         job.run(4)
         assert job.observes.observer.versions == (BLOCK + 1, RESERVED)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         assert (job.observed, job.own) == (1, set())
         job.meets(alone=True)
-        job.delays = SLOWER
-        job.adapts()
+        job.adapts(SLOWER)
         assert job.own == {job.observed} == {BLOCK + 1}
         # The one before may come back, or another one.
         for host in (job.hosts[0], job.host()):
@@ -36,8 +34,7 @@ def test_an_agent_that_reaches_no_ingest_decides_and_hands_in() -> None:
             assert last["reason"] == controller.records[-1].reason
             assert [r.plan_version for r in controller.records][:2] == [1, BLOCK + 1]
             job.meets(alone=True)
-            job.delays = [0.0, 0.0, 0.0] if job.delays == SLOWER else SLOWER
-            job.adapts()
+            job.adapts([0.0, 0.0, 0.0] if job.delays == SLOWER else SLOWER)
             assert job.observed in job.own
         assert len(job.own) == 3
 
@@ -50,14 +47,12 @@ def test_with_the_api_server_away_the_agent_has_versions_too() -> None:
         host.away = True
         host.store._tracked[KEY].controller.skip_to(BLOCK)
         job.meets(alone=True)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         assert job.own == {BLOCK + 1}
         job.meets(alone=False)
         job.run(4)
         host.away = False
-        job.delays = SLOWER
-        job.adapts()
+        job.adapts(SLOWER)
         assert job.observed > RESERVED
 
 
@@ -67,8 +62,7 @@ def test_an_ingest_gives_no_version_of_the_agent_s() -> None:
         job.host()
         job.run(4)
         job.meets(alone=True)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         job.meets(alone=False)
         job.deaf = True
         job.delays = SLOWER
@@ -76,8 +70,7 @@ def test_an_ingest_gives_no_version_of_the_agent_s() -> None:
         assert job.hosts[0].store._tracked[KEY].controller.wanted.version == RESERVED + 1
         assert job.observed == BLOCK + 1
         job.meets(alone=True)
-        job.delays = list(TURNS[2])
-        job.adapts()
+        job.adapts(TURNS[2])
         assert job.observed == BLOCK + 2
 
 
@@ -86,8 +79,7 @@ def test_another_agent_gets_other_versions() -> None:
         job.host()
         job.run(4)
         job.meets(alone=True)
-        job.delays = SLOW
-        job.adapts()
+        job.adapts(SLOW)
         assert job.own == {BLOCK + 1}
         job.restart_agent()
         job.delays = SLOWER
@@ -138,8 +130,7 @@ def test_whoever_decides_no_version_is_two_plans(seed: int) -> None:
         job.meets(alone=False)
         job.host()
         job.run(30)
-        job.delays = [0.1, 0.1, 0.1]
-        job.adapts()
+        job.adapts([0.1, 0.1, 0.1])
         control = job.api.control()
         assert control is not None and control.plan_version >= job.observed
         assert job.own, "the agent never decided: take another seed"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from observing import Agent, tell
 from operator_objects import body
+from operator_status import spec_of
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
@@ -22,12 +23,6 @@ from pipemorph_operator.ingest.store import ClusterStore
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
 QUIET = {"link_downed": 0, "symbol_error": 0}
-
-
-def spec(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
-    given = body(stages=stages, **fields)["spec"]
-    given["parallelism"]["replicas"] = replicas
-    return JobSpec.model_validate(given)
 
 
 def rail(stage: int = 0, **fields: Any) -> RailSample:
@@ -121,7 +116,7 @@ DOWN = rail(1, state="DOWN")
 def test_the_condition(
     first: dict[str, Any], then: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
-    assert verdict(spec(), first, then) == expected
+    assert verdict(spec_of(), first, then) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +129,7 @@ def test_the_condition(
     ids=["engine", "require", "placement"],
 )
 def test_a_job_that_asks_for_rdma_and_has_none_is_not_well(asked: dict[str, Any]) -> None:
-    status, reason, message = verdict(spec(**asked), {"ports": 0})
+    status, reason, message = verdict(spec_of(**asked), {"ports": 0})
     assert (status, reason) == ("False", "NoRdmaDevices")
     assert "device plugin" in message
 
@@ -142,14 +137,14 @@ def test_a_job_that_asks_for_rdma_and_has_none_is_not_well(asked: dict[str, Any]
 def test_replicas_are_named_where_there_are_several() -> None:
     first = {"ports": 1, "rails": [rail(2, replica=1)]}
     then = {"ports": 1, "rails": [rail(2, replica=1, state="DOWN")]}
-    assert verdict(spec(replicas=2), first, then)[2] == "stage 2 of replica 1 mlx5_0/1: is DOWN"
+    assert verdict(spec_of(replicas=2), first, then)[2] == "stage 2 of replica 1 mlx5_0/1: is DOWN"
 
 
 def test_stale_reports_and_an_ended_job_are_unknown() -> None:
     first = {"ports": 1, "rails": [rail(state="DOWN")]}
-    assert verdict(spec(), first)[:2] == ("False", "SickPorts")
-    assert verdict(spec(), first, now=200.0)[:2] == ("Unknown", "ReportsStale")
-    controller = JobController(spec())
+    assert verdict(spec_of(), first)[:2] == ("False", "SickPorts")
+    assert verdict(spec_of(), first, now=200.0)[:2] == ("Unknown", "ReportsStale")
+    controller = JobController(spec_of())
     tell(controller, 90.0, transports=[FELL], **first)
     ended = Source(controller, 90.0, 1, ended=True)
     (found,) = [c for c in judge(ended, [], 91.0) if c.type == "RailsHealthy"]
@@ -163,13 +158,13 @@ def test_messages_and_lists_are_bounded() -> None:
     many = [
         rail(0, device=f"mlx5_{i}", state="DOWN", counters={"link_downed": 0}) for i in range(100)
     ]
-    status, _, message = verdict(spec(), {"ports": 100, "rails": many})
+    status, _, message = verdict(spec_of(), {"ports": 100, "rails": many})
     assert status == "False"
     assert message.endswith("; and 95 more")
     ends = [end(i % 3, trouble="x" * 200, transport="tcp", replica=i) for i in range(100)]
-    _, _, message = verdict(spec(replicas=100), {"transports": ends})
+    _, _, message = verdict(spec_of(replicas=100), {"transports": ends})
     assert len(message) == MESSAGE_LENGTH
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     tell(controller, 90.0, ports=100, rails=many)
     told = summarize(Source(controller, 90.0, 1), 91.0)
     assert told.rails is not None
@@ -177,7 +172,7 @@ def test_messages_and_lists_are_bounded() -> None:
 
 
 def test_status_as_the_crd_has_it() -> None:
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     tell(controller, 90.0, ports=2, rails=[rail(0), DOWN], transports=[FELL])
     summary = summarize(Source(controller, 90.0, 1), 91.0)
     told = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -203,7 +198,7 @@ def test_status_as_the_crd_has_it() -> None:
 
 
 def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     tell(controller, 90.0, ports=1, rails=[rail()], transports=[end()])
     source = Source(controller, 90.0, 1)
     before = KeyState.of(source, controller.view(90.0), 90.0)
@@ -243,7 +238,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         now = 1000.0
         store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
         store.changed(key, job)
-        agent = Agent(spec(), job="gpt", namespace="team")
+        agent = Agent(spec_of(), job="gpt", namespace="team")
         said: tuple[dict[str, Any], ...] = (
             {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
             {"ports": 2, "transports": [FELL]},
@@ -290,7 +285,7 @@ def test_the_check_before_training_is_in_status() -> None:
     slow = FabricDirection("pod 0 mlx5_0/1", "pod 1 mlx5_0/1", 1.25e8, 4.26e-6, 4096, 3)
     cut = FabricDirection("pod 1 mlx5_0/1", "pod 0 mlx5_0/1")
     view = FabricView(2, 2, 1, ("pod 1 is sick",), 1.25e9, 4e-6, (cut, slow))
-    controller = JobController(spec())
+    controller = JobController(spec_of())
     agent = Agent(controller.spec)
     agent.observer.checked(view)
     agent.tell(controller, 90.0)
@@ -305,4 +300,4 @@ def test_the_check_before_training_is_in_status() -> None:
         "source": "pod 0 mlx5_0/1", "target": "pod 1 mlx5_0/1", "gbps": 1.0, "roundTripUs": 4.3,
         "pathMtu": 4096, "resent": 3,
     }  # fmt: skip
-    assert summarize(Source(JobController(spec()), 90.0, 1), 100.0).fabric is None
+    assert summarize(Source(JobController(spec_of()), 90.0, 1), 100.0).fabric is None

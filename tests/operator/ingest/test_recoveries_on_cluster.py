@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
+from functools import partial
 from typing import Any
 
 import pytest
-from operator_status import Shared
+from operator_status import KEY, Shared, hear, tell
 
 from pipemorph.api.status import JobStatus, Recoveries, RecoveryRecord
 from pipemorph.ingest import GenerationDesk
-from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.cluster.job import operator_part
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.store import ClusterStore
 
-KEY = ("team", "gpt")
 LOSS = {"reason": "rank 1 was killed by SIGKILL", "at": 1.0, "rank": 1}
 PODS = 4
+progress = partial(hear, now=1000.0, seconds=0.1)
 
 
 def an_ingest(api: Shared, *, restarts: int = 5) -> ClusterStore:
@@ -31,27 +30,13 @@ def an_ingest(api: Shared, *, restarts: int = 5) -> ClusterStore:
     return store
 
 
-def progress(store: ClusterStore, sequence: int, *indices: int, attempt: int = 0) -> None:
-    common = {"seconds": 0.1, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
-    controller = store.lookup(*KEY)
-    assert controller is not None
-    values = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": attempt,
-        "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
-        "observed_plan_version": 0, "applied_plan_version": 0,
-        "iterations": [{"index": index, **common} for index in indices],
-    }  # fmt: skip
-    controller.report(LinkHealthReport.model_validate(values), 1000.0)
-
-
 async def lose(store: ClusterStore, generation: int, attempt: int = 0) -> dict[str, Any]:
     """All pods' ranks end; what the last launcher is told."""
     desk = GenerationDesk(store)
     told: dict[str, Any] = {}
     for pod in range(PODS):
-        word = {"attempt": attempt, "generation": generation, "pod": pod, "event": "gone"}
-        body = json.dumps(word | ({"loss": LOSS} if pod == 1 else {}))
-        told = json.loads((await desk.tell(*KEY, body.encode(), "0")).body)
+        of = {"attempt": attempt, "generation": generation}
+        told = await tell(desk, pod, **of, loss=LOSS if pod == 1 else None)
     return told
 
 
@@ -64,7 +49,7 @@ def in_status(api: Shared) -> Recoveries:
 def test_the_generation_is_in_status_before_it_begins_and_the_next_ingest_counts_on() -> None:
     api = Shared()
     store = an_ingest(api)
-    progress(store, 1, 0, 1)
+    progress(store, 0, 1)
     told = asyncio.run(lose(store, 0))
     assert (told["generation"], told["verdict"]) == (1, "")
     assert (in_status(api).generation, in_status(api).count) == (1, 1)
@@ -80,9 +65,9 @@ def test_an_ingest_that_has_lost_the_job_takes_no_recovery_back() -> None:
     """Without a plan of either: what was counted is all that tells them apart."""
     api = Shared()
     behind = an_ingest(api)
-    progress(behind, 1, 0, 1)
+    progress(behind, 0, 1)
     other = an_ingest(api)
-    progress(other, 1, 0, 1)
+    progress(other, 0, 1)
     asyncio.run(lose(other, 0))
     with pytest.raises(Overtaken):
         asyncio.run(behind.persist_generations(*KEY))
@@ -107,10 +92,10 @@ def test_a_new_ingest_knows_that_iterations_were_finished(attempt: int) -> None:
 def test_restarts_of_the_operator_and_an_edit_of_the_spec_are_minded() -> None:
     api = Shared()
     store = an_ingest(api, restarts=2)
-    progress(store, 1, 0)
+    progress(store, 0)
     api.job["status"] |= {"restarts": 2, "attempt": 1}
     store.changed(KEY, copy.deepcopy(api.job))
-    progress(store, 2, 1, attempt=1)
+    progress(store, 1, attempt=1)
     asyncio.run(lose(store, 0, attempt=1))
     told = asyncio.run(lose(store, 1, attempt=1))
     assert told["verdict"] == "attempt" and "maxRestarts is 2" in told["why"]
@@ -121,7 +106,7 @@ def test_restarts_of_the_operator_and_an_edit_of_the_spec_are_minded() -> None:
     api.job["spec"]["failurePolicy"] = {"maxRestarts": 9}
     api.job["metadata"]["generation"] += 1
     store.changed(KEY, copy.deepcopy(api.job))
-    progress(store, 1, 2, attempt=1)
+    progress(store, 2, attempt=1)
     told = asyncio.run(lose(store, 1, attempt=1))
     assert told["verdict"] == "" and told["generation"] == 2
 
@@ -129,7 +114,7 @@ def test_restarts_of_the_operator_and_an_edit_of_the_spec_are_minded() -> None:
 def test_a_write_that_fails_does_not_keep_ranks_waiting(caplog: pytest.LogCaptureFixture) -> None:
     api = Shared()
     store = an_ingest(api)
-    progress(store, 1, 0)
+    progress(store, 0)
 
     async def refuse(*_: Any, **__: Any) -> None:
         raise OSError("connection refused")
@@ -144,7 +129,7 @@ def test_a_write_that_fails_does_not_keep_ranks_waiting(caplog: pytest.LogCaptur
 def test_jobs_whose_ranks_are_well_have_no_recoveries() -> None:
     api = Shared()
     store = an_ingest(api)
-    progress(store, 1, 0)
+    progress(store, 0)
 
     async def write() -> None:
         await store.look(KEY)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from operator_objects import body
-from operator_status import KEY, Shared, known
+from operator_status import KEY, Shared, known, spec_of
 from plant_support import settle
 
 from pipemorph.api.plan import MAX_PACKED, SavedPlan
@@ -30,10 +30,6 @@ from pipemorph_operator.ingest.status.write_budget import SPACING_SECONDS
 from pipemorph_operator.ingest.store import ClusterStore
 
 ALL = BLOCK + AGENT_BLOCK
-
-
-def spec(stages: int = 4) -> JobSpec:
-    return JobSpec.model_validate(body(stages=stages)["spec"])
 
 
 def report(controller: JobController, sequence: int, now: float, version: int = 0) -> None:
@@ -65,7 +61,7 @@ def saved(controller: JobController) -> tuple[ControlState, SavedPlan]:
 def restored(
     control: ControlState | None, plan: SavedPlan | None, attempt: int = 0
 ) -> tuple[JobController, str]:
-    return restore(spec(), control, plan, attempt, lambda _: None)
+    return restore(spec_of(), control, plan, attempt, lambda _: None)
 
 
 # --- the snapshot -----------------------------------------------------------------------------
@@ -96,7 +92,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_people_read_what_plan_it_is() -> None:
-    controller = adapted(JobController(spec()))
+    controller = adapted(JobController(spec_of()))
     _, plan = saved(controller)
     directive = controller.directive()
     assert plan.plan is not None and directive is not None and directive.record is not None
@@ -104,14 +100,14 @@ def test_people_read_what_plan_it_is() -> None:
     assert (plan.plan.stages, plan.plan.microbatches) == (4, directive.plan.microbatches)
     assert plan.plan.dispatch == directive.plan.dispatch
     assert plan.plan.reason == directive.record.reason
-    assert saved(JobController(spec()))[1].plan is None
+    assert saved(JobController(spec_of()))[1].plan is None
 
 
 # --- what a new ingest makes of it ------------------------------------------------------------
 
 
 def test_saved_state_comes_back_and_attempts_go_on() -> None:
-    controller = adapted(JobController(spec()))
+    controller = adapted(JobController(spec_of()))
     control, plan = saved(controller)
     assert control.plan_version == controller.plan_version > 7
     back, problem = restored(control, plan)
@@ -123,7 +119,7 @@ def test_saved_state_comes_back_and_attempts_go_on() -> None:
 
 def test_an_older_plan_is_gone_on_from_above_the_versions_in_use() -> None:
     """As after a crash between the two writes: if the ranks run a newer one, it is handed in."""
-    controller = adapted(JobController(spec()))
+    controller = adapted(JobController(spec_of()))
     control, plan = saved(controller)
     newer = control.model_copy(update={"plan_version": 12, "reserved": 70})
     back, problem = restored(newer, plan)
@@ -132,7 +128,7 @@ def test_an_older_plan_is_gone_on_from_above_the_versions_in_use() -> None:
 
 @pytest.mark.parametrize("ahead", [{"plan_version": 9}, {"attempt": 1}], ids=["version", "attempt"])
 def test_a_plan_ahead_of_status_is_not_believed(ahead: dict[str, int]) -> None:
-    control, plan = saved(adapted(JobController(spec())))
+    control, plan = saved(adapted(JobController(spec_of())))
     back, problem = restored(control, plan.model_copy(update=ahead))
     assert (back.plan_version, back.directive()) == (8, None)
     assert "kept only its version: it is of v" in problem
@@ -145,7 +141,7 @@ def test_without_a_plan_its_version_is_kept() -> None:
 
 @pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
 def test_a_damaged_plan_still_gives_its_version(damage: str) -> None:
-    control, plan = saved(JobController(spec()))
+    control, plan = saved(JobController(spec_of()))
     control, damaged = (
         each.model_copy(update={"plan_version": 9} | more)
         for each, more in ((control, {}), (plan, {"snapshot": damage}))

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
-import time
-from datetime import UTC, datetime
-from typing import Any
 
-from operator_status import Shared
+from operator_status import KEY, Shared, hear, tell
 
 from pipemorph.api.status import JobStatus, condition
 from pipemorph.ingest import GenerationDesk
-from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest.store import ClusterStore
 
-KEY = ("team", "gpt")
 LOSS = {"reason": "rank 0 lost rank 2", "at": 1.0, "rank": 0, "lost_peer": True}
 PATIENCE = 20.0
 
@@ -30,34 +24,6 @@ def an_ingest(api: Shared) -> ClusterStore:
     return store
 
 
-def report(store: ClusterStore, sequence: int, *indices: int) -> None:
-    common = {"seconds": 1.0, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
-    controller = store.lookup(*KEY)
-    assert controller is not None
-    values = {
-        "protocol": 4, "job": "gpt", "namespace": "team", "attempt": 0,
-        "sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": 0,
-        "observed_plan_version": 0, "applied_plan_version": 0,
-        "iterations": [{"index": index, **common} for index in indices],
-    }  # fmt: skip
-    controller.report(LinkHealthReport.model_validate(values), time.time())
-
-
-async def tell(desk: GenerationDesk, pod: int, wait: str = "0", **more: Any) -> dict[str, Any]:
-    word = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone", "launcher": f"of {pod}"}
-    reply = await desk.tell(*KEY, json.dumps(word | more).encode(), wait)
-    assert reply.status == 200, reply
-    told: dict[str, Any] = json.loads(reply.body)
-    return told
-
-
-def lost(api: Shared, pod: int) -> None:
-    """The operator writes that a pod is lost, in whole seconds."""
-    at = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
-    record = {"attempt": 0, "pod": pod, "uid": str(pod), "at": at, "cause": "node n2 is lost"}
-    api.job["status"]["replacements"] = [record]
-
-
 def seen(api: Shared) -> tuple[JobStatus, tuple[str, str, str]]:
     found = JobStatus.model_validate(api.job["status"])
     told = condition(found, "SparesReady")
@@ -68,7 +34,7 @@ def seen(api: Shared) -> tuple[JobStatus, tuple[str, str, str]]:
 def test_a_spare_stands_by_takes_a_place_and_another_stands_by() -> None:
     api = Shared()
     store = an_ingest(api)
-    report(store, 1, 0, 1)
+    hear(store, 0, 1)
 
     async def work() -> None:
         desk = GenerationDesk(store)
@@ -88,7 +54,7 @@ def test_a_spare_stands_by_takes_a_place_and_another_stands_by() -> None:
         waiting = [asyncio.create_task(tell(desk, pod, "30", loss=LOSS)) for pod in (0, 1, 3)]
         for _ in range(50):
             await asyncio.sleep(0)
-        lost(api, 2)
+        api.lose(2, "node n2 is lost")
         store.changed(KEY, copy.deepcopy(api.job))
         async with asyncio.timeout(PATIENCE):
             answers = await asyncio.gather(spare, *waiting)

@@ -219,6 +219,23 @@ def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     assert [each.rank for each in told.last] == [0, 2]
 
 
+def test_a_new_pod_waits_for_an_ingest_and_begins_no_old_generation(
+    pod_jobs: Start, undisturbed_pods: dict[int, float]
+) -> None:
+    job = pod_jobs("away", order=["dp_replicate", "pp"])
+    job.wait_for_iterations(4)
+    job.ingest.kill()
+    job.ingest.wait(DEADLINE)
+    job.lose(1)
+    job.wait("pod 1 says why", lambda: "no ingest knows this pod: " in job.log("pod-1"))
+    job.ingest = job.start_ingest()
+    assert job.ends() == [0, 0], job
+    assert job.iterations().items() <= undisturbed_pods.items()
+    assert max(job.iterations()) == ITERATIONS - 1
+    (told,) = job.recoveries().last
+    assert (told.generation, told.replaced, told.state) == (1, [1], "replica"), f"{told}\n{job}"
+
+
 def test_the_users_exception_twice_is_the_end(pod_jobs: Start) -> None:
     """In pods of one rank."""
     job = pod_jobs("raises", restarts=1000, size=1, raise_at=5)

@@ -20,7 +20,7 @@ from pipemorph.wire import GenerationState
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import PodSite, exit_code
+from pipemorph_trainer.launcher.site import PodSite, describe, exit_code
 
 multiprocess = pytest.mark.multiprocess
 pytestmark = pytest.mark.timeout(300)
@@ -109,6 +109,24 @@ def test_a_spare_that_is_lost_disturbs_nobody(started: Any) -> None:
     assert sorted(job.iterations()) == list(range(ITERATIONS))
 
 
+@multiprocess
+def test_a_spare_takes_the_place_of_a_pod_that_does_not_come(started: Any) -> None:
+    job = started(
+        "late", spec={"parallelism": {**CUT, "spares": 1}}, script=SLOWLY, late=[0], comes=2.0
+    )
+    job.wait("pod 2 trains in the place of pod 0", lambda: recovered(job, 1))
+    (told,) = job.recoveries().last
+    assert (job.recoveries().moved, told.went_on_with) == (((0, 2),), 0), f"{told}\n{job}"
+    assert [(each.pod, each.instead_of) for each in told.spares] == [(2, 0)]
+    job.pods[0] = job.start_pod(0)
+    job.wait("pod 0 stands by", lambda: job.recoveries().spares_ready == 1)
+    (job.folder / "hurry").touch()
+    assert job.ends() == [0, 0, 0], job
+    told = job.recoveries()
+    assert (told.generation, told.count, told.counted) == (1, 1, 0)
+    assert sorted(job.iterations()) == list(range(ITERATIONS))
+
+
 def a_pod(tmp_path: Path, index: int) -> tuple[Pod, dict[str, str]]:
     """One of three pods of two ranks, of which the last is a spare; and its variables."""
     spec = {
@@ -139,6 +157,7 @@ class PlayedMeeting(Meeting):
     def __init__(self, *answers: GenerationState | str) -> None:
         self.missed, self.answers = False, list(answers)
         self.patience: list[float] = []
+        self.url = "https://ingest:8443"
 
     def join(self, patience: float, *_: Any, **__: Any) -> GenerationState | str:
         self.patience.append(patience)
@@ -202,6 +221,18 @@ def test_only_a_spare_waits_for_an_ingest_without_end(tmp_path: Path) -> None:
         with Interrupts(SimpleQueue()) as interrupts:
             PodSite(pod, [], 1.0, SimpleQueue(), interrupts, met, environ=given).first()
         assert (met.patience[0] == float("inf")) == waits
+
+
+def test_no_pod_starts_ranks_of_which_it_does_not_know_the_generation(tmp_path: Path) -> None:
+    pod, given = a_pod(tmp_path, 1)
+    ending = begin(pod, given, "no ingest knows this pod: timed out (waited 300 s)")
+    assert isinstance(ending, Ending)
+    assert exit_code(ending) == EXIT_SIGTERM, "the host makes it again, and it does not count"
+    assert describe(ending).splitlines() == [
+        "no ingest knows this pod: timed out (waited 300 s)",
+        "  only the ingest knows which generation of the ranks runs: see that it runs, and that"
+        " this pod reaches https://ingest:8443",
+    ]
 
 
 def test_the_job_of_the_ranks_is_that_of_the_manifest(tmp_path: Path) -> None:

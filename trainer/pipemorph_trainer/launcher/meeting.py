@@ -36,6 +36,8 @@ LAST_MEET_BACKOFF_SECONDS = 1.0
 SAY_PAUSES = (0.2, 1.0, 2.0, 4.0, 0.0)
 """Seconds after each try to say what others wait for, or what nobody says again."""
 LOOK_SECONDS = 0.05
+TELL_SECONDS = 5.0
+"""How long an ingest may need to learn of a pod that has begun, before its log says so."""
 MOST_ANSWER_BYTES = 1 << 16
 FINAL = frozenset(
     {
@@ -182,6 +184,8 @@ class Meeting:
         runs: Callable[[GenerationState], bool] = lambda _: True,
     ) -> None:
         self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
+        self.url = endpoint.base.geturl()
+        """Where an ingest is asked."""
         self._runs = runs
         self.missed = False
         """Whether a generation ran without this pod: its copies are not of the newest state."""
@@ -285,16 +289,17 @@ class Meeting:
         self, patience: float, meets: float, cancelled: threading.Event
     ) -> GenerationState | str:
         end, backoff = time.monotonic() + patience, FIRST_BACKOFF_SECONDS
-        why, told = "the ingest has not answered", patience < inf
+        why, tell_at = "the ingest has not answered", time.monotonic() + TELL_SECONDS
         while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
             try:
                 state = self._ask({}, self._report(0, "joined"), REQUEST_SECONDS)
             except (*_NO_ANSWER, Refused) as error:
                 # Refused: the ingest may learn of this pod later than the pod begins.
                 why = one_line(str(error))
-                if not told:
-                    self._note(f"no ingest knows this pod: {why}; asking again for ever")
-                    told = True
+                if time.monotonic() >= tell_at:
+                    told = f"no ingest knows this pod: {why}; asking again for {left:.0f} s"
+                    self._note(told.replace("inf s", "ever"))
+                    tell_at = inf
                 cancelled.wait(min(backoff, left))
                 backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
                 continue

@@ -34,9 +34,9 @@ EXIT_FAILED = 1
 MEET_SECONDS = 60.0
 """How long to wait for the next generation, beside the grace period that ranks elsewhere may use
 up: longer than another ingest needs to take over."""
-JOIN_SECONDS = 20.0
+JOIN_SECONDS = 300.0
 """How long a pod that begins asks for an ingest: it may be a new one in the place of another, whose
-ranks must not begin as generation 0."""
+ranks must not begin as generation 0. Others wait as long for a pod that takes a place."""
 FOLLOW_SECONDS = 5.0
 """By how much a pod outlives the one whose rank has failed: its end would be taken for the cause,
 and end that pod before its log is whole."""
@@ -80,9 +80,12 @@ class PodSite:
         if self.is_over():
             return Ending(End.INTERRUPTED)
         if isinstance(met, str):
-            # Ranks do not wait for an ingest that is away: most pods are the first in their place.
-            note(f"{met}; the ranks begin as generation 0")
-            return Life()
+            needs = (
+                "only the ingest knows which generation of the ranks runs: see that it runs, and"
+                f" that this pod reaches {self.meeting.url}"
+            )
+            # Nobody has lost ranks by that: the host makes another pod.
+            return Ending(End.FAILED, met, (needs,), status=EXIT_SIGTERM)
         if not met.verdict and not self.pod.runs_in(met):
             # Others train meanwhile, and stop only when this pod can begin.
             if self.forks is not None:
