@@ -5,15 +5,16 @@ with and without activation checkpointing, run the same batches on the same gloo
 within each round: under this trainer's 1f1b and zero-bubble, and under torch's Schedule1F1B and
 ScheduleInterleavedZeroBubble (one stage per rank), each as they are by default and at their best:
 with a communicator per directed edge (``TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1``) and, where the
-schedule has it, receives deferred. Ours is compared with the one of torch that is fastest; the
-ratio is taken round by round, and its median and its spread are printed, and so is that of the
-processor time of all ranks, which other load on the machine hardly changes. Exits 1 if a median of
-the iteration times is above 1.02.
+schedule has it, receives deferred. What the installed torch lacks is left out, and the output says
+so. Ours is compared with the one of torch that is fastest; the ratio is taken round by round, and
+its median and its spread are printed, and so is that of the processor time of all ranks, which
+other load on the machine hardly changes. Exits 1 if a median of the iteration times is above 1.02.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ranks import run_ranks
 
@@ -39,6 +41,25 @@ PEERS: dict[str, tuple[str, dict[str, bool], bool]] = {
 RECOMPUTES = ("", "checkpointing")
 
 
+class Offered(NamedTuple):
+    """What the installed torch has of what :data:`PEERS` need. ``version``: of torch."""
+
+    version: str
+    per_edge: bool
+    options: tuple[str, ...]
+
+    def lacks(self, name: str) -> list[str]:
+        """What it lacks for a peer, in words; empty if it can be compared."""
+        _, options, per_edge = PEERS[name]
+        edges = ["a communicator per edge"] if per_edge and not self.per_edge else []
+        return edges + [option for option in options if option not in self.options]
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers that can be compared."""
+        return [name for name in PEERS if not self.lacks(name)]
+
+
 def rank_main(rounds: int, iterations: int) -> None:
     """What every rank runs; rank 0 prints one line of JSON per measurement."""
     import torch
@@ -54,9 +75,16 @@ def rank_main(rounds: int, iterations: int) -> None:
     from pipemorph_trainer import Part, Pipeline, TrainerContext
     from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
+    offered = Offered(
+        torch.__version__,
+        hasattr(config, "pipeline_per_edge_p2p"),
+        tuple(inspect.signature(ScheduleInterleavedZeroBubble).parameters),
+    )
     context = TrainerContext.from_env()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if context.rank == 0:
+        print(json.dumps(offered), flush=True)
     arguments = Arguments(width=192, sequence=128, microbatch_size=4)
     tokens = torch.randint(0, 256, (4 * MICROBATCHES, 129), generator=torch.Generator())
     x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -83,9 +111,11 @@ def rank_main(rounds: int, iterations: int) -> None:
             )
             pipes.append(pipe)
             steps[f"{recompute}|ours|{policy}"] = mine, partial(pipe.step, x, target=target)
-        for name, (policy, options, per_edge) in PEERS.items():
+        for name in offered.peers:
+            policy, options, per_edge = PEERS[name]
             other = module(recompute)
-            config.pipeline_per_edge_p2p = per_edge
+            if offered.per_edge:
+                config.pipeline_per_edge_p2p = per_edge
             stage = PipelineStage(other, context.rank, STAGES, torch.device("cpu"))
             schedule = (
                 Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
@@ -128,7 +158,9 @@ def main() -> int:
     flags = ["--rounds", str(args.rounds), "--iterations", str(args.iterations)]
     times: dict[str, list[float]] = {}
     processor: dict[str, list[float]] = {}
-    for line in run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS).splitlines():
+    first, *lines = run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS).splitlines()
+    offered = Offered(*json.loads(first))
+    for line in lines:
         name, seconds, used = json.loads(line)
         times.setdefault(name, []).append(seconds)
         processor.setdefault(name, []).append(used)
@@ -136,6 +168,9 @@ def main() -> int:
         f"{STAGES} stages of a GPT, {MICROBATCHES} microbatches, gloo, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; medians of {args.rounds} rounds"
     )
+    for name in PEERS:
+        if lacks := offered.lacks(name):
+            print(f"not compared: {name}; torch {offered.version} lacks {' and '.join(lacks)}")
     print(
         "| | this trainer | torch at its best | ratio | spread | of processor time | spread |\n"
         "|---|---:|---:|---:|---:|---:|---:|"
@@ -147,8 +182,8 @@ def main() -> int:
             mine = times[f"{recompute}|ours|{policy}"][1:]
             peers = {
                 name: times[f"{recompute}|torch|{name}"][1:]
-                for name, (like, *_) in PEERS.items()
-                if like == policy
+                for name in offered.peers
+                if PEERS[name][0] == policy
             }
             best = min(peers, key=lambda name: statistics.median(peers[name]))
             ratios = [a / b for a, b in zip(mine, peers[best], strict=True)]

@@ -277,3 +277,20 @@ def test_traces_reads_what_an_emulated_run_reports(
     # F, B and W of four microbatches at least; a delay of 1 ms or more each way was held up.
     assert row.emulated > 4 * sum(traces.TIMES_MS.values())
     assert 0 < row.bubble < 1
+
+
+# --- against torch's schedules ---------------------------------------------------------------
+
+
+def test_peers_that_the_installed_torch_lacks_are_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = load("torch_peer")
+    newest = bench.Offered("2.15.0", True, ("stages", "defer_pp_recv"))
+    assert newest.peers == list(bench.PEERS)
+    oldest = bench.Offered("2.11.0", False, ("stages",))
+    assert oldest.peers == ["1F1B", "zero bubble"]
+    (_, _, _, last) = bench.PEERS
+    assert oldest.lacks("1F1B, per edge") == ["a communicator per edge"]
+    assert oldest.lacks(last) == ["a communicator per edge", "defer_pp_recv"]

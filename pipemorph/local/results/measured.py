@@ -81,7 +81,7 @@ def measured_problem(path: str) -> Measured:
         stages = _with_reductions(stages, report.get("reductions", []))
         delays, routes = _links(report, spec)
         iterations = [_finite(each["seconds"]) for each in report["iterations"]]
-        half = spec.transport.direct_duplex == "half"
+        half, cut = spec.transport.direct_duplex == "half", spec.parallelism
         links = [
             link_on(route, delay, queues=spec.transport.queues, half_duplex=half)
             for route, delay in zip(routes, delays, strict=True)
@@ -92,6 +92,8 @@ def measured_problem(path: str) -> Measured:
             links=tuple(links),
             policy=spec.schedule.policy_kind,
             dispatch=spec.schedule.dispatch_kind,
+            ranks=cut.mesh.sizes["pp"] if cut.stages_per_rank > 1 else None,
+            placement=cut.stage_placement,
         )
     except UNREADABLE as error:
         raise InputError(_unlike(path, "report", error)) from None

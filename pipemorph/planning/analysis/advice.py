@@ -88,6 +88,11 @@ def advise(problem: Problem) -> Advice:
             f"policy {policy.value} has several stages per rank, which advise cannot change yet;"
             " use pipemorph, zero-bubble, 1f1b or gpipe"
         )
+    if problem.ranks not in (None, problem.stage_count):
+        raise InputError(
+            f"ranks is {problem.ranks} for {problem.stage_count} stages; advise knows one stage per"
+            " rank only, `pipemorph plan` predicts several"
+        )
     problem.check_makespan("advise")
     advisor = _Advisor(problem, plan(problem, policy))
     options, missing = [advisor.today], []

@@ -282,6 +282,30 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     assert "measured today: 500.0 ms" in out and "EMULATED" in out
 
 
+def test_a_report_of_several_stages_per_rank_says_which_rank_has_which(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Planned as if each stage had a rank of its own, a rank's idle time would be overstated."""
+    from pipemorph.local.results.measured import measured_problem
+    from pipemorph.planning.interleaved import plan_interleaved
+
+    given = report(adaptations=[])
+    cut = {"stages": 4, "stagesPerRank": 2, "stagePlacement": "v"}
+    given["spec"]["parallelism"] = cut
+    del given["spec"]["schedule"]["inFlightLimit"]
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(given))
+    found = measured_problem(str(file)).problem
+    assert (found.stage_count, found.ranks, found.placement) == (4, 2, "v")
+    ran = plan_interleaved(found).simulation
+    # Two ranks with two stages each of 3 ms, 8 microbatches.
+    assert len(ran.schedule.ranks) == 2 and ran.makespan >= 48
+    assert ran.bubble_fraction == pytest.approx(1 - 96 / (2 * ran.makespan))
+    assert main(["advise", str(file)]) == 2
+    refused = capsys.readouterr().err
+    assert "ranks is 2 for 4 stages; advise knows one stage per rank only" in refused
+
+
 def applied(routes: Any = ("direct",), delay: float = 0.02) -> dict[str, Any]:
     links = [{"link": 0, "delay": delay}]
     return {"applied_at_iteration": 3, "routes": list(routes), "links": links}

@@ -32,7 +32,7 @@ from pipemorph_trainer.telemetry.metrics import (
     serve,
 )
 
-WHO = {"name": "gpt", "stage": "1", "replica": "0"}
+WHO = {"name": "gpt", "stage": "1", "replica": "0", "column": ""}
 
 
 class Clock:
@@ -222,7 +222,21 @@ def test_they_are_served_over_http_and_a_taken_port_is_a_warning(
     metrics.hear(telemetry(9))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    assert 'pipemorph_rank_iteration{name="gpt",replica="0",stage="1"} 9.0' in text
+    assert 'pipemorph_rank_iteration{column="",name="gpt",replica="0",stage="1"} 9.0' in text
+
+
+def test_a_column_has_its_name_beside_its_index() -> None:
+    mesh, port = MeshShape(stages=2, replicas=2, tensor=2), free_port()
+    variables = {
+        "RANK": "6", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PIPEMORPH_METRICS_PORT": str(port),
+    }  # fmt: skip
+    place = mesh.coordinate(6)
+    control = metered(NoControl(), TrainerContext.from_env(variables), place, plan_of(0, 1))
+    control.publish(telemetry(9))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert f'column="{mesh.column_name(place.column)}",name="job",replica="2",stage="1"' in text
+    assert mesh.column_name(place.column) == "replica 1, tensor 0"
 
 
 def test_the_port_comes_from_the_environment() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipemorph.metrics")
 
-_RANK = ["name", "stage", "replica"]
+_RANK = ["name", "stage", "replica", "column"]
 _LINK = [*_RANK, "link", "direction", "route"]
 MOST_PORTS = 64
 """Most ports of a rank with series, since a host may have hundreds of virtual functions."""
@@ -35,8 +35,9 @@ MOST_PORTS = 64
 class RankMetrics:
     """The metrics of one rank, from its telemetry and its plans.
 
-    ``stage``: the first of its stages. ``clock``: monotonic, seconds. Raises ImportError without
-    prometheus-client.
+    ``stage``: the first of its stages. ``replica``: index of its column, which ``column`` names,
+    such as ``replica 1, tensor 0``; empty if it is the only one. ``clock``: monotonic, seconds.
+    Raises ImportError without prometheus-client.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RankMetrics:
         job: str,
         stage: int,
         replica: int,
+        column: str = "",
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,7 +54,8 @@ class RankMetrics:
         self.registry = CollectorRegistry()
         self._busy: dict[int, float] = {}
         """Seconds of all ops of a microbatch, by stage."""
-        self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
+        who = {"name": job, "stage": str(stage), "replica": str(replica), "column": column}
+        self._who = who
         self._clock = clock
         self._began: tuple[int, float] | None = None
         self._microbatches = 0
@@ -282,14 +285,18 @@ def metered(
         return control
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
-    metrics = serve(job, coordinate.stage, coordinate.column, context.metrics_port, host)
+    at, column = context.metrics_port, coordinate.column
+    named = coordinate.mesh.column_name(column)
+    metrics = serve(job, coordinate.stage, column, at, host, named=named)
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 
-def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
-    """Serve metrics at ``host:port``. None, and a warning, if that fails."""
+def serve(
+    job: str, stage: int, replica: int, port: int, host: str, *, named: str = ""
+) -> RankMetrics | None:
+    """Serve metrics at ``host:port``. ``named``: the column. None, and a warning, if that fails."""
     try:
-        metrics = RankMetrics(job, stage, replica)
+        metrics = RankMetrics(job, stage, replica, named)
         from prometheus_client import start_http_server
 
         start_http_server(port, host, registry=metrics.registry)
