@@ -175,9 +175,14 @@ def _sentence(finding: findings.Finding) -> str:
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
         case findings.Saves(seconds, iterations, cost, cost_seen):
+            over = (
+                "per iteration"
+                if iterations is None
+                else f"over the {max(0, iterations)} iterations left"
+            )
             return (
                 f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
-                f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
+                f" {shown_time(max(0.0, seconds))} {over},"
                 f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
             )
         case findings.NotConfirmed(expected, gain, iterations, None):
@@ -260,7 +265,7 @@ def outcome(verdict: Verdict) -> str:
 
 def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
     """A change in one line of at most :data:`COLUMNS`: cause, predicted time per iteration, plan,
-    and the net saving over the iterations left.
+    and the net saving over the iterations left, if it is known how many there are.
 
     ``plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct``
     """
@@ -275,7 +280,8 @@ def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Pro
     forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
     shorten = [0, 1, 1, 2]
     saves = next((each for each in proposal.found if isinstance(each, findings.Saves)), None)
-    if saves is not None:
+    # Without an end there is no sum; what an iteration saves is in its times.
+    if saves is not None and saves.iterations is not None:
         gain = f"gain {saves.net:.1f} s"
         forms.append(
             [f"net {gain} / {saves.iterations} it", f"{gain} / {saves.iterations} it", gain]
