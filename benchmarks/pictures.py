@@ -114,7 +114,7 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
         if case == "adapted":
             narrow = job_page(job, seen_of(known), NOW, width=NARROW)
             to.terminal(f"top-{name}-narrow", narrow, NARROW)
-        to.terminal(f"links-{name}", links_part(job, NOW))
+        to.terminal(f"links-{name}", links_part(job, NOW, seen_of(known)))
         here = told_job(known, namespace="")
         run = [line(headline(known.job)), (), *job_page(here, seen_of(known), NOW, width=WIDE)]
         to.terminal(f"run-{name}", run)
