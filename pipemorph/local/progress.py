@@ -195,7 +195,7 @@ class Progress:
         self._began = time.time()
         self._page = _live_lines(stream) if self._live else None
         self._status = RunStatus(job)
-        self._seen = Seen(deque(maxlen=MOST_TIMES), f"of the newest {MOST_TIMES} iterations")
+        self._seen = Seen(deque(maxlen=MOST_TIMES), "of the newest iterations")
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""

@@ -253,11 +253,14 @@ def _saves(seconds: float) -> str:
 def outcome(verdict: Verdict) -> str:
     """What a change brought."""
     promised, saved = verdict.trial.promise, verdict.saved
-    took = f"{shown_time(verdict.seconds)}, not {shown_time(promised.after)} per iteration"
-    return (
-        f"plan v{verdict.trial.version}: promised {promised.gain:.1%}, measured "
-        f"{took if saved is None else f'{saved:.1%}'}, after {verdict.iterations} iterations"
-    )
+    text = f"plan v{verdict.trial.version}: promised {promised.gain:.1%}"
+    if saved is None:
+        # Nothing that was measured before can be compared.
+        text += f", so {shown_time(promised.after)} per iteration; measured"
+        text += f" {shown_time(verdict.seconds)}"
+    else:
+        text += f", measured {saved:.1%}"
+    return f"{text}, after {verdict.iterations} iterations"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------
@@ -286,7 +289,7 @@ def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Pro
         forms.append(
             [f"net {gain} / {saves.iterations} it", f"{gain} / {saves.iterations} it", gain]
         )
-        shorten = [0, 3, 1, 3, 1, 2]
+        shorten = [0, 3, 1, 3, 1, 2, 2]
     line = _line(version, forms)
     for part in shorten:
         if len(line) > COLUMNS:
@@ -336,7 +339,9 @@ def _short_plan(current: Option | None, chosen: Option) -> list[str]:
     named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{more}"
     few = f"{warmup}, {len(moved)} link{plural} delegated{more}"
     forms = [named, few] if len(moved) <= NAMED else [few]
-    return [forms[0], f"{warmup}{more}"] if own else forms
+    if own:
+        return [forms[0], f"{warmup}{more}"]
+    return [*forms, few.removesuffix(more)] if more else forms
 
 
 # --- words --------------------------------------------------------------------------------

@@ -112,6 +112,16 @@ def test_another_dispatch_is_said() -> None:
             " 3 links delegated | gain 4.3 s",
         ),
         (
+            "worse",
+            [slow(2, 0.0583)],
+            proposal(
+                replace(plan((12, 11, 10, 1), (2,)), dispatch=Dispatch.ONLINE), GAIN, before=0.877
+            ),
+            # What it saves matters more than how it is dispatched.
+            "plan v2: link 2 +58.3 ms | 0.877 -> 1.069 s/it | warm-up 12-11-10-1, 1 link delegated"
+            " | gain 4.3 s",
+        ),
+        (
             "memory",
             [],
             proposal(plan((2, 1)), before=1.0, after=1.25),
