@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +75,13 @@ def _first(texts: Sequence[str], most: int) -> list[str]:
 def link_name(link: int, column: str = "") -> str:
     """``link 2 (stage 2 to 3)``. ``column``: of the mesh, empty if there is one."""
     return f"link {link} (stage {link} to {link + 1}{', ' if column else ''}{column})"
+
+
+def few(texts: Iterable[str], most: int) -> str:
+    """``1, 4, 5 and 2 more``: at most so many of the texts."""
+    found = list(texts)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{', '.join(found[:most])}{more}"
 
 
 def plural(count: int, what: str, several: str = "") -> str:
