@@ -9,8 +9,7 @@ from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, Traini
 from pipemorph.errors import InputError
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.explain.story import Story, brought, duration, few, plural, worth_line
-from pipemorph.planning.ir import dashed
+from pipemorph.explain.story import Story, brought, duration, few, plural, warmups, worth_line
 
 SEEN = (
     "LinksHealthy",
@@ -21,8 +20,6 @@ SEEN = (
     "SparesReady",
 )
 """Conditions that are False if something is wrong."""
-MOST_STAGES = 16
-"""Most stages of which each warm-up is told."""
 NAMED = 4
 """Most links that are named in one line."""
 CAUSES = {
@@ -160,13 +157,8 @@ def what_was_done(change: AdaptationSummary, training: TrainingStatus) -> str:
     if change.kind == "return":
         return "back to the plan for healthy links"
     parts = ["back to the plan before"] if change.kind == "revert" else []
-    before, after = change.warmup_before, change.warmup_after
-    if before != after:
-        if len(after) <= MOST_STAGES:
-            parts.append(f"warm-up {dashed(before)} became {dashed(after)}")
-        else:
-            changed = sum(a != b for a, b in zip(before, after, strict=False))
-            parts.append(f"warm-up of {plural(changed, 'stage')} changed")
+    if found := warmups(change.warmup_before, change.warmup_after):
+        parts.append(found)
     moved = [i for i, route in enumerate(training.routes) if route == "delegated"]
     if moved:
         links = "link" if len(moved) == 1 else "links"

@@ -17,6 +17,8 @@ SEEN, DECIDED, ADVISED = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
 LABEL = 9
 """Columns of a line's label, with the space after it."""
+MOST_STAGES = 8
+"""Most stages of which each warm-up is told."""
 LINE = 240
 """Most characters of a line."""
 
@@ -140,12 +142,21 @@ def brought(
     return text
 
 
+def warmups(before: Sequence[int], after: Sequence[int]) -> str:
+    """``warm-up 7-5-3-1 became 12-11-9-1``; of many stages, in how many it did. Empty if it is the
+    same."""
+    if list(before) == list(after):
+        return ""
+    if len(after) <= MOST_STAGES:
+        return f"warm-up {dashed(before)} became {dashed(after)}"
+    changed = sum(a != b for a, b in zip(before, after, strict=False))
+    return f"warm-up of {plural(changed, 'stage')} changed"
+
+
 def what_changed(record: AdaptationRecord) -> str:
     """``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the engine``"""
     moved = [str(i) for i, route in enumerate(record.routes) if route is Route.DELEGATED]
-    parts = [f"warm-up {dashed(record.warmup_before)} became {dashed(record.warmup_after)}"]
-    if record.warmup_before == record.warmup_after:
-        parts = ["another order of ops"]
+    parts = [warmups(record.warmup_before, record.warmup_after) or "another order of ops"]
     if moved:
         parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
     return ", ".join(parts)
