@@ -3,10 +3,12 @@
 One command: ``python benchmarks/dashboards.py --out DIR``, on a machine with Prometheus (or Debian,
 whose package it takes) and helm. The metrics are those that the operator, the ingest and the ranks
 of this release export, in an hour that is played: eight stages in two replicas, of which a link
-turns slow, is left to the engine and recovers, a port fails, and the ranks start again; and thirty
-jobs beside it. A real Prometheus answers every query of every panel, and a picture per dashboard is
-drawn from that, by matplotlib in place of Grafana: units, legends and the number of series are
-those of the dashboard, the looks are not. What is empty, or has many series, is printed.
+turns slow, is left to the engine and recovers, one is not heard of for a while, one turns narrow, a
+port fails and another is congested, a stage and a gradient reduction are slow, and the ranks start
+again; and thirty jobs beside it. A real Prometheus answers every query of every panel, and a
+picture per dashboard is drawn from that, by matplotlib in place of Grafana: units, legends and the
+number of series are those of the dashboard, the looks are not. A query that finds nothing, a panel
+with many series and a state of links that is never shown are printed; then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from pipemorph.api.status import (  # noqa: E402
     SlowLink,
     TrainingStatus,
 )
+from pipemorph.control import Health, LinkHealth  # noqa: E402
 from pipemorph.planning import Op, OpKind, Route, Schedule  # noqa: E402
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime  # noqa: E402
 from pipemorph_operator import metrics  # noqa: E402
@@ -52,8 +55,14 @@ CHART = ROOT / "charts" / "pipemorph-operator"
 JOB = ("team", "gpt")
 STAGES, REPLICAS, OTHERS = 8, 2, 30
 HOUR, STEP = 3600, 15
-SLOW, ADAPTED, WELL, RETURNED = 900, 945, 2400, 2445
+# Seconds into the hour.
+UNKNOWN, HEARD = 300, 600
+SLOW, ADAPTED, WELL, RETURNED = 900, 945, 2400, 2520
 SICK, FAILED = 1500, 3000
+NARROW, WIDE = 2640, 2940
+STRAGGLES, EVEN = 3200, 3400
+SLOW_LINK, SILENT_LINK, NARROW_LINK, SICK_STAGE = 2, 0, 4, 5
+NARROW_DELAY, NARROW_TRANSFER = 0.035, 0.03
 MANY = 24
 """Series in one panel that nobody can tell apart."""
 COLUMNS, ROW_INCHES = 24, 0.42
@@ -67,8 +76,9 @@ Samples = dict[str, tuple[str, list[str]]]
 
 def training(t: int) -> TrainingStatus:
     """The job's figures, ``t`` seconds into the hour."""
-    late, adapted = SLOW <= t < WELL, ADAPTED <= t < RETURNED
+    late, adapted, narrow = SLOW <= t < WELL, ADAPTED <= t < RETURNED, NARROW <= t < WIDE
     seconds = 0.74 + (0.36 if late and not adapted else 0.08 if late else 0.03 if adapted else 0)
+    seconds += 0.12 * narrow
     version = 2 if t >= RETURNED else 1 if t >= ADAPTED else 0
     saved = 0.31 * max(0, min(t, WELL) - ADAPTED)
     change = AdaptationSummary(
@@ -76,18 +86,30 @@ def training(t: int) -> TrainingStatus:
         detected_at="2026-01-01T00:00:00Z", detected_at_iteration=3, promised=0.3,
         measured=0.28 if t > ADAPTED + 30 else None,
     )  # fmt: skip
-    slow = SlowLink(
-        link=2, replica=1, direction="forward", delay_ms=60 + 4 * math.sin(t / 60),
-        wire_time_ms=62, confidence=1,
-    )  # fmt: skip
-    sick = SickPort(stage=5, replica=0, device="mlx5_0", port=1, state="DOWN", message="is DOWN")
+    slow = [
+        SlowLink(
+            link=link.link, replica=link.replica, direction="forward",
+            delay_ms=1e3 * link.delay, wire_time_ms=1e3 * link.wire_time, confidence=1,
+        )
+        for link in links_of(t) if link.health is Health.SLOW
+    ]  # fmt: skip
+    failed = SICK <= t < SICK + 600
+    fallen = FallenLink(link=SICK_STAGE, direction="forward", agreed="rdma", transport="tcp")
+    sick = SickPort(
+        stage=SICK_STAGE, replica=0, device="mlx5_0", port=1, state="DOWN", message="is DOWN"
+    )
     return TrainingStatus(
         iteration=int(t / 0.8),
         iteration_seconds=seconds * (1 + 0.01 * math.sin(t / 40)),
         bubble_fraction=0.14 + 0.25 * (late and not adapted) + 0.04 * adapted,
-        slow_link_count=int(late),
-        slow_links=[slow] if late else [],
-        routes=["delegated" if adapted and i == 2 else "direct" for i in range(STAGES - 1)],
+        slow_link_count=len(slow),
+        slow_links=slow,
+        unknown_link_count=int(UNKNOWN <= t < HEARD),
+        slow_reduction_count=int(STRAGGLES <= t < EVEN),
+        slow_stage_count=int(STRAGGLES <= t < EVEN),
+        routes=[
+            "delegated" if adapted and i == SLOW_LINK else "direct" for i in range(STAGES - 1)
+        ],
         peak_memory=[(20 + i) << 30 for i in range(STAGES)],
         wanted_plan_version=2 if t >= RETURNED - STEP else 1 if t >= ADAPTED - STEP else 0,
         applied_plan_version=version,
@@ -95,13 +117,31 @@ def training(t: int) -> TrainingStatus:
         saved_seconds=saved,
         saved_error_seconds=0.15 * saved,
         last_adaptation=change if version else None,
-        rails=RailsStatus(ports=16, sick_count=int(SICK <= t < SICK + 600),
-                          sick_ports=[sick] if SICK <= t < SICK + 600 else []),
-        fallen_link_count=int(SICK <= t < SICK + 600),
-        fallen_links=[FallenLink(link=5, direction="forward", agreed="rdma", transport="tcp")]
-        if SICK <= t < SICK + 600
-        else [],
+        rails=RailsStatus(
+            ports=16, sick_count=int(failed), sick_ports=[sick] if failed else [],
+            congested_count=int(late),
+        ),
+        fallen_link_count=int(failed),
+        fallen_links=[fallen] if failed else [],
     )  # fmt: skip
+
+
+def links_of(t: int) -> list[LinkHealth]:
+    """The job's links, as the controller sees them."""
+    states = [LinkHealth(i, Health.HEALTHY, wire_time=0.002) for i in range(STAGES - 1)]
+    if UNKNOWN <= t < HEARD:
+        states[SILENT_LINK] = LinkHealth(SILENT_LINK, Health.UNKNOWN)
+    if SLOW <= t < WELL:
+        late = 0.06 + 0.004 * math.sin(t / 60)
+        states[SLOW_LINK] = LinkHealth(
+            SLOW_LINK, Health.SLOW, delay=late, wire_time=0.002 + late, replica=1
+        )
+    if NARROW <= t < WIDE:
+        states[NARROW_LINK] = LinkHealth(
+            NARROW_LINK, Health.SLOW, delay=NARROW_DELAY, wire_time=0.002 + NARROW_DELAY,
+            transfer=NARROW_TRANSFER,
+        )  # fmt: skip
+    return states
 
 
 def other(number: int, t: int) -> TrainingStatus:
@@ -132,13 +172,14 @@ def rank_metrics(rank: int) -> RankMetrics:
 def hear(found: RankMetrics, rank: int, t: int) -> None:
     """What a rank tells its agent."""
     stage, replica = rank % STAGES, rank // STAGES
-    late, adapted = SLOW <= t < WELL, ADAPTED <= t < RETURNED
-    fallen = t >= SICK and stage == 5
+    adapted = ADAPTED <= t < RETURNED
+    fallen = t >= SICK and stage == SICK_STAGE
     links, ends = [], []
-    if stage < STAGES - 1:
-        slow = late and stage == 2 and replica == 1
-        wire = (0.062 if slow else 0.002) * (1 + 0.05 * math.sin(t / 30 + rank))
-        route = Route.DELEGATED if adapted and stage == 2 else Route.DIRECT
+    if stage < STAGES - 1 and not (stage == SILENT_LINK and UNKNOWN <= t < HEARD):
+        state = links_of(t)[stage]
+        wire = state.wire_time if state.replica == replica else 0.002
+        wire *= 1 + 0.05 * math.sin(t / 30 + rank)
+        route = Route.DELEGATED if adapted and stage == SLOW_LINK else Route.DIRECT
         times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
         links.append(LinkSample(
             link=stage, direction="forward", route=route, transport="gloo", iteration=t,
@@ -151,7 +192,7 @@ def hear(found: RankMetrics, rank: int, t: int) -> None:
             transport="tcp" if fallen and not back else "rdma", fallbacks=int(fallen),
             failbacks=int(back), reconnects=0, replica=replica,
         ))  # fmt: skip
-    errors = max(0, t - SICK) // 20 if stage == 5 else 0
+    errors = max(0, t - SICK) // 20 if stage == SICK_STAGE else 0
     rail = RailSample(
         stage=stage, device="mlx5_0", port=1, state="ACTIVE", replica=replica,
         counters={"out_of_sequence": errors, "np_cnp_sent": t * (1 + stage % 3)},
@@ -184,6 +225,7 @@ def work(t: int) -> None:
     metrics.REPORTS.labels("report", "200").inc(15 * (OTHERS + 1))
     metrics.REPORTS.labels("report", "421").inc(int(t % 900 < 30))
     metrics.REFUSED.labels("silent").inc(int(t % 1200 == 0))
+    metrics.VIEWERS_REFUSED.labels("token").inc(int(t % 900 == 0))
     for size, seconds in (("small", 0.05), ("large", 1.1)):
         metrics.PLAN_SECONDS.labels(size, "yes").observe(seconds)
         metrics.PLAN_WAIT_SECONDS.labels(size, "yes").observe(0.01)
@@ -209,7 +251,7 @@ def played(began: float) -> Samples:
             metrics.WATCH_CONFIRMED.labels(kind, "").set(now - t % 60)
         goodput = 0.9 - 0.05 * (t >= FAILED)
         figures.show(JOB, training(t), [], now - t % 5, recoveries=int(t >= FAILED),
-                     goodput=goodput)  # fmt: skip
+                     goodput=goodput, links=links_of(t))  # fmt: skip
         for number in range(OTHERS):
             figures.show(("team", f"job-{number}"), other(number, t), [], now, recoveries=0,
                          goodput=0.9)  # fmt: skip
@@ -328,8 +370,9 @@ def legend(target: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     return text or ", ".join(f"{k}={v}" for k, v in labels.items() if k != "__name__")
 
 
-def draw(board: Mapping[str, Any], server: Server, end: float, path: Path) -> None:
-    """Draw a dashboard, and print what is wrong with its panels."""
+def draw(board: Mapping[str, Any], server: Server, end: float, path: Path) -> list[str]:
+    """Draw a dashboard; what is wrong with its panels."""
+    wrong = []
     mpl.use("agg")
     from matplotlib.figure import Figure
 
@@ -353,14 +396,20 @@ def draw(board: Mapping[str, Any], server: Server, end: float, path: Path) -> No
         axes.set_title(title, fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
         found = list(answers(panel, server, end))
+        wrong += [f"empty: {title}: {each}" for each in unanswered(panel, server, end)]
         count = len(found)
         if not count:
-            print(f"empty: {title}")
             axes.text(0.5, 0.5, "no data", ha="center", color="gray", transform=axes.transAxes)
         if count > MANY and panel["type"] == "timeseries":
-            print(f"{count} series: {title}")
+            wrong.append(f"{count} series: {title}")
+        if panel["type"] == "state-timeline":
+            (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+            shown = {f"{value:g}" for _, _, points in found for _, value in points}
+            absent = [told["text"] for key, told in mapping["options"].items() if key not in shown]
+            wrong += [f"never {each}: {title}" for each in absent]
         KINDS[panel["type"]](axes, panel, found, end)
     figure.savefig(path, dpi=70)
+    return wrong
 
 
 Answer = tuple[str, dict[str, str], list[tuple[float, float]]]
@@ -379,8 +428,21 @@ def answers(panel: Mapping[str, Any], server: Server, end: float) -> Iterator[An
             yield legend(target, row["metric"]), row["metric"], points
 
 
+def unanswered(panel: Mapping[str, Any], server: Server, end: float) -> Iterator[str]:
+    """Queries that find nothing at any time of the hour."""
+    for target in panel["targets"]:
+        asked = target["expr"].replace("$namespace", JOB[0]).replace("$name", JOB[1])
+        if not server.series(asked, end):
+            yield asked
+
+
 def unit(panel: Mapping[str, Any]) -> Callable[[float], str]:
     return scaled(panel["fieldConfig"]["defaults"].get("unit", "short"))
+
+
+def axis(told: Callable[[float], str]) -> Callable[[float, int], str]:
+    """As matplotlib calls it."""
+    return lambda value, position: told(value)
 
 
 def stat(axes: Any, panel: Mapping[str, Any], found: list[Answer], end: float) -> None:
@@ -391,15 +453,31 @@ def stat(axes: Any, panel: Mapping[str, Any], found: list[Answer], end: float) -
 
 
 def lines(axes: Any, panel: Mapping[str, Any], found: list[Answer], end: float) -> None:
-    for name, _, points in found:
-        axes.plot([(at - end) / 60 for at, _ in points], [v for _, v in points], label=name, lw=1.2)
+    # Grafana has another axis for what the panel says is on the right, with a unit of its own.
+    right = {
+        each["matcher"]["options"]: {p["id"]: p["value"] for p in each["properties"]}
+        for each in panel["fieldConfig"]["overrides"]
+        if any(p["id"] == "custom.axisPlacement" for p in each["properties"])
+    }
+    other = axes.twinx() if right else axes
+    for number, (name, _, points) in enumerate(found):
+        (other if name in right else axes).plot(
+            [(at - end) / 60 for at, _ in points], [v for _, v in points], label=name, lw=1.2,
+            color=f"C{number % 10}",
+        )  # fmt: skip
+    for given in right.values():
+        other.yaxis.set_major_formatter(axis(scaled(given.get("unit", "short"))))
+        other.set_ylim(bottom=0)
+        other.tick_params(labelsize=7)
     axes.set_xlim(-HOUR / 60, 0)
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    told = unit(panel)
-    axes.yaxis.set_major_formatter(lambda value, _: told(value))
+    axes.yaxis.set_major_formatter(axis(unit(panel)))
     axes.grid(alpha=0.3)
     if found:
         shown = axes.get_legend_handles_labels()
+        if right:
+            more = other.get_legend_handles_labels()
+            shown = tuple(a + b for a, b in zip(shown, more, strict=True))
         axes.legend(*(each[:8] for each in shown), fontsize=6, ncols=4, loc="upper left",
                     bbox_to_anchor=(0, -0.12), frameon=False)  # fmt: skip
 
@@ -440,19 +518,22 @@ def boards(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, json.loads((CHART / "files" / f"dashboard-{name}.json").read_text())
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    end = time.time() // 60 * 60
+    end, wrong = time.time() // 60 * 60, []
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as folder:
         samples = played(end - HOUR)
         with Server(Path(folder), samples) as server:
             for name, board in boards(("job", "platform")):
-                draw(board, server, end, args.out / f"dashboard-{name}.png")
+                wrong += draw(board, server, end, args.out / f"dashboard-{name}.png")
                 print(f"drawn: {args.out}/dashboard-{name}.png")
+    for each in wrong:
+        print(each)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -114,9 +115,10 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
         if case == "adapted":
             narrow = job_page(job, seen_of(known), NOW, width=NARROW)
             to.terminal(f"top-{name}-narrow", narrow, NARROW)
-        to.terminal(f"links-{name}", links_part(job, NOW))
+        to.terminal(f"links-{name}", links_part(job, NOW, seen_of(known)))
         here = told_job(known, namespace="")
-        run = [line(headline(known.job)), (), *job_page(here, seen_of(known), NOW, width=WIDE)]
+        seen = replace(seen_of(known), which="of the newest iterations")
+        run = [line(headline(known.job)), (), *job_page(here, seen, NOW, width=WIDE)]
         to.terminal(f"run-{name}", run)
         told = {
             f"pipemorph explain team/{known.job.metadata.name}": story_of(job),

@@ -61,8 +61,9 @@ class JobController:
 
     ``on_report`` is called with every accepted report, after it was processed. A decision takes
     longer than a report may take: it waits in :attr:`replan` until the host has made it, in this
-    process or another one, and calls :meth:`settle`. Raises :class:`~pipemorph.errors.InputError`
-    if the spec allows no plan at all.
+    process or another one, and calls :meth:`settle`. ``endless``: nobody knows when the job ends,
+    whatever its spec says, so that any gain pays for a change in the long run. Raises
+    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class JobController:
         *,
         attempt: int = 0,
         on_report: Callable[[LinkHealthReport], None] | None = None,
+        endless: bool = False,
     ) -> None:
         self.spec = spec
+        self._endless = endless
         self._rules = planning_rules(spec)
         self.attempt = attempt
         self._on_report = on_report
@@ -95,6 +98,7 @@ class JobController:
             ledger=self._ledger,
             plans=self._plans,
             versions=self._versions,
+            endless=self._endless,
         )
 
     # --- the wanted plan, and the state of the job ----------------------------------------

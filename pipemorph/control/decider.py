@@ -61,8 +61,10 @@ class Decider:
         ledger: Ledger,
         plans: Plans,
         versions: PlanVersions,
+        endless: bool,
     ) -> None:
         self._spec, self._rules, self._assessment = spec, rules, assessment
+        self._endless = endless
         self._observed, self._ledger = observed, ledger
         self._plans, self._versions = plans, versions
         self.journal = Journal(ledger, observed)
@@ -239,8 +241,11 @@ class Decider:
             sources=sources,
         )
 
-    def _left(self) -> int:
-        """Iterations for which the plan of a directive issued now would be in effect."""
+    def _left(self) -> int | None:
+        """Iterations for which the plan of a directive issued now would be in effect; None if no
+        end is known."""
+        if self._endless:
+            return None
         running = self._ledger.last_iteration + 1
         return self._spec.trainer.iterations - running - COMMIT_AHEAD
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipemorph.api.status import Condition, JobStatus, TrainingStatus, condition
+from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
 from pipemorph.errors import InputError
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.explain.story import Story, brought, duration, plural, worth_line
+from pipemorph.explain.story import Story, brought, duration, few, plural, warmups, worth_line
 
 SEEN = (
     "LinksHealthy",
@@ -21,7 +21,7 @@ SEEN = (
 )
 """Conditions that are False if something is wrong."""
 NAMED = 4
-"""Most slow links of which it is told since when they are."""
+"""Most links that are named in one line."""
 CAUSES = {
     "SlowLinks": "link",
     "SlowReductions": "reduction",
@@ -147,7 +147,23 @@ def _change(training: TrainingStatus) -> str:
     if newest.kind == "adapt":
         before, after = newest.iteration_seconds_before, newest.iteration_seconds_after
         effect = brought(before, after, newest.promised, newest.measured)
-    return f"{count}{when}{': ' if effect else ''}{effect}; why: {newest.reason}"
+    effect = f"; {effect}" if effect else ""
+    return f"{count}{when}: {what_was_done(newest, training)}{effect}; why: {newest.reason}"
+
+
+def what_was_done(change: AdaptationSummary, training: TrainingStatus) -> str:
+    """By the newest change of plan: ``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the
+    engine``."""
+    if change.kind == "return":
+        return "back to the plan for healthy links"
+    parts = ["back to the plan before"] if change.kind == "revert" else []
+    if found := warmups(change.warmup_before, change.warmup_after):
+        parts.append(found)
+    moved = [i for i, route in enumerate(training.routes) if route == "delegated"]
+    if moved:
+        links = "link" if len(moved) == 1 else "links"
+        parts.append(f"{links} {few(map(str, moved), NAMED)} left to the engine")
+    return ", ".join(parts) or "another order of the same ops"
 
 
 def causes(job: ClusterJob, status: JobStatus) -> Iterator[str]:

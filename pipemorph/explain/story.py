@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,8 @@ SEEN, DECIDED, ADVISED = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
 LABEL = 9
 """Columns of a line's label, with the space after it."""
+MOST_STAGES = 8
+"""Most stages of which each warm-up is told."""
 LINE = 240
 """Most characters of a line."""
 
@@ -77,6 +79,13 @@ def link_name(link: int, column: str = "") -> str:
     return f"link {link} (stage {link} to {link + 1}{', ' if column else ''}{column})"
 
 
+def few(texts: Iterable[str], most: int) -> str:
+    """``1, 4, 5 and 2 more``: at most so many of the texts."""
+    found = list(texts)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{', '.join(found[:most])}{more}"
+
+
 def plural(count: int, what: str, several: str = "") -> str:
     """``1 iteration``, ``3 iterations``. ``several``: the plural if it is not ``what`` + s."""
     return f"{count:,} {what if count == 1 else several or f'{what}s'}"
@@ -133,12 +142,21 @@ def brought(
     return text
 
 
+def warmups(before: Sequence[int], after: Sequence[int]) -> str:
+    """``warm-up 7-5-3-1 became 12-11-9-1``; of many stages, in how many it did. Empty if it is the
+    same."""
+    if list(before) == list(after):
+        return ""
+    if len(after) <= MOST_STAGES:
+        return f"warm-up {dashed(before)} became {dashed(after)}"
+    changed = sum(a != b for a, b in zip(before, after, strict=False))
+    return f"warm-up of {plural(changed, 'stage')} changed"
+
+
 def what_changed(record: AdaptationRecord) -> str:
     """``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the engine``"""
     moved = [str(i) for i, route in enumerate(record.routes) if route is Route.DELEGATED]
-    parts = [f"warm-up {dashed(record.warmup_before)} became {dashed(record.warmup_after)}"]
-    if record.warmup_before == record.warmup_after:
-        parts = ["another order of ops"]
+    parts = [warmups(record.warmup_before, record.warmup_after) or "another order of ops"]
     if moved:
         parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
     return ", ".join(parts)

@@ -21,7 +21,7 @@ from pipemorph.local.results.history import Journal, View
 from pipemorph.local.status import RunStatus
 from pipemorph.local.watch import Told
 from pipemorph.top.job import job_page
-from pipemorph.top.page import BARS, PLAIN_BARS, Line, line
+from pipemorph.top.page import Line, bars_for, line
 from pipemorph.top.seen import MOST_TIMES, Seen
 from pipemorph.wire import (
     AdaptationRecord,
@@ -195,7 +195,7 @@ class Progress:
         self._began = time.time()
         self._page = _live_lines(stream) if self._live else None
         self._status = RunStatus(job)
-        self._seen = Seen(deque(maxlen=MOST_TIMES), f"of the newest {MOST_TIMES} iterations")
+        self._seen = Seen(deque(maxlen=MOST_TIMES), "of the newest iterations")
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""
@@ -268,16 +268,8 @@ class Progress:
         )
         if job.status is not None and job.status.training is not None:
             self._seen.look_at_links(job.status.training)
-        bars = BARS if self._has(BARS) else PLAIN_BARS
+        bars = bars_for(self._stream)
         return [(), *job_page(job, self._seen, now, width=width, bars=bars, height=height - 1)]
-
-    def _has(self, text: str) -> bool:
-        """Whether the stream can write these characters."""
-        try:
-            text.encode(self._stream.encoding or "utf-8")
-        except UnicodeEncodeError:
-            return False
-        return True
 
     def close(self) -> None:
         """Show the last iteration and end the live page or line. What is noted later is below."""

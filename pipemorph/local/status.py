@@ -22,7 +22,7 @@ from pipemorph.api.status import (
 )
 from pipemorph.control.observed.links import Health
 from pipemorph.explain.cluster_job import ClusterJob
-from pipemorph.explain.story import plural
+from pipemorph.explain.story import few, plural
 from pipemorph.local.results.history import View
 from pipemorph.local.results.report import Recovery
 from pipemorph.local.watch import Told
@@ -151,7 +151,8 @@ class RunStatus:
         slow = [link for link in view.links if link.health is Health.SLOW]
         unknown = sum(link.health is Health.UNKNOWN for link in view.links)
         if slow:
-            found["LinksHealthy"] = ("False", "SlowLinks", f"{plural(len(slow), 'link')} slow")
+            late = (f"link {x.link} ({1e3 * x.delay:+.0f} ms {x.direction})" for x in slow)
+            found["LinksHealthy"] = ("False", "SlowLinks", f"{few(late, NAMED)} slow")
         elif unknown or not view.links:
             links = self._mesh.stages - 1
             some = f"{unknown} of " if unknown and unknown < links else ""

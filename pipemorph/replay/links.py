@@ -395,6 +395,7 @@ def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> J
         {
             "parallelism": parallelism,
             "schedule": schedule,
+            # A job has to say so; the control loop is told that no end is known.
             "trainer": {"module": "replay", "iterations": 1_000_000},
             "transport": {"directDuplex": "half" if True in half else "full"},
         }

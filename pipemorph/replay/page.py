@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pipemorph.explain.story import link_name, plural
 from pipemorph.pictures.pages import fill
 from pipemorph.replay.contenders import Replay
 from pipemorph.replay.trace import LinkState, LinkTrace
 
 State = TypeVar("State")
+
+ABOUT = {
+    "1f1b": "one forward, one backward; never changed",
+    "zero-bubble": "never changed",
+    "static": "PipeMorph’s plan for healthy links, never changed",
+    "adaptive": "PipeMorph as it ships",
+    "oracle": "knows the trace: the best plan at once, at no cost",
+}
+LEAST = 0.005
+"""The least part of the time that is a difference."""
+NAMED = 3
+"""Most links of which the story tells."""
 
 
 def render_page(found: Replay, trace: LinkTrace, title: str, replicas: int = 1) -> str:
@@ -26,13 +39,16 @@ def render_page(found: Replay, trace: LinkTrace, title: str, replicas: int = 1) 
 
 
 def _data(found: Replay, trace: LinkTrace, title: str, replicas: int) -> dict[str, Any]:
+    lanes = list(_lanes(trace, replicas, _places(found, trace)))
     return {
         "title": title,
+        "story": list(_story(found, lanes)),
         "iterations": found.iterations,
         "unit": trace.unit,
         "contenders": [
             {
                 "name": name,
+                "about": ABOUT.get(name, ""),
                 "seconds": trained.seconds,
                 "rate": found.per_minute(name),
                 "share": found.share(name),
@@ -43,8 +59,7 @@ def _data(found: Replay, trace: LinkTrace, title: str, replicas: int) -> dict[st
             for name, trained in found.trained.items()
         ],
         "lanes": [
-            {"name": name, "spans": [span._asdict() for span in spans]}
-            for name, spans in _lanes(trace, replicas, _places(found, trace))
+            {"name": name, "spans": [span._asdict() for span in spans]} for name, spans in lanes
         ],
         "changes": [change._asdict() for change in found.changes],
     }
@@ -57,6 +72,41 @@ class _Span(NamedTuple):
     end: float
     kind: str
     text: str
+
+
+def _story(found: Replay, lanes: Sequence[tuple[str, list[_Span]]]) -> Iterator[str]:
+    """What happened, what was done, and what it saved."""
+    for name, spans in lanes[:NAMED]:
+        told = [
+            f"{span.text} from iteration {span.begin:.0f} "
+            + ("to the end" if span.end >= found.iterations else f"to {span.end:.0f}")
+            for span in spans[:NAMED]
+        ]
+        more = f", and {len(spans) - NAMED} times more" if len(spans) > NAMED else ""
+        yield f"{name}: {', '.join(told)}{more}."
+    if len(lanes) > NAMED:
+        yield f"{len(lanes) - NAMED} more are not well at some time."
+    if not lanes:
+        yield "All links are well all the time."
+    applied = [change for change in found.changes if change.iteration is not None]
+    changed = f"changed its plan {plural(len(applied), 'time')}" if applied else "kept its plan"
+    adaptive, static = found.trained["adaptive"], found.trained["static"]
+    if adaptive.seconds is None:
+        yield f"PipeMorph (adaptive) {changed}, and ended: {adaptive.ended}"
+        return
+    text = f"PipeMorph (adaptive) {changed} and took {adaptive.seconds:.1f} s"
+    if static.seconds is None:
+        text += f"; without any change (static) it would have ended: {static.ended}"
+    else:
+        saved = static.seconds - adaptive.seconds
+        part = abs(saved) / static.seconds if static.seconds else 0.0
+        less = f": {part:.0%} {'less' if saved > 0 else 'more'} than"
+        text += less if part >= LEAST else ", as much as"
+        text += f" the {static.seconds:.1f} s without any change (static)"
+    yield text + "."
+    share = found.share("adaptive")
+    if share is not None and share >= LEAST:
+        yield f"That is {share:.0%} of what can be saved by knowing everything before (oracle)."
 
 
 def _places(found: Replay, trace: LinkTrace) -> Callable[[float], float]:
@@ -84,7 +134,7 @@ def _lanes(
     for replica in range(replicas):
         states = trace.of(replica).states
         for link in sorted({link for each in states for link in each}):
-            name = f"link {link}" + (f" of replica {replica}" if replicas > 1 else "")
+            name = link_name(link, f"replica {replica}" if replicas > 1 else "")
             yield name, _spans(states, link, bounds, _of_link)
     for stage in sorted({stage for each in trace.late for stage in each}):
         yield f"reduction of stage {stage}", _spans(trace.late, stage, bounds, _of_reduction)

@@ -66,7 +66,8 @@ class AdaptiveTrainer:
     def __init__(
         self, spec: JobSpec, links: Sequence[Links], telemetry: Telemetry, seed: int
     ) -> None:
-        self.controller = JobController(spec)
+        # A trace is a part of a job: where it ends says nothing of how long a plan will be of use.
+        self.controller = JobController(spec, endless=True)
         self._links, self._telemetry = links, telemetry
         self._gone: list[dict[int, float]] = [{} for _ in links]
         """Of each replica: links whose direct route was given up, and when. It stays so."""

@@ -16,17 +16,14 @@ from pipemorph.api.status import (
 from pipemorph.errors import one_line
 from pipemorph.explain.advice import advice
 from pipemorph.explain.cluster_job import ClusterJob
-from pipemorph.explain.of_status import causes, why_not_running, wrong
-from pipemorph.explain.story import duration, link_name, percent_done, plural, worth_line
-from pipemorph.planning.ir import dashed
+from pipemorph.explain.of_status import causes, what_was_done, why_not_running, wrong
+from pipemorph.explain.story import duration, few, link_name, percent_done, plural, worth_line
 from pipemorph.top.page import BARS, Column, Line, Span, Style, fact, line, sparkline, table
 from pipemorph.top.seen import Seen
 from pipemorph.top.times import since, wall
 
 LONG = 300
 """Most characters of a reason or message."""
-MOST_STAGES = 16
-"""Most stages of which each warm-up is told."""
 NAMED = 3
 """Most ports or links that are named in one line."""
 
@@ -259,7 +256,7 @@ def _plan(training: TrainingStatus, width: int | None, *, reasons: bool) -> Iter
     elif newest is not None and newest.plan_version == applied:
         first = newest.applied_at_iteration
         text += "" if first is None else f" since iteration {first:,}"
-        text += f": {_what(newest, training)}"
+        text += f": {what_was_done(newest, training)}"
     yield from fact("plan", text, width)
     if newest is not None:
         if reasons:
@@ -278,30 +275,6 @@ def _worth(job: ClusterJob, training: TrainingStatus) -> str:
     ranks = job.spec.parallelism.mesh.world_size
     told = worth_line(seconds, error, ranks, training.adaptations, job.gpus)
     return told or "nothing so far: the plan was never changed"
-
-
-def _what(change: AdaptationSummary, training: TrainingStatus) -> str:
-    if change.kind == "return":
-        return "back to the plan for healthy links"
-    parts = ["back to the plan before"] if change.kind == "revert" else []
-    before, after = change.warmup_before, change.warmup_after
-    if before != after:
-        if len(after) <= MOST_STAGES:
-            parts.append(f"warm-up {dashed(before)} became {dashed(after)}")
-        else:
-            changed = sum(a != b for a, b in zip(before, after, strict=False))
-            parts.append(f"warm-up of {plural(changed, 'stage')} changed")
-    moved = [i for i, route in enumerate(training.routes) if route == "delegated"]
-    if moved:
-        links = "link" if len(moved) == 1 else "links"
-        parts.append(f"{links} {_few(map(str, moved))} left to the engine")
-    return ", ".join(parts) or "another order of the same ops"
-
-
-def _few(texts: Iterator[str]) -> str:
-    found = list(texts)
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"{', '.join(found[:NAMED])}{more}"
 
 
 def _recoveries(status: JobStatus, now: float) -> str:
@@ -331,13 +304,13 @@ def _rails(training: TrainingStatus) -> tuple[str, Style]:
             f"{port.device} port {port.port} of stage {port.stage} {port.message}"
             for port in rails.sick_ports
         )
-        parts.append(f"{rails.sick_count} of {rails.ports} RDMA ports sick: {_few(named)}")
+        parts.append(f"{rails.sick_count} of {rails.ports} RDMA ports sick: {few(named, NAMED)}")
     if training.fallen_links:
         named = (
             f"link {each.link} from {each.agreed} to {each.transport} ({one_line(each.message)})"
             for each in training.fallen_links
         )
-        parts.append(f"fell back: {_few(named)}")
+        parts.append(f"fell back: {few(named, NAMED)}")
     if parts:
         return one_line("; ".join(parts), LONG), "bad"
     if rails is None or not rails.ports:

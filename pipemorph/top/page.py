@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 from pipemorph.errors import one_line
 
@@ -105,6 +105,15 @@ def plain(lines: Sequence[Line]) -> str:
 
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+
+
+def bars_for(stream: TextIO) -> str:
+    """The bars that a stream's encoding has."""
+    try:
+        BARS.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return PLAIN_BARS
+    return BARS
 
 
 def sparkline(values: Sequence[float], bars: str = BARS) -> str:

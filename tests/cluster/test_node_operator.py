@@ -5,8 +5,11 @@ uninstall. The machine may be busy with other tests, and then links really are s
 is asserted is what the injected delay alone explains.
 """
 
+import json
+import re
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -32,6 +35,7 @@ from testbed.api import Object
 from testbed.node import RESOURCE
 from testbed.node_cluster import NodeCluster
 from testbed.waiting import patience
+from viewers import Shell, make_account, viewer
 
 from pipemorph.manifest import parse_job
 from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
@@ -146,9 +150,10 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, node_jo
 
 
 def test_ranks_train_on_while_the_operator_is_replaced(
-    release: NodeCluster, node_jobs: Jobs
+    release: NodeCluster, node_jobs: Jobs, tmp_path: Path
 ) -> None:
-    """A limit on a real link; both processes die, and are upgraded, in the middle of training."""
+    """A limit on a real link, of which a user is told; both processes die, and are upgraded, in the
+    middle of training."""
     before = [len(addresses(node)) for node in release.nodes]
     node_jobs.apply(manifest("real", iterations=100_000))
     with Witness(node_jobs, "real") as witness:
@@ -163,6 +168,8 @@ def test_ranks_train_on_while_the_operator_is_replaced(
         adapted = witness.wait("a plan for the limited link", _adapted_to(2), 90.0)
         assert follows(witness.conditions("LinksHealthy"), "False")
         assert adapted["status"]["control"]["planVersion"] >= 1
+        node_jobs.wait("real", _has_saved, 90.0)
+        _check_plugin(release, node_jobs, "real", tmp_path)
 
         seen = node_jobs.get("real")["status"]["training"]["iteration"]
         release.client.request("DELETE", release.client.path("pods", SYSTEM))
@@ -488,6 +495,59 @@ def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) ->
     release.client.get("crds", "pipemorphjobs.pipemorph.io")
 
 
+def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) -> None:
+    """What kubectl's plugin tells who may view the namespace of a job whose link 2 is slow, and for
+    which there is a plan: which link, since when, what was done, and what it saved."""
+    namespace = node_jobs.namespace
+    make_account(nodes, namespace)
+    shell, job = Shell(viewer(nodes, namespace), folder), f"{namespace}/{name}"
+    slow = r"link 2 \(stage 2 to 3\) +\+\d+ ms (forward|backward) +\d\d:\d\d:\d\d \([^)]+\) "
+
+    (row,) = shell.run(f"kubectl pipemorph top -n {namespace}").splitlines()[1:]
+    assert re.match(rf"{name} +Running +4/4 .* link 2 \+\d+ ms", row), row
+
+    told = shell.run(f"kubectl pipemorph top {job}")
+    for expected in (
+        rf"^{job}  Running  4 stages  4/4 pods ready  EMULATED$",
+        r"^plan       v\d+ since iteration \d+: ",
+        r"^because    \S",
+        r"^gain       promised \d+%, measured ",
+        r"^worth      the plan changes saved .* \(± .*\), .* rank-hours, against the plan of the",
+        r"^links      \d+ slow links?,?( the first)? since .* UTC \(",
+        slow,
+        r"^to do      check the network between the hosts of the slow link",
+    ):
+        assert re.search(expected, told, re.MULTILINE), f"no {expected} in\n{told}"
+
+    told = shell.run(f"kubectl pipemorph links {job}")
+    assert told.startswith("links      ") and re.search(slow, told), told
+    assert "worth" not in told and "plan " not in told, told
+
+    told = shell.run(f"kubectl pipemorph explain {job}")
+    assert len(told.splitlines()) <= 10, told
+    for expected in (
+        rf"^outcome  {job} is Running; 4 stages, 4/4 pods ready; iteration ",
+        r"^seen     .*link 2 \(\+.*link 2 since \d{4}-\d\d-\d\dT",
+        r"^done     \d+ plan changes?; the last, plan \d+ from iteration \d+",
+        r"^worth    ",
+        r"^to do    ",
+    ):
+        assert re.search(expected, told, re.MULTILINE), f"no {expected} in\n{told}"
+
+    told = shell.run(f"kubectl pipemorph timeline {job} --seconds 3 --out trace.json")
+    assert re.fullmatch(r"timeline: trace.json: \d+ iterations\n", told), told
+    trace = json.loads((folder / "trace.json").read_text())
+    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    # As Perfetto wants it: https://perfetto.dev/docs/concepts/ui-legacy-json-formats
+    assert all(event["dur"] > 0 and event["ts"] >= 0 and event["name"] for event in ops)
+    assert {(event["pid"], event["tid"]) for event in ops} == {(0, stage) for stage in range(4)}
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == [f"stage {stage}" for stage in range(4)]
+    iterations = trace["otherData"]["iterations"]
+    # A forward, and a backward in two parts or one, of each of 12 microbatches on each stage.
+    assert 2 * 12 * 4 <= len(ops) / len(iterations) <= 3 * 12 * 4, len(ops)
+
+
 def _check_ranks(nodes: NodeCluster, node_jobs: Jobs, name: str) -> None:
     """Each has its device, and none is root."""
     pods = node_jobs.pods(name)
@@ -545,6 +605,10 @@ def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:
         )
 
     return adapted
+
+
+def _has_saved(job: Object) -> bool:
+    return (_training(job).get("savedSeconds") or 0.0) > 1.0
 
 
 def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Object], bool]:

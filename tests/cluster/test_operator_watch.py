@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import re
 import select
 import signal
@@ -18,8 +17,9 @@ from pathlib import Path
 import pytest
 from operator_support import FULL_NAME, SYSTEM, Installation, Jobs, manifest
 from played_ranks import Ranks
-from testbed import ApiError, NotYet, tools, wait_for
+from testbed import ApiError, NotYet, wait_for
 from testbed.api import ApiClient
+from viewers import Shell, make_account, viewer
 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -98,51 +98,18 @@ def service(installation: Installation) -> Iterator[None]:
         cluster.client.delete("pods", name, SYSTEM)
 
 
-def viewer(jobs: Jobs) -> Path:
-    """A kubeconfig, with a certificate, of somebody who may view the namespace and no more."""
-    name = f"watcher-of-{jobs.namespace}"
-    arguments = ["--clusterrole=view", f"--user={name}", f"--namespace={jobs.namespace}"]
-    jobs.cluster.kubectl("create", "rolebinding", "watcher", *arguments)
-    kube = jobs.cluster.kubeconfig(name)
-    client = ApiClient(kube)
-
-    def sees() -> bool:
-        try:
-            client.list("pipemorphjobs", jobs.namespace)
-        except ApiError as error:
-            raise NotYet(str(error)) from None
-        return True
-
-    wait_for("the viewer's rights", sees, DEADLINE)
-    return kube
-
-
-def make_account(jobs: Jobs) -> None:
-    """As docs/operations.md says."""
-    where = ["-n", jobs.namespace]
-    jobs.cluster.kubectl("create", "serviceaccount", VIEWER, *where)
-    account = f"--serviceaccount={jobs.namespace}:{VIEWER}"
-    jobs.cluster.kubectl("create", "rolebinding", VIEWER, *where, "--clusterrole=view", account)
-
-
 class Watching:
     """``pipemorph watch`` as a user runs it."""
 
     def __init__(self, jobs: Jobs, name: str, kube: Path, folder: Path) -> None:
-        programs = folder / "bin"
-        programs.mkdir(exist_ok=True)
-        if not (programs / "kubectl").exists():
-            (programs / "kubectl").symlink_to(tools.find("kubectl"))
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(kube),
-            "HOME": str(folder),
-            "PATH": f"{programs}:{os.environ['PATH']}",
-        }
         command = [sys.executable, "-m", "pipemorph.cli", "watch", f"{jobs.namespace}/{name}"]
         command += ["--ingest", f"{SYSTEM}/{SERVICE}"]
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=Shell(kube, folder).environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def url(self) -> str:
@@ -178,12 +145,12 @@ def test_who_may_view_a_namespace_watches_its_jobs(
     jobs.apply(manifest("shown"))
     ranks = Ranks.of(jobs, "shown", jobs.run("shown", 4)[0])
     ranks.run(6)
-    kube = viewer(jobs)
+    kube = viewer(jobs.cluster, jobs.namespace)
     without = Watching(jobs, "shown", kube, tmp_path)
     said = without.end() if without.process.wait(DEADLINE) else ""
     assert without.process.returncode == 2
     assert f"kubectl create serviceaccount {VIEWER} -n {jobs.namespace}" in said
-    make_account(jobs)
+    make_account(jobs.cluster, jobs.namespace)
     watching = Watching(jobs, "shown", kube, tmp_path)
     url = watching.url()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url)
@@ -241,7 +208,7 @@ def test_the_replica_that_serves_the_job_is_found(
     jobs.apply(manifest("there"))
     ranks = Ranks.of(jobs, "there", jobs.run("there", 4)[0])
     ranks.run(2)
-    make_account(jobs)
+    make_account(jobs.cluster, jobs.namespace)
     watch = path(jobs.namespace, "there") + "view"
     standby, port = jobs.installation.ingest_replica("standby-of-watch")
     standby.process.start()
@@ -270,7 +237,7 @@ def test_who_may_not_get_a_job_is_told_nothing_of_it(jobs: Jobs) -> None:
     jobs.apply(manifest("hidden", stages=1))
     (pod,) = jobs.run("hidden", 1)
     ranks = Ranks.of(jobs, "hidden", pod)
-    make_account(jobs)
+    make_account(jobs.cluster, jobs.namespace)
     namespace, watch = jobs.namespace, path(jobs.namespace, "hidden") + "view"
     token_of = jobs.cluster.service_account_token
 
@@ -311,8 +278,8 @@ def test_who_may_not_get_a_job_is_told_nothing_of_it(jobs: Jobs) -> None:
 
 
 def test_what_a_viewer_of_a_namespace_may_do_for_it(jobs: Jobs) -> None:
-    make_account(jobs)
-    kube = viewer(jobs)
+    make_account(jobs.cluster, jobs.namespace)
+    kube = viewer(jobs.cluster, jobs.namespace)
     client = ApiClient(kube)
     asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     accounts = f"/api/v1/namespaces/{jobs.namespace}/serviceaccounts"

@@ -4,10 +4,12 @@ replays of what happened to them."""
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import Any, Literal
 
 from watched_jobs import LATE, NOW, SLOW_AT, WELL_AT, WIRE
 
+from pipemorph.control.observed.links import Health
 from pipemorph.explain.cluster_job import ClusterJob
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -17,7 +19,7 @@ from pipemorph.local.watch import Told
 from pipemorph.planning import Link, Problem, StageTimes
 from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import LinkTrace, parse_trace
-from pipemorph.top.seen import MOST_TIMES, Seen
+from pipemorph.top.seen import MOST_DELAYS, MOST_TIMES, Seen
 from pipemorph.watch.build import Watched
 
 BEGAN = NOW - 75
@@ -62,9 +64,16 @@ def told_job(known: Watched, namespace: str = "team") -> ClusterJob:
 
 
 def seen_of(known: Watched) -> Seen:
-    """The iterations that who looks has seen."""
+    """The iterations that who looks has seen, and the delays of links in the newest of them: each
+    somewhat different, as they are measured."""
     seen = Seen()
     seen.times.extend(each.seconds for each in known.samples[-MOST_TIMES:])
+    for sample in known.samples[-MOST_DELAYS:]:
+        for link in known.lanes.at(sample.index + 1):
+            if link.health is Health.SLOW:
+                key = link.link, link.replica
+                delays = seen.delays.setdefault(key, deque(maxlen=MOST_DELAYS))
+                delays.append(1e3 * link.delay * (1 - 0.05 * (sample.index % 4)))
     return seen
 
 

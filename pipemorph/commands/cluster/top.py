@@ -17,7 +17,7 @@ from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.top.browser import Browser
 from pipemorph.top.job import job_page
 from pipemorph.top.jobs import jobs_table, ordered
-from pipemorph.top.page import BARS, PLAIN_BARS, Line, fact, line, plain
+from pipemorph.top.page import Line, bars_for, fact, line, plain
 from pipemorph.top.seen import Seen
 
 LEAST_EVERY, EVERY = 1.0, 5.0
@@ -129,9 +129,11 @@ class _Poll:
             what, arguments, args.context
         )
         self._every = args.every
-        bars = BARS if _writes(BARS) else PLAIN_BARS
         self.browser = Browser(
-            what, only=args.job is not None, namespaced=args.all_namespaces, bars=bars
+            what,
+            only=args.job is not None,
+            namespaced=args.all_namespaces,
+            bars=bars_for(sys.stdout),
         )
         self._query: kubectl.Query | None = None
         self._begun, self._answered = time.monotonic(), time.time()
@@ -159,12 +161,3 @@ class _Poll:
         """End the query in progress."""
         if self._query is not None:
             self._query.close()
-
-
-def _writes(text: str) -> bool:
-    """Whether the terminal's encoding has these characters."""
-    try:
-        text.encode(sys.stdout.encoding)
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -59,10 +59,11 @@ class Passing:
 @dataclass(frozen=True)
 class Saves:
     """Seconds that the best other plan saves over the remaining ``iterations``, and the ``cost`` of
-    the change: measured at earlier changes if ``cost_seen``, else assumed."""
+    the change: measured at earlier changes if ``cost_seen``, else assumed. ``iterations`` is None
+    where no end is known: then ``seconds`` are of one iteration, and any pay in the long run."""
 
     seconds: float
-    iterations: int
+    iterations: int | None
     cost: float
     cost_seen: bool
 
@@ -72,7 +73,7 @@ class Saves:
 
     @property
     def pays(self) -> bool:
-        return self.seconds > self.cost
+        return self.seconds > (0.0 if self.iterations is None else self.cost)
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,14 @@ def _sentence(finding: findings.Finding) -> str:
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
         case findings.Saves(seconds, iterations, cost, cost_seen):
+            over = (
+                "per iteration"
+                if iterations is None
+                else f"over the {max(0, iterations)} iterations left"
+            )
             return (
                 f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
-                f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
+                f" {shown_time(max(0.0, seconds))} {over},"
                 f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
             )
         case findings.NotConfirmed(expected, gain, iterations, None):
@@ -248,11 +253,14 @@ def _saves(seconds: float) -> str:
 def outcome(verdict: Verdict) -> str:
     """What a change brought."""
     promised, saved = verdict.trial.promise, verdict.saved
-    took = f"{shown_time(verdict.seconds)}, not {shown_time(promised.after)} per iteration"
-    return (
-        f"plan v{verdict.trial.version}: promised {promised.gain:.1%}, measured "
-        f"{took if saved is None else f'{saved:.1%}'}, after {verdict.iterations} iterations"
-    )
+    text = f"plan v{verdict.trial.version}: promised {promised.gain:.1%}"
+    if saved is None:
+        # Nothing that was measured before can be compared.
+        text += f", so {shown_time(promised.after)} per iteration; measured"
+        text += f" {shown_time(verdict.seconds)}"
+    else:
+        text += f", measured {saved:.1%}"
+    return f"{text}, after {verdict.iterations} iterations"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------
@@ -260,7 +268,7 @@ def outcome(verdict: Verdict) -> str:
 
 def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
     """A change in one line of at most :data:`COLUMNS`: cause, predicted time per iteration, plan,
-    and the net saving over the iterations left.
+    and the net saving over the iterations left, if it is known how many there are.
 
     ``plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct``
     """
@@ -275,12 +283,13 @@ def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Pro
     forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
     shorten = [0, 1, 1, 2]
     saves = next((each for each in proposal.found if isinstance(each, findings.Saves)), None)
-    if saves is not None:
+    # Without an end there is no sum; what an iteration saves is in its times.
+    if saves is not None and saves.iterations is not None:
         gain = f"gain {saves.net:.1f} s"
         forms.append(
             [f"net {gain} / {saves.iterations} it", f"{gain} / {saves.iterations} it", gain]
         )
-        shorten = [0, 3, 1, 3, 1, 2]
+        shorten = [0, 3, 1, 3, 1, 2, 2]
     line = _line(version, forms)
     for part in shorten:
         if len(line) > COLUMNS:
@@ -330,7 +339,9 @@ def _short_plan(current: Option | None, chosen: Option) -> list[str]:
     named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{more}"
     few = f"{warmup}, {len(moved)} link{plural} delegated{more}"
     forms = [named, few] if len(moved) <= NAMED else [few]
-    return [forms[0], f"{warmup}{more}"] if own else forms
+    if own:
+        return [forms[0], f"{warmup}{more}"]
+    return [*forms, few.removesuffix(more)] if more else forms
 
 
 # --- words --------------------------------------------------------------------------------

@@ -57,9 +57,10 @@ class Replan:
     ranks have not changed to the newest; ``baseline``: the plan for healthy links; ``lost``: the
     ranks run a plan that the controller does not know; ``start``: the plan of the start, which the
     job would still have if nothing had ever been changed; ``remaining``: iterations that a new plan
-    would run; ``change_seconds``: measured cost of a change, None before the first one;
-    ``previous``: the plan before the current one, for cause ``undelivered``; ``readings``: op times
-    at several moments, for cause ``profile``, in each of which a gain must show.
+    would run, None if no end is known; ``change_seconds``: measured cost of a change, None before
+    the first one; ``previous``: the plan before the current one, for cause ``undelivered``;
+    ``readings``: op times at several moments, for cause ``profile``, in each of which a gain must
+    show.
     """
 
     spec: Rules
@@ -69,7 +70,7 @@ class Replan:
     running: Plan
     baseline: Plan
     lost: bool
-    remaining: int
+    remaining: int | None
     change_seconds: float | None
     evidence: Evidence
     start: Plan | None = None
@@ -310,9 +311,9 @@ def _if_it_pays(
     asked: Replan, current: Option, other: Option
 ) -> tuple[Option | None, findings.Finding | None]:
     """``other``, if it saves more until the end of the job than the change costs."""
-    seen = asked.change_seconds
+    seen, gain = asked.change_seconds, current.seconds - other.seconds
     found = findings.Saves(
-        seconds=(current.seconds - other.seconds) * asked.remaining,
+        seconds=gain if asked.remaining is None else gain * asked.remaining,
         iterations=asked.remaining,
         cost=current.seconds * UNSEEN_CHANGE if seen is None else seen,
         cost_seen=seen is not None,

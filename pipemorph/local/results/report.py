@@ -169,7 +169,8 @@ class RunRecord:
         brought = ""
         if abs(saved := worth(self.adaptations).seconds) >= SHOWN_SECONDS:
             brought = f" that {'saved' if saved > 0 else 'cost'} {abs(saved):.1f} s"
-        parts.append(f"{len(self.adaptations)} adaptations{brought}")
+        changes = len(self.adaptations)
+        parts.append(f"{changes} {'adaptation' if changes == 1 else 'adaptations'}{brought}")
         if self.recoveries:
             count, goodput = len(self.recoveries), self.goodput
             parts.append(f"{count} {'recovery' if count == 1 else 'recoveries'}")

@@ -112,6 +112,16 @@ def test_another_dispatch_is_said() -> None:
             " 3 links delegated | gain 4.3 s",
         ),
         (
+            "worse",
+            [slow(2, 0.0583)],
+            proposal(
+                replace(plan((12, 11, 10, 1), (2,)), dispatch=Dispatch.ONLINE), GAIN, before=0.877
+            ),
+            # What it saves matters more than how it is dispatched.
+            "plan v2: link 2 +58.3 ms | 0.877 -> 1.069 s/it | warm-up 12-11-10-1, 1 link delegated"
+            " | gain 4.3 s",
+        ),
+        (
             "memory",
             [],
             proposal(plan((2, 1)), before=1.0, after=1.25),
@@ -131,7 +141,12 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
     some = [i for i in range(stages - 1) if rng.random() < 0.5]
     made = proposal(
         plan(tuple(rng.randint(1, 512) for _ in range(stages)), tuple(some)),
-        Saves(10 ** rng.uniform(-3, 7), rng.randint(1, 10**6), 10 ** rng.uniform(-3, 3), True),
+        Saves(
+            10 ** rng.uniform(-3, 7),
+            rng.choice([None, rng.randint(1, 10**6)]),
+            10 ** rng.uniform(-3, 3),
+            True,
+        ),
         before=rng.choice([None, 10 ** rng.uniform(-4, 4)]),
         after=10 ** rng.uniform(-4, 4),
     )
@@ -173,6 +188,15 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
             Saves(0.1, -2, 0.2, True),
             "kept the plan: the best other one saves 100.0 ms over the 0 iterations left, a"
             " change has cost 200.0 ms",
+        ),
+        (
+            Saves(0.1, None, 0.2, True),
+            "it saves 100.0 ms per iteration, a change has cost 200.0 ms",
+        ),
+        (
+            Saves(-0.1, None, 0.2, False),
+            "kept the plan: the best other one saves 0.0 ms per iteration, a change is assumed to"
+            " cost 200.0 ms",
         ),
         (
             OffloadWeighed((0, 1), 0.002, None),

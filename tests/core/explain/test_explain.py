@@ -223,8 +223,9 @@ def test_a_job_of_a_cluster() -> None:
         "outcome  team/gpt is Running; 4 stages, 4/4 pods ready; iteration 118 of 1,000, 0.5 s"
         " each, 7 min 21 s left",
         "seen     link 1 (+60 ms forward) slow (since 2026-01-02T03:04:05Z)",
-        "done     3 plan changes; the last, plan 3 from iteration 11: 1 s became 0.5 s per"
-        " iteration (50% promised, 50% measured); why: link 1 is slow by 60.0 ms one way",
+        "done     3 plan changes; the last, plan 3 from iteration 11: another order of the"
+        " same ops; 1 s became 0.5 s per iteration (50% promised, 50% measured); why: link 1"
+        " is slow by 60.0 ms one way",
         "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the plan of"
         " the start",
         "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"

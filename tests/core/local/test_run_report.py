@@ -41,11 +41,11 @@ def test_the_summary_counts_iterations_of_earlier_runs() -> None:
 def test_the_summary_says_what_adapting_has_saved() -> None:
     run = RunRecord(job(), 1.0)
     run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=12.34, change_seconds=1.0)])
-    assert run.summary().endswith("1 adaptations that saved 11.3 s")
+    assert run.summary().endswith("1 adaptation that saved 11.3 s")
     run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=-2.0)])
-    assert run.summary().endswith("1 adaptations that cost 2.0 s")
+    assert run.summary().endswith("1 adaptation that cost 2.0 s")
     run.finish(Ending(End.COMPLETED), [sample(0)], [record()])
-    assert run.summary().endswith("1 adaptations")
+    assert run.summary().endswith("1 adaptation")
 
 
 def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> None:

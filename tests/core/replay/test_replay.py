@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -42,6 +43,9 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert "link 1 is slow" in first.reason
     assert first.iteration is not None
     assert 13 <= first.iteration <= 15
+    # Nobody has said when the job ends.
+    assert re.search(r"it saves [\d.]+ ms per iteration, a change is assumed to cost", first.reason)
+    assert not any("iterations left" in change.reason for change in found.changes)
     assert "recovered" in last.reason
     assert last.iteration is not None
     assert last.iteration >= 53

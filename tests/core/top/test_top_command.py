@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import SLOW, WELL, Kubectl, adapted, cluster_job, healthy, running
+from cluster_jobs import SLOW, WELL, Kubectl, adapted, cluster_job, healthy, running, slow_link
 
 from pipemorph.cli import kubectl_plugin, main
 
@@ -74,6 +74,26 @@ def test_slow_links_alone(kubectl: Kubectl, capsys: pytest.CaptureFixture[str]) 
     assert "link 2 (stage 2 to 3)  +60 ms forward" in shown and "worth" not in shown
 
 
+def test_slow_links_have_their_trend_if_it_may_look_for_a_while(
+    kubectl: Kubectl,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As top draws it."""
+    monkeypatch.setattr("pipemorph.commands.cluster.links.EVERY_SECONDS", 0.2)
+    each = [adapted(slow_link(2, 20.0 * turn), iteration=118 + turn) for turn in (1, 2, 3)]
+    kubectl.has(*(cluster_job(f"gpt-{n}", running(told, SLOW)) for n, told in enumerate(each)))
+    kubectl.becomes(
+        f"#!/bin/sh\ncd {tmp_path}\necho >> asked\nexec cat of-gpt-$(($(wc -l < asked) % 3))\n"
+    )
+    assert main(["links", "team/gpt", "--seconds", "0.5"]) == 0
+    assert re.search(
+        r"link 2 \(stage 2 to 3\) .* ms forward +[▁▂▃▄▅▆▇█]{2,}  ", capsys.readouterr().out
+    )
+    assert len(kubectl.asked()) >= 2
+
+
 def test_kubectl_runs_it_as_a_plugin(
     kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +138,7 @@ def test_a_job_that_cannot_be_read_hides_no_other(
         ),
         (["top", "-A", "-n", "x"], "--all-namespaces: does not go with"),
         (["top", "--every", "0.1"], "--every: is 0.1; expected 1 to 3600 seconds"),
+        (["links", "team/gpt", "--seconds", "601"], "--seconds: is 601; expected 0 to 600"),
         (["top", "--every", "nan"], "--every: is nan; expected 1 to 3600 seconds"),
         (["top", "--context", "x", "gone"], '"gone" not found'),
     ],

@@ -402,14 +402,94 @@ def test_another_pipeline_of_many_is_chosen(browser: Browser) -> None:
         assert browser.eval("document.documentElement.scrollWidth") == 1200
 
 
-def test_the_page_of_a_replay_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
-    trained = {name: Trained((0.4,) * 40) for name in ("1f1b", "static", "adaptive", "oracle")}
-    found = Replay(40, trained, [Change(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29)])
-    trace = parse_trace('{"at_iteration": 2, "links": {"1": {"delay_ms": 20}}}', 3, replicas=1)
-    path = tmp_path / "replay.html"
-    path.write_text(render_replay(found, trace, "a trace"))
-    browser.look(path.as_uri(), width=390, height=844)
-    assert browser.eval("document.documentElement.scrollWidth") == 390
+def replay_page(folder: Path) -> str:
+    trained = {name: Trained((0.4,) * 40) for name in ("static", "adaptive", "oracle")}
+    trained["1f1b"] = Trained((0.5,) * 20, "link 2 is down")
+    changes = [
+        Change(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29),
+        Change(21, "a link recovered", 0.1, None),
+    ]
+    lines = (
+        '{"at_iteration": 2, "links": {"0": {"delay_ms": 20}, "1": {"gbps": 2.5}}}',
+        '{"at_iteration": 20, "links": {"2": {"down": true}}}',
+    )
+    trace = parse_trace("\n".join(lines), 3, replicas=1)
+    path = folder / "replay.html"
+    path.write_text(render_replay(Replay(40, trained, changes), trace, "a trace"))
+    return path.as_uri()
+
+
+CONTRASTS = """(() => {
+  const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const light = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(x => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const style = getComputedStyle, back = style(document.body).backgroundColor, found = [];
+  const behind = node => {
+    while (style(node).backgroundColor === "rgba(0, 0, 0, 0)") node = node.parentElement;
+    return style(node).backgroundColor;
+  };
+  const tell = (kind, text, a, b, least) => found.push([kind, text, ratio(a, b) / least]);
+  const own = node => [...node.childNodes].some(each => each.nodeType === 3 && each.data.trim());
+  for (const node of document.querySelectorAll("body *:not(svg, svg *)"))
+    if (own(node) && node.getClientRects().length)
+      tell("text", node.textContent.slice(0, 30), style(node).color, behind(node), 4.5);
+  for (const node of document.querySelectorAll("svg text"))
+    if (node.classList.contains("on"))
+      tell("lane", node.textContent, style(node).fill, style(node.previousSibling).fill, 4.5);
+    else tell("text", node.textContent, style(node).fill, back, 4.5);
+  for (const node of document.querySelectorAll("svg path[stroke]"))
+    tell("line", node.getAttribute("stroke"), style(node).stroke, back, 3);
+  return found;
+})()"""
+"""Of each text that is shown its contrast with what is behind it, and of each line that with the
+page: kind, text, and how many times as much as WCAG 2.1 asks for at least."""
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_of_a_replay_can_be_read(
+    browser: Browser, tmp_path: Path, dark: bool, width: int
+) -> None:
+    """By day and by night, at a desk and on a phone."""
+    browser.look(replay_page(tmp_path), width=width, height=844, dark=dark)
+    assert browser.eval("document.documentElement.scrollWidth") == width
+    back = browser.eval("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(20, 24, 29)") is dark
+    found = browser.eval(CONTRASTS)
+    assert {kind for kind, *_ in found} == {"text", "lane", "line"}
+    assert [each for each in found if each[2] < 1] == []
+    assert len(browser.requests) == 1, "it loads nothing"
+
+
+def test_keys_go_through_a_replay(browser: Browser, tmp_path: Path) -> None:
+    """Wherever the focus is, as on the live page."""
+    browser.look(replay_page(tmp_path))
+
+    def pressed(key: str) -> int:
+        browser.press(key)
+        return int(browser.eval(f"{SHOWN}.match(/^iteration (\\d+)/)[1]"))
+
+    for key, iteration in (
+        ("ArrowRight", 4), ("ArrowLeft", 3), ("PageDown", 21), ("PageDown", 21), ("PageUp", 3),
+        ("End", 39), ("ArrowRight", 39), ("Home", 0), ("ArrowLeft", 0), ("ArrowUp", 0),
+    ):  # fmt: skip
+        assert pressed(key) == iteration, key
+    browser.press("Tab")
+    assert browser.eval("document.activeElement.id") == "chart"
+    assert [pressed("ArrowUp"), pressed("ArrowUp"), pressed("ArrowDown")] == [1, 2, 1]
+    assert browser.eval("chart.getAttribute('aria-valuetext')").startswith("iteration 1; ")
+    # On to the changes of plan, each a button.
+    browser.press("Tab")
+    assert browser.eval("document.activeElement.textContent").startswith("iteration 3")
+    assert pressed("End") == 39
+    browser.eval("void document.activeElement.click()")
+    assert pressed("ArrowRight") == 4
 
 
 def test_a_browser_that_is_missing_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""Who may view a namespace, at a shell: kubectl, and pipemorph as its plugin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from testbed import ApiError, NotYet, tools, wait_for
+from testbed.api import ApiClient
+from testbed.cluster import Cluster
+
+DOCS = Path(__file__).resolve().parents[2] / "docs/operations.md"
+DEADLINE = 120.0
+
+
+def make_account(cluster: Cluster, namespace: str) -> None:
+    """What docs/operations.md tells who may bind roles in a namespace to do once, word by word."""
+    commands = re.findall(
+        r"^kubectl (create .*pipemorph-viewer.*)$", DOCS.read_text(), re.MULTILINE
+    )
+    assert len(commands) == 2, f"{DOCS.name}: expected an account and what it is bound to"
+    for each in commands:
+        cluster.kubectl(*each.replace("TEAM", namespace).split())
+
+
+def viewer(cluster: Cluster, namespace: str) -> Path:
+    """A kubeconfig, with a certificate, of somebody who may view the namespace and no more."""
+    name = f"watcher-of-{namespace}"
+    arguments = ["--clusterrole=view", f"--user={name}", f"--namespace={namespace}"]
+    cluster.kubectl("create", "rolebinding", "watcher", *arguments)
+    kube = cluster.kubeconfig(name)
+    client = ApiClient(kube)
+
+    def sees() -> bool:
+        try:
+            client.list("pipemorphjobs", namespace)
+        except ApiError as error:
+            raise NotYet(str(error)) from None
+        return True
+
+    wait_for("the viewer's rights", sees, DEADLINE)
+    return kube
+
+
+class Shell:
+    """Of somebody with a kubeconfig, in a folder: kubectl and this release's programs on PATH."""
+
+    def __init__(self, kube: Path, folder: Path) -> None:
+        programs = folder / "bin"
+        programs.mkdir(exist_ok=True)
+        if not (programs / "kubectl").exists():
+            (programs / "kubectl").symlink_to(tools.find("kubectl"))
+        # Not resolved: the environment's own programs are beside its python.
+        own = Path(sys.executable).parent
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "KUBECONFIG": str(kube),
+            "HOME": str(folder),
+            "PATH": f"{programs}:{own}:{os.environ['PATH']}",
+        }
+
+    def run(self, line: str) -> str:
+        """What a command prints; it fails with what the command complains of."""
+        ran = subprocess.run(
+            line.split(),
+            env=self.environment,
+            cwd=self.folder,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+        assert (ran.returncode, ran.stderr) == (0, ""), f"{line}: {ran.stderr or ran.stdout}"
+        return ran.stdout
