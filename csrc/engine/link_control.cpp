@@ -115,7 +115,7 @@ void Link::send_frame(const Frame& frame) {
 
 void Link::flush() {
     constexpr size_t kBatch = size_t{256} << 10;
-    core_.flushed();
+    core_.collect();
     if (!control_ || !control_->fd || state_ == State::connecting) return;
     Connection& c = *control_;
     for (;;) {
