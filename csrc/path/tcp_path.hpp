@@ -13,10 +13,13 @@ class TcpPath final : public StreamPath {
             const ConnectionKeys& keys, Integrity integrity = Integrity::crc);
 
   private:
-    bool send_some() override;
+    Sent send_some() override;
     void receive_some() override;
+    bool amid_large() const override;
     void drop_work() override;
 
+    bool consume(Bytes ahead);
+    bool between_received();
     bool header_received();
     bool chunk_received();
     void payload_received(size_t bytes);
@@ -46,6 +49,8 @@ class TcpPath final : public StreamPath {
     std::optional<ChunkHeader> chunk_;
     ChunkSink sink_;
     uint64_t payload_have_ = 0;
+    bool small_ = true;         // the last chunk was
+    bool more_follow_ = false;  // chunks of its message
 };
 
 }  // namespace pipemorph
