@@ -160,6 +160,7 @@ std::string Link::without_name(const std::string& why) const {
 void Link::finish(State state, const std::string& why) {
     std::shared_ptr<Connection> connection;
     std::vector<std::shared_ptr<DataPath>> paths;
+    std::shared_ptr<DataPath> kept;
     bool settles = false;
     {
         const Lock lock(mu_);
@@ -170,6 +171,7 @@ void Link::finish(State state, const std::string& why) {
         state_ = State::ending;
         error_ = why;
         connection = std::exchange(control_, nullptr);
+        kept = std::exchange(kept_, nullptr);
         for (Held& held : held_) {
             for (auto& path : held.connections) paths.push_back(std::move(path));
             held.connections.clear();

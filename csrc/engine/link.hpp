@@ -279,6 +279,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         bool woken = false;
     };
     std::optional<Reader> reader_;
+    uint32_t waiting_ = 0;  // threads that wait for messages beside it
     Fd reader_bell_;
     std::shared_ptr<DataPath> kept_;  // it has left it, and may be back in a moment
 

@@ -208,10 +208,11 @@ void Link::finish_chunk(const ChunkSink& sink, bool intact) {
     or_die([&] {
         const Lock lock(mu_);
         if (over()) return;
-        core_.finish_chunk(sink, intact, wall_ns());
+        const uint64_t whole = core_.finish_chunk(sink, intact, wall_ns());
         Actions actions = core_.take_actions();
         // What it waits for goes first, and what it releases goes along.
-        if (reads_here() && std::exchange(actions.flush, false)) flush_due_ = true;
+        if (reads_here() && whole <= DataPath::kSmall && std::exchange(actions.flush, false))
+            flush_due_ = true;
         carry_out(actions);
     });
 }

@@ -126,7 +126,10 @@ std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_
         if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
         if (now >= slice_end) return std::nullopt;
         const int64_t wait = std::min(deadline_ns, slice_end) - now;
-        if (!read_for(lock, key, wait)) wait_slice(lock, deadline_ns, slice_end - now);
+        if (read_for(lock, key, wait)) continue;
+        ++waiting_;
+        wait_slice(lock, deadline_ns, slice_end - now);
+        --waiting_;
     }
 }
 
@@ -148,18 +151,24 @@ bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
     lock.unlock();
     if (kept && kept != path) kept->leave_to_reactor();
     const bool read = path->read_here(reader_bell_.get(), wait_ns);
+    if (kept == path && !read) path->leave_to_reactor();
     lock.lock();
     if (reader_->woken) {
         uint64_t count;
         [[maybe_unused]] const ssize_t n = ::read(reader_bell_.get(), &count, sizeof count);
     }
     reader_.reset();
+    // Nobody reads the paths of a link that ends, and it must not hold what holds it.
+    if (!read || over()) return read;
     kept_ = path;
-    if (read && core_.in().has(key))
+    if (core_.in().has(key) && waiting_ == 0) {
         await_reader();
-    else
-        leave_to_reactor(lock);
-    return read;
+        return true;
+    }
+    // It may wait for long, or others do.
+    if (flush_due_) flush();
+    leave_to_reactor(lock);
+    return true;
 }
 
 // Messages often come one after the other, so it keeps the socket and its acknowledgements for a

@@ -177,7 +177,7 @@ bool ShmPath::header_received() {
         if (!retired()) host_->segment_offered(header->slot, header->message.bytes, std::move(fd));
         return true;
     }
-    more_follow_ = header->index + 1 < header->chunks();
+    note_size(header->chunks() > 1);
     if (retired()) {
         host_->stale_chunk();
         return true;

@@ -18,7 +18,6 @@ class ShmPath final : public StreamPath {
   private:
     Sent send_some() override;
     void receive_some() override;
-    bool amid_large() const override { return more_follow_; }
     void drop_work() override;
     Sent flush_header();
     Sent send_header(const ChunkHeader& header, Bytes payload);
@@ -41,8 +40,7 @@ class ShmPath final : public StreamPath {
     PayloadGuard guard_in_;
     std::array<uint8_t, kHead> header_in_{};
     size_t header_have_ = 0;
-    ChunkSink sink_;            // of the chunk that is being taken
-    bool more_follow_ = false;  // chunks of the message that came last
+    ChunkSink sink_;  // of the chunk that is being taken
     int64_t next_aside_ns_ = 0;
     std::deque<Fd> descriptors_;
 };

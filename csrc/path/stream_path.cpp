@@ -90,8 +90,9 @@ bool StreamPath::send_here() {
 }
 
 bool StreamPath::read_here(int wake, int64_t wait_ns) {
+    if (is_large()) return false;
     Lock lock(mu_);
-    if (!open() || retired_ || sleeps_ || watch_.fd < 0 || amid_large()) return false;
+    if (!open() || retired_ || sleeps_ || watch_.fd < 0 || is_large()) return false;
     sleeps_ = true;
     if (!std::exchange(read_elsewhere_, true)) watch();
     pollfd ready[] = {{fd_.get(), POLLIN, 0}, {wake, POLLIN, 0}};

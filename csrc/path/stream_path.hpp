@@ -5,6 +5,7 @@
 // messages, waking another thread takes longer than all the rest. Whoever carries holds the mutex.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 
 #include "path/data_path.hpp"
@@ -40,8 +41,6 @@ class StreamPath : public DataPath {
     virtual Sent send_some() = 0;
     // Read a bounded amount.
     virtual void receive_some() = 0;
-    // Whether the next bytes are probably of a large message: to be read beside the application.
-    virtual bool amid_large() const = 0;
     // Let go of the chunk being sent and of the one being received.
     virtual void drop_work() = 0;
 
@@ -51,8 +50,12 @@ class StreamPath : public DataPath {
     // The first header that a drained path gets to see, and every one after it.
     bool retired() const { return retired_; }
     bool open() const { return fd_ && broken_.empty(); }
+    // What the last header said. Large messages are read beside the application, and more of them
+    // are expected after one.
+    void note_size(bool large) { large_ = large; }
+    bool is_large() const { return large_; }
     // Whether to leave the rest to the reactor's thread.
-    bool leaves_off() const { return elsewhere_ && amid_large(); }
+    bool leaves_off() const { return elsewhere_ && large_; }
 
     Fd fd_;
 
@@ -72,10 +75,11 @@ class StreamPath : public DataPath {
     Reactor::Watch watch_;  // none before on_start
     bool retired_ = false;
     bool watching_write_ = false;
-    bool read_elsewhere_ = false;  // the reactor leaves it to another thread
-    bool sleeps_ = false;          // which waits at the socket
-    bool elsewhere_ = false;       // whoever holds the mutex is not the reactor's thread
-    std::string broken_;           // found there; taken apart by the reactor's thread
+    std::atomic<bool> large_{false};  // also asked without the mutex, which a long copy may hold
+    bool read_elsewhere_ = false;     // the reactor leaves it to another thread
+    bool sleeps_ = false;             // which waits at the socket
+    bool elsewhere_ = false;          // whoever holds the mutex is not the reactor's thread
+    std::string broken_;              // found there; taken apart by the reactor's thread
     uint64_t drain_timer_ = 0;
 };
 

@@ -109,10 +109,6 @@ const uint8_t* TcpPath::guard(size_t from, size_t& to) {
     return encrypted_.data() + (from - piece_at_);
 }
 
-bool TcpPath::amid_large() const {
-    return more_follow_ || (chunk_ && !small_);
-}
-
 void TcpPath::receive_some() {
     // Whole small chunks come with their header. Of a large one these bytes would be copied twice.
     std::array<uint8_t, kSmall> ahead;
@@ -133,7 +129,7 @@ void TcpPath::receive_some() {
         // The trailer and the next chunk's header usually come with the end of the payload.
         if (room == missing)
             iov[parts++] = {between_.data() + between_have_, between_.size() - between_have_};
-        if (small_ && room == missing) iov[parts++] = {ahead.data(), ahead.size()};
+        if (!is_large() && room == missing) iov[parts++] = {ahead.data(), ahead.size()};
         msghdr message{};
         message.msg_iov = iov;
         message.msg_iovlen = parts;
@@ -241,8 +237,7 @@ bool TcpPath::header_received() {
         fail("a damaged chunk header");
         return false;
     }
-    small_ = chunk_->length() <= kSmall;
-    more_follow_ = chunk_->index + 1 < chunk_->chunks();
+    note_size(chunk_->message.bytes > kSmall);
     if (retired()) {
         host_->stale_chunk();
         return true;

@@ -15,7 +15,6 @@ class TcpPath final : public StreamPath {
   private:
     Sent send_some() override;
     void receive_some() override;
-    bool amid_large() const override;
     void drop_work() override;
 
     bool consume(Bytes ahead);
@@ -49,8 +48,6 @@ class TcpPath final : public StreamPath {
     std::optional<ChunkHeader> chunk_;
     ChunkSink sink_;
     uint64_t payload_have_ = 0;
-    bool small_ = true;         // the last chunk was
-    bool more_follow_ = false;  // chunks of its message
 };
 
 }  // namespace pipemorph

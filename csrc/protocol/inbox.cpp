@@ -41,7 +41,6 @@ uint32_t Inbox::add_segment(int direction, const Room& room, std::shared_ptr<Mem
         s.offset = i * stride;
         s.bytes = room.bytes;
         slots_.push_back(std::move(s));
-        ++number_[static_cast<size_t>(direction)];
     }
     return number;
 }
@@ -233,6 +232,12 @@ std::optional<Inbox::Progress> Inbox::progress(const Key& key) const {
         if (s.message.key == key) return Progress{s.here.count(), s.here.size()};
     }
     return std::nullopt;
+}
+
+uint32_t Inbox::slots(int direction) const {
+    uint32_t n = 0;
+    for (const Slot& s : slots_) n += s.direction == direction;
+    return n;
 }
 
 uint32_t Inbox::slots_in_use(int direction) const {

@@ -101,7 +101,7 @@ class Inbox {
         uint64_t of = 0;
     };
     std::optional<Progress> progress(const Key& key) const;
-    uint32_t slots(int direction) const { return number_[static_cast<size_t>(direction)]; }
+    uint32_t slots(int direction) const;
     uint32_t slots_in_use(int direction) const;
 
   private:
@@ -125,7 +125,6 @@ class Inbox {
     SlotGrant grant(uint32_t number);
 
     std::vector<Slot> slots_;
-    std::array<uint32_t, kDirections> number_{};  // of them, by direction
     std::vector<std::shared_ptr<Memory>> segments_;
     std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
     std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;

@@ -29,7 +29,8 @@ void LinkCore::send(const Frame& frame) {
 bool LinkCore::is_short_of_slots(int direction) const {
     const auto wait = std::count_if(waiting_.slots.begin(), waiting_.slots.end(),
                                     [&](const SlotGrant& g) { return g.direction == direction; });
-    return wait > 0 && static_cast<size_t>(wait) + 1 >= in_.slots(direction);
+    const uint32_t free = in_.slots(direction) - in_.slots_in_use(direction);
+    return wait > 0 && free <= wait + 1;
 }
 
 void LinkCore::collect() {
@@ -258,14 +259,15 @@ ChunkSink LinkCore::begin_chunk(const ChunkHeader& header) {
     return sink;
 }
 
-void LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
+uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
     const auto finished = in_.finish_chunk(sink, intact, now_wall);
-    if (!finished.message_complete) return;
+    if (!finished.message_complete) return 0;
     ++counters_.messages_received;
     counters_.bytes_received += finished.bytes;
     acknowledge(finished.message);
     if (finished.grant) waiting_.slots.push_back(*finished.grant);
     changed();
+    return finished.bytes;
 }
 
 // --- Rails ---------------------------------------------------------------------------------------

@@ -126,7 +126,8 @@ class LinkCore {
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_ns);
     ChunkSink begin_chunk(const ChunkHeader& header);
-    void finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
+    // The bytes of the message that this has completed; 0: of none.
+    uint64_t finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
     // A chunk of a fenced epoch came in and was dropped.
     void stale_chunk() { ++counters_.stale_chunks; }
 

@@ -316,6 +316,68 @@ TEST(link_acknowledges_although_the_receiver_does_not_come_back) {
     }
 }
 
+// Nor does the sender wait for an acknowledgement until it gets what it waits for itself.
+TEST(link_acknowledges_what_the_receiver_does_not_wait_for) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        Two two(transport);
+        two.accepted->reserve(0, 8, 4096);
+        auto last = std::async(std::launch::async,
+                               [&] { return receive(*two.accepted, {0, 0, 21, 0, 0}); });
+        std::vector<int64_t> took;
+        for (int64_t i = 0; i < 5; ++i) {
+            const int64_t began = steady_ns();
+            wait_sent(*two.dialled, send(*two.dialled, {0, 0, i, 0, 0}, 4096));
+            took.push_back(steady_ns() - began);
+        }
+        CHECK(median(took) < 50 * kMillisecond);
+        send(*two.dialled, {0, 0, 21, 0, 0}, 4096);
+        check_and_release(*two.accepted, last.get(), 4096);
+    }
+}
+
+TEST(link_gives_every_thread_what_it_waits_for) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        Two two(transport);
+        two.accepted->reserve(0, 8, 4096);
+        two.dialled->reserve(1, 8, 4096);
+        // Each of them for messages of its own, some too large to be read by it.
+        const auto size = [](int64_t i) { return size_t{i % 5 == 4 ? 300'000u : 4096u}; };
+        const auto passes = [&](int64_t which) {
+            for (int64_t i = which; i < 200; i += 3) {
+                send(*two.dialled, {0, 0, i, 0, 0}, size(i));
+                check_and_release(*two.dialled, receive(*two.dialled, {0, 0, i, 1, 0}), size(i));
+            }
+        };
+        const auto answers = [&](int64_t which) {
+            for (int64_t i = which; i < 200; i += 3) {
+                check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), size(i));
+                send(*two.accepted, {0, 0, i, 1, 0}, size(i));
+            }
+        };
+        two.accepted->reserve(0, 8, 300'000);
+        two.dialled->reserve(1, 8, 300'000);
+        std::vector<std::thread> threads;
+        for (int64_t which = 0; which < 3; ++which) {
+            threads.emplace_back(passes, which);
+            threads.emplace_back(answers, which);
+        }
+        for (std::thread& t : threads) t.join();
+    }
+}
+
+TEST(link_is_let_go_of_although_its_reader_was_there_a_moment_ago) {
+    for (int i = 0; i < 20; ++i) {
+        auto two = std::make_unique<Two>(Transport::shm);
+        two->accepted->reserve(0, 2, 4096);
+        send(*two->dialled, {0, 0, 0, 0, 0}, 4096);
+        check_and_release(*two->accepted, receive(*two->accepted, {0, 0, 0, 0, 0}), 4096);
+        const std::weak_ptr<Link> left = two->accepted;
+        two->accepted->die("it is over");
+        two.reset();
+        CHECK(left.expired());
+    }
+}
+
 // It sleeps where small messages come from; these come by another way.
 TEST(link_wakes_who_reads_for_messages_that_come_otherwise) {
     Two two(Transport::tcp);

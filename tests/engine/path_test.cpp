@@ -488,14 +488,21 @@ TEST(path_reads_large_messages_beside_the_application) {
         if (n > 0) at += static_cast<size_t>(n);
     }
     wire.host->until([&] { return wire.host->intact == 1; });
-    // Nor what follows of a message, also between two of its chunks.
-    h.chunk_bytes = 4096;
-    h.message.bytes = 3 * 4096;
+    // Nor what follows: after a large one, or between the small chunks of one.
+    CHECK(!wire.path->read_here(wake.get(), kLong));
+    h.chunk_bytes = DataPath::kSmall;
+    h.message.bytes = 3 * DataPath::kSmall;
     std::vector<uint8_t> chunk = wire.head(h);
-    wire.add_payload(chunk, std::vector<uint8_t>(4096, 6));
+    wire.add_payload(chunk, std::vector<uint8_t>(DataPath::kSmall, 6));
     wire.say(chunk);
     wire.host->until([&] { return wire.host->intact == 2; });
     CHECK(!wire.path->read_here(wake.get(), kLong));
+    // Until a small one has come.
+    wire.say(wire.chunk(header(), 7));
+    wire.host->until([&] { return wire.host->intact == 3; });
+    HeldUp reactor(wire.reactor);
+    wire.say(wire.chunk(header(), 8));
+    CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 4);
 }
 
 TEST(path_that_breaks_elsewhere_is_taken_apart_on_its_own_thread) {

@@ -479,6 +479,42 @@ TEST(acknowledgements_and_grants_wait_for_each_other) {
     CHECK(ack.slots[0].serial == slots[0].serial + 1 && said_by(core).empty());
 }
 
+TEST(a_sender_is_short_of_slots_when_it_knows_of_no_more_than_one) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    core.grant_room(core.add_room(0, {0, 4, kChunk}, Memory::anonymous(4 * kChunk), false));
+    const auto granted = said_by(core);
+    const auto slots = std::get<AckFrame>(granted.at(0)).slots;
+    std::vector<Arrived> held;
+    const auto arrives = [&](size_t number) {
+        ChunkHeader h;
+        h.epoch = 1;
+        h.slot = slots[number].slot;
+        h.serial = slots[number].serial;
+        h.chunk_bytes = kChunk;
+        h.message.id = number + 1;
+        h.message.bytes = kChunk;
+        h.message.key.microbatch = static_cast<int64_t>(number);
+        CHECK(core.finish_chunk(core.begin_chunk(h), true, 0) == kChunk);
+        held.push_back(core.take(h.message.key).value());
+    };
+    const auto release = [&](size_t number) {
+        core.release(held[number].slot.value(), held[number].serial, false);
+    };
+    arrives(0);
+    arrives(1);
+    CHECK(!core.is_short_of_slots(0));
+    release(0);
+    CHECK(!core.is_short_of_slots(0) && !core.is_short_of_slots(1));  // two that it knows of
+    arrives(2);
+    CHECK(core.is_short_of_slots(0));  // one, one that waits, and two that are in use
+    said_by(core);
+    CHECK(!core.is_short_of_slots(0));  // it knows of both
+    arrives(3);
+    CHECK(!core.is_short_of_slots(0));  // it has one more, and there is none to tell of
+}
+
 // The sender would send again what the report does not name, although it is here.
 TEST(acknowledgements_are_not_overtaken_by_reports) {
     LinkCore core({false, 1, 1, kChunk});
