@@ -102,7 +102,10 @@ MUTANTS = {
         "no progress|nothing comes to rest",
     ),
     "fence: the peer's is forgotten, so a late connection is taken": core(
-        "fenced_ = std::max(fenced_, epoch);", "(void)epoch;", "has given up is taken", PATH
+        "fenced_ = std::max(fenced_, epoch);",
+        "(void)epoch;",
+        "has given up is taken|does not carry",
+        PATH,
     ),
     "paths: a replaced connection is not retired": core(
         "if (const auto before = paths_.replace(path)) actions_.retire",
