@@ -143,7 +143,7 @@ class Side:
         self.small = torch.zeros(LATENCY_BYTES, dtype=torch.uint8)
         if rank == 0:
             for link in self.links.values():
-                link.reserve(transfers.BACKWARD, 2, LATENCY_BYTES)
+                link.reserve(transfers.BACKWARD, options.window, LATENCY_BYTES)
         self.round = 0
 
     def close(self) -> None:

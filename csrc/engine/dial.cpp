@@ -43,7 +43,8 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             return;
         }
         try {
-            runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
+            watch_ =
+                runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
         } catch (const EngineError& e) {
             fail(e.what());
         }
@@ -70,7 +71,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             }
             connected_ = true;
             if (address_.family() != AF_UNIX) set_no_delay(fd_);
-            runtime_.control.modify(fd_.get(), EPOLLIN);
+            runtime_.control.modify(watch_, EPOLLIN);
             send_output();
             return;
         }
@@ -147,6 +148,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     DiallerHandshake handshake_;
     std::function<void(DialResult)> done_;
     Fd fd_;
+    Reactor::Watch watch_;
     bool connected_ = false;
     bool hurried_ = false;
     uint64_t timer_ = 0;

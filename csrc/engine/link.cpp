@@ -1,5 +1,7 @@
 #include "engine/link.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "os/clock.hpp"
@@ -59,9 +61,25 @@ void Link::carry_out(const Actions& actions) {
     if (actions.dial) runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
 }
 
+// Acknowledgements that wait for it to be back take grants along, unless there is more to say.
+void Link::act_for_reader() {
+    Actions actions = core_.take_actions();
+    if (flush_due_ && !core_.stream().has_unwritten()) actions.flush = false;
+    carry_out(actions);
+}
+
 void Link::changed() {
     changed_.notify_all();
+    // Acknowledgements, for example, are none of its business.
+    if (reader_ && (ended() || core_.in().has(reader_->key))) wake_reader();
     runtime_->ring();
+}
+
+// If it sleeps at a socket. What it has read itself it knows.
+void Link::wake_reader() {
+    if (!reader_ || reads_here() || std::exchange(reader_->woken, true)) return;
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(reader_bell_.get(), &one, sizeof one);
 }
 
 void Link::wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns) {
@@ -142,6 +160,7 @@ std::string Link::without_name(const std::string& why) const {
 void Link::finish(State state, const std::string& why) {
     std::shared_ptr<Connection> connection;
     std::vector<std::shared_ptr<DataPath>> paths;
+    std::shared_ptr<DataPath> kept;
     bool settles = false;
     {
         const Lock lock(mu_);
@@ -152,6 +171,7 @@ void Link::finish(State state, const std::string& why) {
         state_ = State::ending;
         error_ = why;
         connection = std::exchange(control_, nullptr);
+        kept = std::exchange(kept_, nullptr);
         for (Held& held : held_) {
             for (auto& path : held.connections) paths.push_back(std::move(path));
             held.connections.clear();

@@ -135,7 +135,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool may_resume() const;
     void die(const std::string& why);
 
-    // --- PathHost. Any data thread. ---
+    // --- PathHost. Any thread. ---
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
     ChunkSink begin_chunk(const ChunkHeader& header) override;
     void finish_chunk(const ChunkSink& sink, bool intact) override;
@@ -174,6 +174,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         std::vector<uint8_t> out;
         size_t out_done = 0;
         bool watching_write = false;
+        Reactor::Watch watch;  // control thread
     };
 
     // The connections of one path. The core says which of them is current.
@@ -195,8 +196,15 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     }
     [[noreturn]] void throw_over() const;
     void act() { carry_out(core_.take_actions()); }
+    void act_for_reader();
     void carry_out(const Actions& actions);
     void changed();  // wake every waiter, ring the bell
+    void wake_reader();
+    bool reads_here() const { return reader_ && reader_->thread == std::this_thread::get_id(); }
+    void give_back(uint32_t slot, uint64_t serial, bool at_once);
+    void await_reader();
+    void leave_to_reactor(Lock& lock);
+    bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
     std::optional<Arrived> take(Lock& lock, const Key& key);
     void make_room(int direction, const Inbox::Room& room);  // no lock
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
@@ -264,7 +272,20 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     LinkCore core_;
     EchoMeter echo_;
 
+    // A thread that waits for a message and meanwhile reads the first path's socket itself.
+    struct Reader {
+        std::thread::id thread;
+        Key key;
+        bool woken = false;
+    };
+    std::optional<Reader> reader_;
+    uint32_t waiting_ = 0;  // threads that wait for messages beside it
+    Fd reader_bell_;
+    std::shared_ptr<DataPath> kept_;  // it has left it, and may be back in a moment
+
     std::shared_ptr<Connection> control_;
+    bool flush_due_ = false;       // frames wait for the reader to be back
+    bool reader_awaited_ = false;  // the control thread looks whether it is
     uint32_t control_epoch_ = 0;
     bool leaving_ = false;     // we said goodbye
     bool never_came_ = false;  // not confirmed, and its dialler may still connect another

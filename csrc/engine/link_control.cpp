@@ -55,11 +55,10 @@ void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
         return;
     }
     try {
-        runtime_->control.add(connection->fd.get(), EPOLLIN,
-                              [weak = weak_from_this(), connection](uint32_t events) {
-                                  if (const auto self = weak.lock())
-                                      self->on_control(connection, events);
-                              });
+        connection->watch = runtime_->control.add(
+            connection->fd.get(), EPOLLIN, [weak = weak_from_this(), connection](uint32_t events) {
+                if (const auto self = weak.lock()) self->on_control(connection, events);
+            });
     } catch (const EngineError& e) {
         die(describe() + " is dead: " + e.what());
         return;
@@ -115,7 +114,8 @@ void Link::send_frame(const Frame& frame) {
 
 void Link::flush() {
     constexpr size_t kBatch = size_t{256} << 10;
-    core_.flushed();
+    core_.collect();
+    flush_due_ = false;
     if (!control_ || !control_->fd || state_ == State::connecting) return;
     Connection& c = *control_;
     for (;;) {
@@ -139,8 +139,7 @@ void Link::flush() {
 void Link::watch_write() {
     if (std::exchange(control_->watching_write, true)) return;
     runtime_->control.post([self = shared_from_this(), connection = control_] {
-        if (connection->fd)
-            self->runtime_->control.modify(connection->fd.get(), EPOLLIN | EPOLLOUT);
+        if (connection->fd) self->runtime_->control.modify(connection->watch, EPOLLIN | EPOLLOUT);
     });
 }
 
@@ -150,7 +149,7 @@ void Link::on_control(const std::shared_ptr<Connection>& connection, uint32_t ev
         if (events & EPOLLOUT) {
             const Lock lock(mu_);
             connection->watching_write = false;
-            runtime_->control.modify(connection->fd.get(), EPOLLIN);
+            runtime_->control.modify(connection->watch, EPOLLIN);
             flush();
         }
         if (events & ~uint32_t{EPOLLOUT}) read_control(connection);
@@ -236,7 +235,7 @@ void Link::handle(Frame frame) {
             const Lock lock(mu_);
             if (over()) return;
             trouble = core_.handle(frame, wall_ns(), steady_ns());
-            act();
+            act_for_reader();
         }
         if (!trouble.empty()) protocol_error(trouble);
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {

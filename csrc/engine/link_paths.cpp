@@ -95,6 +95,7 @@ void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
     std::erase_if(held_[index].connections,
                   [epoch](const auto& path) { return path->epoch == epoch; });
     act();
+    wake_reader();
 }
 
 void Link::start_to_retire(const Actions::Retire& what) {
@@ -126,6 +127,7 @@ void Link::retire(Reactor& reactor, const Actions::Retire& what) {
     });
     core_.retired(what.path, retired, steady_ns());
     act();
+    wake_reader();
     if (stuck != old.end())
         reactor.after(kRetireAgain,
                       [self = shared_from_this(), &reactor, what] { self->retire(reactor, what); });
@@ -206,8 +208,12 @@ void Link::finish_chunk(const ChunkSink& sink, bool intact) {
     or_die([&] {
         const Lock lock(mu_);
         if (over()) return;
-        core_.finish_chunk(sink, intact, wall_ns());
-        act();
+        const uint64_t whole = core_.finish_chunk(sink, intact, wall_ns());
+        Actions actions = core_.take_actions();
+        // What it waits for goes first, and what it releases goes along.
+        if (reads_here() && whole <= DataPath::kSmall && std::exchange(actions.flush, false))
+            flush_due_ = true;
+        carry_out(actions);
     });
 }
 

@@ -1,4 +1,7 @@
 // What a link receives: slots granted, messages out.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "base/text.hpp"
@@ -93,10 +96,7 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
     lock.unlock();
     if (fits && to.bytes > 0) copy_past_caches(to.data, a.data, to.bytes);
     lock.lock();
-    if (a.slot) {
-        core_.release(*a.slot, a.serial, true);
-        act();
-    }
+    if (a.slot) give_back(*a.slot, a.serial, true);
     a.slot.reset();
     a.data = to.data;
     a.keep = to.hold;
@@ -125,13 +125,79 @@ std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_
         const int64_t now = steady_ns();
         if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
         if (now >= slice_end) return std::nullopt;
+        const int64_t wait = std::min(deadline_ns, slice_end) - now;
+        if (read_for(lock, key, wait)) continue;
+        ++waiting_;
         wait_slice(lock, deadline_ns, slice_end - now);
+        --waiting_;
     }
+}
+
+// Waits for a message by reading the socket that it will most likely come from, where a data thread
+// would have to be woken for that, and would then have to wake this one. False: somebody else does,
+// or there is no such socket.
+bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
+    if (reader_) return false;
+    std::shared_ptr<DataPath> path;
+    for (uint32_t i = 0; i < held_.size() && !path; ++i)
+        if (!core_.paths().stands_by(i)) path = current(i);
+    if (!path) return false;
+    if (!reader_bell_)
+        reader_bell_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+    if (!reader_bell_) return false;
+    if (flush_due_ && core_.is_short_of_slots(static_cast<int>(key.direction))) flush();
+    const auto kept = std::exchange(kept_, nullptr);
+    reader_ = {std::this_thread::get_id(), key, false};
+    lock.unlock();
+    if (kept && kept != path) kept->leave_to_reactor();
+    const bool read = path->read_here(reader_bell_.get(), wait_ns);
+    if (kept == path && !read) path->leave_to_reactor();
+    lock.lock();
+    if (reader_->woken) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t n = ::read(reader_bell_.get(), &count, sizeof count);
+    }
+    reader_.reset();
+    // Nobody reads the paths of a link that ends, and it must not hold what holds it.
+    if (!read || over()) return read;
+    kept_ = path;
+    if (core_.in().has(key) && waiting_ == 0) {
+        await_reader();
+        return true;
+    }
+    // It may wait for long, or others do.
+    if (flush_due_) flush();
+    leave_to_reactor(lock);
+    return true;
+}
+
+// Messages often come one after the other, so it keeps the socket and its acknowledgements for a
+// moment. If it does not come back, the control thread sees to both.
+void Link::await_reader() {
+    constexpr int64_t kMoment = kMillisecond / 2;
+    if (std::exchange(reader_awaited_, true)) return;
+    runtime_->control.post_within(kMoment, [weak = weak_from_this()] {
+        const auto self = weak.lock();
+        if (!self) return;
+        Lock lock(self->mu_);
+        self->reader_awaited_ = false;
+        if (self->flush_due_) self->flush();
+        if (!self->reader_) self->leave_to_reactor(lock);
+    });
+}
+
+void Link::leave_to_reactor(Lock& lock) {
+    const auto kept = std::exchange(kept_, nullptr);
+    if (!kept) return;
+    lock.unlock();
+    kept->leave_to_reactor();
+    lock.lock();
 }
 
 std::optional<Arrived> Link::try_receive(const Key& key) {
     Lock lock(mu_);
     auto message = take(lock, key);
+    if (!message) leave_to_reactor(lock);
     // What had arrived before the link died is still good.
     if (!message && ended()) throw_over();
     return message;
@@ -146,8 +212,12 @@ bool Link::arrived(const Key& key) const {
 
 void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
     const Lock lock(mu_);
+    give_back(slot, serial, at_once);
+}
+
+void Link::give_back(uint32_t slot, uint64_t serial, bool at_once) {
     core_.release(slot, serial, at_once);
-    act();
+    act_for_reader();
 }
 
 }  // namespace pipemorph

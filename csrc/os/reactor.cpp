@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <array>
@@ -51,11 +52,19 @@ void Reactor::halt_all() {
 Reactor::Reactor(std::string name)
     : name_(std::move(name)),
       epoll_(Fd::made_by([] { return epoll_create1(EPOLL_CLOEXEC); })),
-      wake_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
-    if (!epoll_ || !wake_) throw EngineError(std::string("epoll: ") + std::strerror(errno));
+      wake_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })),
+      delay_(
+          Fd::made_by([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK); })) {
+    if (!epoll_ || !wake_ || !delay_)
+        throw EngineError(std::string("epoll: ") + std::strerror(errno));
     add(wake_.get(), EPOLLIN, [this](uint32_t) {
         uint64_t count;
         [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
+    });
+    add(delay_.get(), EPOLLIN, [this](uint32_t) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t n = ::read(delay_.get(), &count, sizeof count);
+        run_delayed();
     });
     // Signals belong to Python's main thread.
     sigset_t all;
@@ -109,6 +118,29 @@ void Reactor::post(Task task) {
     wake();
 }
 
+void Reactor::post_within(int64_t delay_ns, Task task) {
+    const std::lock_guard lock(mu_);
+    if (stopping_) return;
+    delayed_.push_back(std::move(task));
+    const int64_t until = steady_ns() + delay_ns;
+    if (delayed_.size() > 1 && delayed_until_ns_ <= until) return;
+    delayed_until_ns_ = until;
+    // Nothing but the kernel's clock is told: nobody has to run for it.
+    itimerspec when{};
+    when.it_value.tv_sec = until / kSecond;
+    when.it_value.tv_nsec = until % kSecond;
+    ::timerfd_settime(delay_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
+}
+
+void Reactor::run_delayed() {
+    std::vector<Task> tasks;
+    {
+        const std::lock_guard lock(mu_);
+        tasks.swap(delayed_);
+    }
+    for (const Task& task : tasks) guarded(task);
+}
+
 void Reactor::halt() {
     {
         const std::lock_guard lock(mu_);
@@ -127,6 +159,8 @@ void Reactor::stop() {
     {
         const std::lock_guard lock(mu_);
         tasks.swap(tasks_);
+        std::move(delayed_.begin(), delayed_.end(), std::back_inserter(tasks));
+        delayed_.clear();
     }
     tasks.clear();
     auto timers = std::exchange(timers_, {});
@@ -135,7 +169,7 @@ void Reactor::stop() {
     watched.clear();
 }
 
-void Reactor::add(int fd, uint32_t events, Handler handler) {
+Reactor::Watch Reactor::add(int fd, uint32_t events, Handler handler) {
     const uint32_t generation = ++generation_;
     watched_[fd] = {generation, std::make_shared<Handler>(std::move(handler))};
     epoll_event e{};
@@ -146,15 +180,14 @@ void Reactor::add(int fd, uint32_t events, Handler handler) {
         throw EngineError(std::string("cannot watch a descriptor (epoll_ctl): ") +
                           std::strerror(errno));
     }
+    return {fd, generation};
 }
 
-void Reactor::modify(int fd, uint32_t events) {
-    const auto it = watched_.find(fd);
-    if (it == watched_.end()) return;
+void Reactor::modify(const Watch& watch, uint32_t events) {
     epoll_event e{};
     e.events = events;
-    e.data.u64 = tag(fd, it->second.generation);
-    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &e);
+    e.data.u64 = tag(watch.fd, watch.generation);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, watch.fd, &e);
 }
 
 void Reactor::remove(int fd) {

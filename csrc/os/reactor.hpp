@@ -32,6 +32,8 @@ class Reactor {
     void on_failure(Failed failed);
     // Any thread. After `stop` the task is dropped.
     void post(Task task);
+    // The same, but wakes nobody: at the latest after this time, with others that wait for it.
+    void post_within(int64_t delay_ns, Task task);
     // Ends the thread, then drops handlers, timers and tasks (and what they own).
     void stop();
     // Ends the threads of all reactors of this process, however many still have owners. What they
@@ -40,9 +42,14 @@ class Reactor {
     bool in_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
     // Only on the reactor's thread. `remove` before closing the descriptor.
-    void add(int fd, uint32_t events, Handler handler);
-    void modify(int fd, uint32_t events);
+    struct Watch {
+        int fd = -1;
+        uint32_t generation = 0;
+    };
+    Watch add(int fd, uint32_t events, Handler handler);
     void remove(int fd);
+    // Any thread, as long as the descriptor is open and not removed.
+    void modify(const Watch& watch, uint32_t events);
     uint64_t after(int64_t delay_ns, Task task);
     void cancel(uint64_t timer);
 
@@ -59,16 +66,20 @@ class Reactor {
     void run_timers();
     void run_tasks();
     void wake();
+    void run_delayed();
 
     const std::string name_;
     Fd epoll_;
     Fd wake_;
+    Fd delay_;  // a timer, for tasks of threads that must not wake this one
     std::unordered_map<int, Watched> watched_;
     uint32_t generation_ = 0;
     std::multimap<int64_t, std::pair<uint64_t, Task>> timers_;
     uint64_t next_timer_ = 1;
     std::mutex mu_;
     std::vector<Task> tasks_;
+    std::vector<Task> delayed_;
+    int64_t delayed_until_ns_ = 0;
     Failed failed_;
     bool woken_ = false;
     bool stopping_ = false;

@@ -1,8 +1,9 @@
 // What carries chunks: one live connection of one path of a link. A TCP socket, a shared-memory
 // pair, a queue pair on a rail: each is a DataPath, and the link neither knows nor cares which.
 //
-// A path lives on one reactor's thread and dies with its first error. The link then fences its
-// epoch and, if it dials, makes a new one with the next epoch: nothing is ever repaired in place.
+// A path lives on one reactor's thread, although others may send and read for it, and dies with its
+// first error. The link then fences its epoch and, if it dials, makes a new one with the next
+// epoch: nothing is ever repaired in place.
 #pragma once
 
 #include <atomic>
@@ -75,6 +76,17 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
         reactor_.post(
             [self = shared_from_this(), closed = std::move(closed)] { self->on_close(); });
     }
+
+    // Up to this size a message is small: to wake another thread for it takes longer than to send
+    // or to read it. So threads of the application may do that for the reactor's.
+    static constexpr size_t kSmall = size_t{16} << 10;
+    // Send one chunk of those that are ready, if nothing else is under way. False: kick it.
+    virtual bool send_here() { return false; }
+    // Sleep until something comes, `wake` is readable or the time is over, and read what has come.
+    // One thread at a time. From then on the reactor's does not, until `leave_to_reactor`. False,
+    // at once: it is better left to that anyway.
+    virtual bool read_here(int /*wake*/, int64_t /*wait_ns*/) { return false; }
+    virtual void leave_to_reactor() {}
 
     // On the reactor's thread: the epoch is fenced. Nothing that still comes may reach a slot once
     // this has returned true; nothing more is sent. False: not yet, it has to be asked again.

@@ -15,6 +15,7 @@ namespace pipemorph {
 namespace {
 
 constexpr int kHeadersPerTurn = 16;
+constexpr int kHeadersAtOnce = 4;
 constexpr size_t kMaxDescriptors = 4;
 // No thread steps aside more often: where every processor is busy, it is in somebody's way anyway.
 constexpr int64_t kAsideEvery = kMillisecond / 2;
@@ -35,7 +36,7 @@ ShmPath::ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t inde
       hears_(keys.theirs),
       guard_in_(in_memory(integrity), keys.theirs, PayloadGuard::End::receives) {}
 
-bool ShmPath::flush_header() {
+StreamPath::Sent ShmPath::flush_header() {
     iovec iov{header_out_.data() + (kHead - header_left_), header_left_};
     msghdr message{};
     message.msg_iov = &iov;
@@ -52,34 +53,37 @@ bool ShmPath::flush_header() {
         std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
     }
     const ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0) return would_block_or_fail("sending");
+    if (n < 0) {
+        would_block_or_fail("sending");
+        return Sent::more;
+    }
     segment_out_.reset();
     header_left_ -= static_cast<size_t>(n);
-    return true;
+    return header_left_ == 0 && small_ ? Sent::small : Sent::more;
 }
 
-bool ShmPath::send_some() {
+StreamPath::Sent ShmPath::send_some() {
     if (header_left_ > 0) return flush_header();
     ChunkHeader header;
     if (index == 0) {
-        if (const auto segment = host_->next_segment_to_offer()) {
+        while (const auto segment = host_->next_segment_to_offer()) {
             header.type = ChunkHeader::Type::segment;
             header.path = index;
             header.epoch = epoch;
             header.slot = segment->number;
             header.message.bytes = segment->memory->size();
             segment_out_ = segment->memory;
-            return send_header(header, {});
+            if (send_header(header, {}) == Sent::more) return Sent::more;
         }
     }
     auto task = host_->next_chunk(index, epoch);
-    if (!task) return false;
+    if (!task) return Sent::nothing;
     const SlotGrant& slot = *task->message->slot;
     const auto segment = host_->peer_segment(slot.segment);
     const uint64_t at = slot.offset + task->header.offset();
     if (!segment || at + task->bytes > segment->size()) {
         host_->protocol_error("a slot was granted outside of the memory that is mapped for it");
-        return false;
+        return Sent::nothing;
     }
     // A large message does not fit the caches together with what else goes through them. What is
     // written there would take each line from the receiver's, to which it belonged last.
@@ -91,7 +95,7 @@ bool ShmPath::send_some() {
     return send_header(task->header, {task->data, task->bytes});
 }
 
-bool ShmPath::send_header(const ChunkHeader& header, Bytes payload) {
+StreamPath::Sent ShmPath::send_header(const ChunkHeader& header, Bytes payload) {
     const auto head = std::span(header_out_).first<kChunkHeaderSize>();
     encode_chunk(header, head);
     if (guard_out_.is_keyed()) {
@@ -103,12 +107,14 @@ bool ShmPath::send_header(const ChunkHeader& header, Bytes payload) {
         std::copy(mac.begin(), mac.end(), header_out_.begin() + kPayloadMac);
     }
     header_left_ = kHead;
+    small_ = payload.size() <= kSmall;
     return flush_header();
 }
 
 void ShmPath::receive_some() {
-    for (int turn = 0; open() && turn < kHeadersPerTurn; ++turn) {
-        iovec iov{header_in_.data() + header_have_, kHead - header_have_};
+    std::array<uint8_t, kHead * kHeadersAtOnce> heads;
+    for (int turn = 0; open() && turn < kHeadersPerTurn && !leaves_off(); turn += kHeadersAtOnce) {
+        iovec iov{heads.data(), heads.size()};
         msghdr message{};
         message.msg_iov = &iov;
         message.msg_iovlen = 1;
@@ -133,8 +139,14 @@ void ShmPath::receive_some() {
             fail("the peer closed the connection");
             return;
         }
-        header_have_ += static_cast<size_t>(n);
-        if (header_have_ == kHead && !header_received()) return;
+        for (Bytes rest = Bytes(heads).first(static_cast<size_t>(n)); !rest.empty();) {
+            const Bytes part = rest.first(std::min(rest.size(), kHead - header_have_));
+            std::copy(part.begin(), part.end(), header_in_.data() + header_have_);
+            header_have_ += part.size();
+            rest = rest.subspan(part.size());
+            if (header_have_ == kHead && !header_received()) return;
+        }
+        if (static_cast<size_t>(n) < heads.size()) return;  // nothing more is here yet
     }
 }
 
@@ -165,6 +177,7 @@ bool ShmPath::header_received() {
         if (!retired()) host_->segment_offered(header->slot, header->message.bytes, std::move(fd));
         return true;
     }
+    note_size(header->chunks() > 1);
     if (retired()) {
         host_->stale_chunk();
         return true;

@@ -16,11 +16,11 @@ class ShmPath final : public StreamPath {
             const ConnectionKeys& keys, Integrity integrity = Integrity::crc);
 
   private:
-    bool send_some() override;
+    Sent send_some() override;
     void receive_some() override;
     void drop_work() override;
-    bool flush_header();
-    bool send_header(const ChunkHeader& header, Bytes payload);
+    Sent flush_header();
+    Sent send_header(const ChunkHeader& header, Bytes payload);
     bool header_received();
     bool is_proved(const uint8_t* payload, uint64_t bytes);
 
@@ -33,6 +33,7 @@ class ShmPath final : public StreamPath {
     PayloadGuard guard_out_;
     std::array<uint8_t, kHead> header_out_{};
     size_t header_left_ = 0;               // to be sent, from the buffer's end
+    bool small_ = true;                    // its chunk
     std::shared_ptr<Memory> segment_out_;  // its descriptor goes with the header
 
     Sealer hears_;

@@ -1,8 +1,10 @@
 #include "path/stream_path.hpp"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -14,6 +16,8 @@ namespace {
 
 // How long a fenced connection may take to run dry.
 constexpr int64_t kDrainLimit = 5 * kSecond;
+// Small chunks to send before others of the same thread get their turn.
+constexpr int kSmallPerTurn = 32;
 
 }  // namespace
 
@@ -30,33 +34,87 @@ void StreamPath::guarded(F&& run) {
     }
 }
 
+// On a thread of the application's, with the mutex held.
+template <typename F>
+void StreamPath::on_other_thread(F&& run) {
+    elsewhere_ = true;
+    guarded(run);
+    elsewhere_ = false;
+}
+
 void StreamPath::on_start() {
-    if (!fd_) return;
+    const Lock lock(mu_);
+    if (!open()) return;
     guarded([this] {
-        reactor_.add(fd_.get(), EPOLLIN,
-                     [self = shared_from_this(), this](uint32_t events) { on_event(events); });
+        watch_ =
+            reactor_.add(fd_.get(), EPOLLIN,
+                         [self = shared_from_this(), this](uint32_t events) { on_event(events); });
         pump();
     });
 }
 
 void StreamPath::on_event(uint32_t events) {
+    const Lock lock(mu_);
     guarded([this, events] {
-        if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive_some();
-        if (fd_ && (events & EPOLLOUT)) pump();
+        if (open() && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) receive_some();
+        if (open() && (events & EPOLLOUT)) pump();
     });
 }
 
 void StreamPath::on_kick() {
+    const Lock lock(mu_);
     // While the socket is full, its event will bring us back.
-    if (fd_ && !watching_write_) guarded([this] { pump(); });
+    if (open() && !watching_write_) guarded([this] { pump(); });
 }
 
 void StreamPath::pump() {
     if (retired_) return;
-    const bool more = send_some();
-    if (!fd_ || more == watching_write_) return;
+    Sent sent = Sent::small;
+    for (int i = 0; sent == Sent::small && open(); ++i)
+        sent = i < kSmallPerTurn ? send_some() : Sent::more;
+    const bool more = sent == Sent::more;
+    if (!open() || more == watching_write_) return;
     watching_write_ = more;
-    reactor_.modify(fd_.get(), EPOLLIN | (more ? uint32_t{EPOLLOUT} : 0));
+    watch();
+}
+
+bool StreamPath::send_here() {
+    const Lock lock(mu_, std::try_to_lock);
+    if (!lock || !open() || retired_ || watching_write_ || watch_.fd < 0) return false;
+    Sent sent = Sent::nothing;
+    on_other_thread([this, &sent] { sent = send_some(); });
+    if (sent != Sent::more || !open()) return sent == Sent::small;
+    watching_write_ = true;
+    watch();
+    return true;
+}
+
+bool StreamPath::read_here(int wake, int64_t wait_ns) {
+    if (is_large()) return false;
+    Lock lock(mu_);
+    if (!open() || retired_ || sleeps_ || watch_.fd < 0 || is_large()) return false;
+    sleeps_ = true;
+    if (!std::exchange(read_elsewhere_, true)) watch();
+    pollfd ready[] = {{fd_.get(), POLLIN, 0}, {wake, POLLIN, 0}};
+    lock.unlock();
+    // Somebody who closes the socket meanwhile wakes this thread as well.
+    const timespec wait{wait_ns / kSecond, wait_ns % kSecond};
+    ::ppoll(ready, 2, &wait, nullptr);
+    lock.lock();
+    sleeps_ = false;
+    if (open() && ready[0].revents != 0) on_other_thread([this] { receive_some(); });
+    return true;
+}
+
+void StreamPath::leave_to_reactor() {
+    const Lock lock(mu_);
+    if (sleeps_ || !std::exchange(read_elsewhere_, false) || !open()) return;
+    watch();
+}
+
+void StreamPath::watch() {
+    reactor_.modify(watch_, (read_elsewhere_ ? 0 : uint32_t{EPOLLIN}) |
+                                (watching_write_ ? uint32_t{EPOLLOUT} : 0));
 }
 
 void StreamPath::shut() {
@@ -68,6 +126,15 @@ void StreamPath::shut() {
 
 void StreamPath::fail(const std::string& why) {
     if (!fd_) return;
+    if (elsewhere_) {
+        if (!broken_.empty()) return;
+        broken_ = why;
+        reactor_.post([self = shared_from_this(), this] {
+            const Lock lock(mu_);
+            fail(broken_);
+        });
+        return;
+    }
     drop_work();
     shut();
     if (!retired_) host_->path_lost(index, epoch, why);
@@ -80,13 +147,15 @@ bool StreamPath::would_block_or_fail(const char* what) {
 }
 
 bool StreamPath::retire() {
+    const Lock lock(mu_);
     if (retired_ || !fd_) return true;
     retired_ = true;
     drop_work();
     // The peer sees the end of the stream and closes; what is under way is read and dropped.
     ::shutdown(fd_.get(), SHUT_WR);
-    if (watching_write_) reactor_.modify(fd_.get(), EPOLLIN);
+    if (std::exchange(watching_write_, false)) watch();
     drain_timer_ = reactor_.after(kDrainLimit, [self = shared_from_this(), this] {
+        const Lock held(mu_);
         drain_timer_ = 0;
         shut();
     });
@@ -94,6 +163,7 @@ bool StreamPath::retire() {
 }
 
 void StreamPath::on_sever() {
+    const Lock lock(mu_);
     if (!fd_ || retired_) return;
     drop_work();
     reactor_.remove(fd_.get());
@@ -102,6 +172,7 @@ void StreamPath::on_sever() {
 }
 
 void StreamPath::on_close() {
+    const Lock lock(mu_);
     drop_work();
     shut();
 }

@@ -23,7 +23,7 @@ constexpr size_t kLanding = size_t{128} << 10;
 // Between hosts the kernel sizes the buffer by bandwidth and delay.
 constexpr int kLocalSendBuffer = 256 << 10;
 
-// One per data thread.
+// One per data thread, since no other one reads large chunks.
 std::array<uint8_t, kLanding>& landing() {
     thread_local const auto buffer = std::make_unique<std::array<uint8_t, kLanding>>();
     return *buffer;
@@ -42,10 +42,10 @@ TcpPath::TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t inde
     if (is_local(fd_)) set_send_buffer(fd_, kLocalSendBuffer);
 }
 
-bool TcpPath::send_some() {
+StreamPath::Sent TcpPath::send_some() {
     if (!task_) {
         task_ = host_->next_chunk(index, epoch);
-        if (!task_) return false;
+        if (!task_) return Sent::nothing;
         const auto header = std::span(head_out_).first<kChunkHeaderSize>();
         encode_chunk(task_->header, header);
         const Seal seal = says_.seal(header);
@@ -74,15 +74,19 @@ bool TcpPath::send_some() {
         message.msg_iov = iov;
         message.msg_iovlen = parts;
         const ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0) return would_block_or_fail("sending");
+        if (n < 0) {
+            would_block_or_fail("sending");
+            return Sent::more;
+        }
         sent_ += static_cast<size_t>(n);
         // A short count means that the buffer is full: asking again would only say so.
         size_t offered = 0;
         for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
-        if (static_cast<size_t>(n) < offered) return true;
+        if (static_cast<size_t>(n) < offered) return Sent::more;
     }
+    const bool small = task_->bytes <= kSmall;
     task_.reset();
-    return true;
+    return small ? Sent::small : Sent::more;
 }
 
 // The payload's bytes from `from` on, as they are sent, up to `to`, which may become less.
@@ -106,8 +110,10 @@ const uint8_t* TcpPath::guard(size_t from, size_t& to) {
 }
 
 void TcpPath::receive_some() {
-    for (size_t turn = 0; open() && turn < kReadTurn;) {
-        iovec iov[2];
+    // Whole small chunks come with their header. Of a large one these bytes would be copied twice.
+    std::array<uint8_t, kSmall> ahead;
+    for (size_t turn = 0; open() && turn < kReadTurn && !leaves_off();) {
+        iovec iov[3];
         size_t parts = 0;
         size_t room = 0;
         const uint64_t missing = chunk_ ? chunk_->length() - payload_have_ : 0;
@@ -123,6 +129,7 @@ void TcpPath::receive_some() {
         // The trailer and the next chunk's header usually come with the end of the payload.
         if (room == missing)
             iov[parts++] = {between_.data() + between_have_, between_.size() - between_have_};
+        if (!is_large() && room == missing) iov[parts++] = {ahead.data(), ahead.size()};
         msghdr message{};
         message.msg_iov = iov;
         message.msg_iovlen = parts;
@@ -140,11 +147,39 @@ void TcpPath::receive_some() {
         for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
         turn += got;
         payload_received(std::min(got, room));
-        between_have_ += got - std::min(got, room);
-        if (chunk_ && between_have_ >= kChunkTrailerSize && !chunk_received()) return;
-        if (between_have_ == between_.size() && !header_received()) return;
+        const size_t rest = got - std::min(got, room);
+        const size_t between = std::min(rest, between_.size() - between_have_);
+        between_have_ += between;
+        if (!between_received()) return;
+        if (!consume(Bytes(ahead).first(rest - between))) return;
         if (got < offered) return;  // nothing more is here yet
     }
+}
+
+// What was read before it was known what it is.
+bool TcpPath::consume(Bytes ahead) {
+    while (!ahead.empty()) {
+        const uint64_t missing = chunk_ ? chunk_->length() - payload_have_ : 0;
+        if (missing > 0) {
+            const Bytes part = ahead.first(std::min<uint64_t>(missing, ahead.size()));
+            if (sink_.data != nullptr) guard_in_.store(sink_.data + payload_have_, part);
+            payload_have_ += part.size();
+            ahead = ahead.subspan(part.size());
+            continue;
+        }
+        const Bytes part = ahead.first(std::min(ahead.size(), between_.size() - between_have_));
+        std::copy(part.begin(), part.end(), between_.data() + between_have_);
+        between_have_ += part.size();
+        ahead = ahead.subspan(part.size());
+        if (!between_received()) return false;
+    }
+    return true;
+}
+
+// False: that was the path's end.
+bool TcpPath::between_received() {
+    if (chunk_ && between_have_ >= kChunkTrailerSize && !chunk_received()) return false;
+    return between_have_ < between_.size() || header_received();
 }
 
 // Memory of the application's that it posted is rarely in a cache, unlike a slot that was released
@@ -202,6 +237,7 @@ bool TcpPath::header_received() {
         fail("a damaged chunk header");
         return false;
     }
+    note_size(chunk_->message.bytes > kSmall);
     if (retired()) {
         host_->stale_chunk();
         return true;

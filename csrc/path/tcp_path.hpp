@@ -13,10 +13,12 @@ class TcpPath final : public StreamPath {
             const ConnectionKeys& keys, Integrity integrity = Integrity::crc);
 
   private:
-    bool send_some() override;
+    Sent send_some() override;
     void receive_some() override;
     void drop_work() override;
 
+    bool consume(Bytes ahead);
+    bool between_received();
     bool header_received();
     bool chunk_received();
     void payload_received(size_t bytes);

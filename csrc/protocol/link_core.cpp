@@ -20,8 +20,31 @@ LinkCore::LinkCore(const Settings& settings)
       out_(settings.queues, settings.chunk_bytes) {}
 
 void LinkCore::send(const Frame& frame) {
+    // In this order: a report that lacks a message must not overtake its acknowledgement.
+    collect();
     stream_.send(frame);
     actions_.flush = true;
+}
+
+bool LinkCore::is_short_of_slots(int direction) const {
+    const auto wait = std::count_if(waiting_.slots.begin(), waiting_.slots.end(),
+                                    [&](const SlotGrant& g) { return g.direction == direction; });
+    const uint32_t free = in_.slots(direction) - in_.slots_in_use(direction);
+    return wait > 0 && free <= wait + 1;
+}
+
+void LinkCore::collect() {
+    held_back_ = 0;
+    AckFrame all = std::exchange(waiting_, {});
+    const auto part = [](auto& from, size_t at) {
+        const auto first = from.begin() + static_cast<std::ptrdiff_t>(std::min(at, from.size()));
+        const auto end = from.size() - std::min(at, from.size()) > kPerFrame
+                             ? first + static_cast<std::ptrdiff_t>(kPerFrame)
+                             : from.end();
+        return std::vector(first, end);
+    };
+    for (size_t at = 0; at < std::max(all.messages.size(), all.slots.size()); at += kPerFrame)
+        stream_.send(AckFrame{part(all.messages, at), part(all.slots, at)});
 }
 
 // --- The application -----------------------------------------------------------------------------
@@ -42,10 +65,15 @@ void LinkCore::send_empty_messages(int64_t now_wall, int64_t now) {
     actions_.flush = true;  // grants may wait for it
 }
 
+void LinkCore::acknowledge(uint64_t message) {
+    waiting_.messages.push_back(message);
+    actions_.flush = true;
+}
+
 void LinkCore::release(uint32_t slot, uint64_t serial, bool at_once) {
     const auto next = in_.release(slot, serial);
     if (!next) return;
-    stream_.send(GrantFrame{{*next}});
+    waiting_.slots.push_back(*next);
     if (at_once || ++held_back_ >= kMostHeldBack) actions_.flush = true;
 }
 
@@ -79,11 +107,8 @@ void LinkCore::mapped(uint32_t segment) {
 }
 
 void LinkCore::grant(const std::vector<SlotGrant>& grants) {
-    for (size_t at = 0; at < grants.size(); at += kPerFrame) {
-        const auto first = grants.begin() + static_cast<std::ptrdiff_t>(at);
-        const auto count = std::min(kPerFrame, grants.size() - at);
-        send(GrantFrame{{first, first + static_cast<std::ptrdiff_t>(count)}});
-    }
+    waiting_.slots.insert(waiting_.slots.end(), grants.begin(), grants.end());
+    actions_.flush = true;
 }
 
 void LinkCore::abandon() {
@@ -97,26 +122,26 @@ void LinkCore::abandon() {
 bool LinkCore::handles(const Frame& frame) {
     return std::visit(
         []<typename F>(const F&) {
-            return std::is_same_v<F, GrantFrame> || std::is_same_v<F, InlineFrame> ||
-                   std::is_same_v<F, AckFrame> || std::is_same_v<F, FenceFrame> ||
-                   std::is_same_v<F, BitmapFrame> || std::is_same_v<F, RegionFrame>;
+            return std::is_same_v<F, InlineFrame> || std::is_same_v<F, AckFrame> ||
+                   std::is_same_v<F, FenceFrame> || std::is_same_v<F, BitmapFrame> ||
+                   std::is_same_v<F, RegionFrame>;
         },
         frame);
 }
 
 std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
-    if (const auto* grants = std::get_if<GrantFrame>(&frame)) {
-        for (const SlotGrant& slot : grants->slots) out_.granted(slot);
-        actions_.wake = true;
-        if (out_.has_chunks()) actions_.kick = true;
-    } else if (auto* empty = std::get_if<InlineFrame>(&frame)) {
+    if (auto* empty = std::get_if<InlineFrame>(&frame)) {
         const uint64_t id = empty->message.id;
         in_.deliver_empty(std::move(empty->message), now_wall);
         ++counters_.messages_received;
-        send(AckFrame{id});
+        acknowledge(id);
         changed();
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
-        out_.acknowledged(ack->message, now);
+        for (const SlotGrant& slot : ack->slots) out_.granted(slot);
+        actions_.wake = true;
+        if (!ack->slots.empty() && out_.has_chunks()) actions_.kick = true;
+        if (ack->messages.empty()) return {};
+        for (const uint64_t message : ack->messages) out_.acknowledged(message, now);
         send_empty_messages(now_wall, now);
         changed();
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
@@ -234,14 +259,15 @@ ChunkSink LinkCore::begin_chunk(const ChunkHeader& header) {
     return sink;
 }
 
-void LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
+uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
     const auto finished = in_.finish_chunk(sink, intact, now_wall);
-    if (!finished.message_complete) return;
+    if (!finished.message_complete) return 0;
     ++counters_.messages_received;
     counters_.bytes_received += finished.bytes;
-    send(AckFrame{finished.message});
-    if (finished.grant) send(GrantFrame{{*finished.grant}});
+    acknowledge(finished.message);
+    if (finished.grant) waiting_.slots.push_back(*finished.grant);
     changed();
+    return finished.bytes;
 }
 
 // --- Rails ---------------------------------------------------------------------------------------

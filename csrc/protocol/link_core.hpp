@@ -75,8 +75,11 @@ class LinkCore {
     }
     void start(int64_t now_ns) { paths_.start(now_ns); }
     void send(const Frame& frame);
-    // All that there was to write has been written, or will be as soon as it can.
-    void flushed() { held_back_ = 0; }
+    // All that there is to write is about to be written: into the stream with what has waited for
+    // that, in one frame.
+    void collect();
+    // Of the slots of this direction the peer can have no more than one, because grants wait.
+    bool is_short_of_slots(int direction) const;
 
     // --- The application ---
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
@@ -123,7 +126,8 @@ class LinkCore {
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_ns);
     ChunkSink begin_chunk(const ChunkHeader& header);
-    void finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
+    // The bytes of the message that this has completed; 0: of none.
+    uint64_t finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
     // A chunk of a fenced epoch came in and was dropped.
     void stale_chunk() { ++counters_.stale_chunks; }
 
@@ -152,6 +156,7 @@ class LinkCore {
 
   private:
     void send_empty_messages(int64_t now_wall_ns, int64_t now_ns);
+    void acknowledge(uint64_t message);
     void grant(const std::vector<SlotGrant>& grants);
     void replace(uint32_t path);
     void lose(uint32_t path, const std::string& why, int64_t now_ns);
@@ -176,7 +181,8 @@ class LinkCore {
     PathSet paths_;
     Counters counters_;
     Actions actions_;
-    uint32_t held_back_ = 0;  // grants since the last flush
+    AckFrame waiting_;        // to be collected
+    uint32_t held_back_ = 0;  // grants that were released since the last flush
     std::deque<uint32_t> segments_to_offer_;
     std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
 };

@@ -14,9 +14,6 @@ void fields(auto& io, Is<ConfirmFrame> auto& f) {
 void fields(auto& io, Is<SlotGrant> auto& g) {
     io(g.direction, g.slot, g.serial, g.segment, g.offset, g.bytes);
 }
-void fields(auto& io, Is<GrantFrame> auto& f) {
-    io(f.slots);
-}
 void fields(auto& io, Is<Key> auto& k) {
     io(k.generation, k.iteration, k.microbatch, k.direction, k.tensor);
 }
@@ -27,7 +24,7 @@ void fields(auto& io, Is<InlineFrame> auto& f) {
     io(f.message);
 }
 void fields(auto& io, Is<AckFrame> auto& f) {
-    io(f.message);
+    io(f.messages, f.slots);
 }
 void fields(auto& io, Is<FenceFrame> auto& f) {
     io(f.path, f.epoch, f.messages);
@@ -74,7 +71,7 @@ bool valid(const auto&) {
 bool valid(const ConfirmFrame& f) {
     return f.transport >= Transport::tcp && f.transport <= Transport::rdma;
 }
-bool valid(const GrantFrame& f) {
+bool valid(const AckFrame& f) {
     return std::all_of(f.slots.begin(), f.slots.end(),
                        [](const SlotGrant& g) { return g.direction < kDirections; });
 }

@@ -41,17 +41,16 @@ struct SlotGrant {
     uint64_t offset = 0;
     uint64_t bytes = 0;
 };
-struct GrantFrame {
-    std::vector<SlotGrant> slots;
-};
-
 // A message without payload: it needs no slot.
 struct InlineFrame {
     MessageInfo message;
 };
 
+// Messages that are all here, and slots: what a message has left is often granted with the
+// acknowledgement of the next.
 struct AckFrame {
-    uint64_t message = 0;
+    std::vector<uint64_t> messages;
+    std::vector<SlotGrant> slots;
 };
 
 // "I have given up this path's epoch. Stop reading it into slots, then tell me what you have."
@@ -135,8 +134,8 @@ struct AnswerFrame {
 };
 
 using Frame =
-    std::variant<ConfirmFrame, GrantFrame, InlineFrame, AckFrame, FenceFrame, BitmapFrame,
-                 MappedFrame, PingFrame, PongFrame, ByeFrame, RegionFrame, OfferFrame, AnswerFrame>;
+    std::variant<ConfirmFrame, InlineFrame, AckFrame, FenceFrame, BitmapFrame, MappedFrame,
+                 PingFrame, PongFrame, ByeFrame, RegionFrame, OfferFrame, AnswerFrame>;
 
 struct EncodedFrame {
     uint8_t type = 0;

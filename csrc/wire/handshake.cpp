@@ -8,7 +8,7 @@ namespace pipemorph {
 namespace {
 
 constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
-constexpr uint16_t kVersion = 6;
+constexpr uint16_t kVersion = 7;
 constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
 constexpr size_t kMaxHello = 1024;
 constexpr size_t kMaxReply = 1024;

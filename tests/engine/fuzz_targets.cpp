@@ -130,7 +130,7 @@ void listener_says(Bytes input) {
 // The frames of one connection, as Link::read_control takes them apart.
 void frames(Bytes input) {
     ReliableStream stream;
-    for (int i = 0; i < 8; ++i) stream.send(AckFrame{7});
+    for (int i = 0; i < 8; ++i) stream.send(AckFrame{{7}, {}});
     while (input.size() >= kFrameHeaderSize) {
         const auto header = decode_frame_header(input.first(kFrameHeaderSize));
         if (!header) return;

@@ -1,10 +1,14 @@
 // A TCP path against a hand-written peer: what is on the wire, byte by byte.
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <future>
 #include <mutex>
 #include <random>
 #include <stdexcept>
@@ -38,13 +42,30 @@ struct FakeHost final : PathHost {
     int broken = 0;
     int stale = 0;
     int refusals = 0;
+    int losses = 0;
     std::string lost;
+    std::thread::id told_by;
+    std::thread::id finished_by;
     std::string protocol;
+    std::deque<std::vector<uint8_t>> to_send;
 
     std::atomic<bool> throws{false};
-    std::optional<ChunkTask> next_chunk(uint32_t, uint32_t) override {
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
         if (throws) throw std::runtime_error("no memory");
-        return std::nullopt;
+        const std::lock_guard lock(mu);
+        if (to_send.empty()) return std::nullopt;
+        const auto payload = std::make_shared<std::vector<uint8_t>>(std::move(to_send.front()));
+        to_send.pop_front();
+        ChunkTask task;
+        task.message = std::make_shared<OutMessage>();
+        task.message->hold = payload;
+        task.header.path = path;
+        task.header.epoch = epoch;
+        task.header.chunk_bytes = 1 << 20;
+        task.header.message.bytes = payload->size();
+        task.data = payload->data();
+        task.bytes = payload->size();
+        return task;
     }
     ChunkSink begin_chunk(const ChunkHeader& h) override {
         const std::lock_guard lock(mu);
@@ -58,6 +79,7 @@ struct FakeHost final : PathHost {
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
         const std::lock_guard lock(mu);
+        finished_by = std::this_thread::get_id();
         ++(ok ? intact : broken);
         changed.notify_all();
     }
@@ -74,6 +96,8 @@ struct FakeHost final : PathHost {
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
         const std::lock_guard lock(mu);
         lost = why;
+        told_by = std::this_thread::get_id();
+        ++losses;
         changed.notify_all();
     }
     void protocol_error(const std::string& why) override {
@@ -324,4 +348,191 @@ TEST(path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
     wire.host->until([&] { return wire.host->lost == "no memory"; });
     char byte;
     CHECK(::recv(wire.peer.get(), &byte, 1, 0) == 0);  // and closed
+}
+
+// --- Threads of the application's ---
+
+namespace {
+
+// The reactor's thread, kept from doing anything.
+class HeldUp {
+  public:
+    explicit HeldUp(Reactor& reactor) {
+        std::promise<void> here;
+        reactor.post([&here, open = opens_.get_future().share()] {
+            here.set_value();
+            open.wait();
+        });
+        here.get_future().wait();
+    }
+    ~HeldUp() { go(); }
+    void go() {
+        if (!std::exchange(gone_, true)) opens_.set_value();
+    }
+
+  private:
+    std::promise<void> opens_;
+    bool gone_ = false;
+};
+
+std::vector<uint8_t> hear(const Fd& peer, size_t bytes) {
+    std::vector<uint8_t> out(bytes);
+    for (size_t have = 0; have < bytes;) {
+        pollfd ready{peer.get(), POLLIN, 0};
+        CHECK(::poll(&ready, 1, 20'000) == 1);
+        const ssize_t n = ::recv(peer.get(), out.data() + have, bytes - have, 0);
+        CHECK(n > 0);
+        have += static_cast<size_t>(n);
+    }
+    return out;
+}
+
+constexpr size_t kAround = kHead + kChunkTrailerSize;
+constexpr int64_t kLong = 20 * kSecond;
+
+}  // namespace
+
+TEST(path_sends_on_the_thread_of_the_application) {
+    Wire wire;
+    wire.on_reactor([] {});
+    HeldUp reactor(wire.reactor);
+    CHECK(!wire.path->send_here());
+    wire.host->to_send = {std::vector<uint8_t>(4096, 3), std::vector<uint8_t>(4096, 4)};
+    for (const uint8_t fill : {3, 4}) {
+        CHECK(wire.path->send_here());
+        const auto heard = hear(wire.peer, 4096 + kAround);
+        CHECK(std::count(heard.begin() + kHead, heard.begin() + kHead + 4096, fill) == 4096);
+    }
+    CHECK(!wire.path->send_here());
+}
+
+TEST(path_that_is_full_goes_on_with_what_the_application_began) {
+    constexpr size_t kLarge = 1 << 20;
+    Wire wire;
+    wire.on_reactor([] {});
+    wire.host->to_send = {std::vector<uint8_t>(kLarge, 3), std::vector<uint8_t>(100, 4)};
+    {
+        HeldUp reactor(wire.reactor);
+        CHECK(wire.path->send_here());   // as much as there is room for
+        CHECK(!wire.path->send_here());  // and nothing in the middle of it
+    }
+    const auto heard = hear(wire.peer, kLarge + kAround + 100 + kAround);
+    CHECK(std::count(heard.begin() + kHead, heard.begin() + kHead + kLarge, 3) == kLarge);
+    CHECK(heard.end()[-1 - static_cast<int>(kChunkTrailerSize)] == 4);
+}
+
+TEST(path_reads_on_the_thread_of_the_application) {
+    for (const Integrity integrity : {Integrity::crc, Integrity::mac, Integrity::aead}) {
+        Wire wire(integrity);
+        wire.on_reactor([] {});
+        const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        HeldUp reactor(wire.reactor);
+        auto both = wire.chunk(header(), 7);
+        const auto second = wire.chunk(header(), 8);
+        both.insert(both.end(), second.begin(), second.end());
+        wire.say(Bytes(both).first(kHead + 10));
+        CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 0);
+        wire.say(Bytes(both).subspan(kHead + 10));
+        CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 2);
+        CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8));
+        reactor.go();
+        wire.say(wire.chunk(header(), 9));
+        wire.on_reactor([] {});
+        CHECK(wire.host->intact == 2);
+        wire.path->leave_to_reactor();
+        wire.host->until([&] { return wire.host->intact == 3; });
+    }
+}
+
+TEST(path_leaves_its_socket_to_who_reads_it) {
+    Wire wire;
+    wire.on_reactor([] {});
+    const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    bool read = false;
+    std::thread first([&] {
+        while (!wire.path->read_here(wake.get(), kLong)) std::this_thread::yield();
+        read = true;
+    });
+    const std::thread::id reader = first.get_id();
+    // One at a time: it is refused from when the other one sleeps there.
+    const int64_t end = steady_ns() + kLong;
+    while (wire.path->read_here(wake.get(), 0) && steady_ns() < end) std::this_thread::yield();
+    wire.path->leave_to_reactor();  // not while it sleeps
+    wire.say(wire.chunk(header(), 7));
+    first.join();
+    CHECK(read && wire.host->intact == 1 && wire.host->finished_by == reader);
+}
+
+TEST(path_wakes_who_reads_it_by_the_other_descriptor) {
+    Wire wire;
+    wire.on_reactor([] {});
+    const Fd wake(eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK));
+    const int64_t began = steady_ns();
+    CHECK(wire.path->read_here(wake.get(), kLong) && steady_ns() - began < kLong);
+    CHECK(wire.host->taken == 0);
+}
+
+TEST(path_reads_large_messages_beside_the_application) {
+    Wire wire;
+    wire.host->slot.resize(1 << 20);
+    const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    ChunkHeader h = header();
+    h.message.bytes = h.chunk_bytes = 1 << 20;
+    std::vector<uint8_t> all = wire.head(h);
+    wire.add_payload(all, std::vector<uint8_t>(1 << 20, 5));
+    wire.say(Bytes(all).first(kHead + 100));
+    wire.host->until([&] { return wire.host->taken == 1; });
+    CHECK(!wire.path->read_here(wake.get(), kLong));
+    for (size_t at = kHead + 100; at < all.size();) {
+        const ssize_t n = ::send(wire.peer.get(), all.data() + at, all.size() - at, MSG_NOSIGNAL);
+        if (n > 0) at += static_cast<size_t>(n);
+    }
+    wire.host->until([&] { return wire.host->intact == 1; });
+    // Nor what follows: after a large one, or between the small chunks of one.
+    CHECK(!wire.path->read_here(wake.get(), kLong));
+    h.chunk_bytes = DataPath::kSmall;
+    h.message.bytes = 3 * DataPath::kSmall;
+    std::vector<uint8_t> chunk = wire.head(h);
+    wire.add_payload(chunk, std::vector<uint8_t>(DataPath::kSmall, 6));
+    wire.say(chunk);
+    wire.host->until([&] { return wire.host->intact == 2; });
+    CHECK(!wire.path->read_here(wake.get(), kLong));
+    // Until a small one has come.
+    wire.say(wire.chunk(header(), 7));
+    wire.host->until([&] { return wire.host->intact == 3; });
+    HeldUp reactor(wire.reactor);
+    wire.say(wire.chunk(header(), 8));
+    CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 4);
+}
+
+TEST(path_that_breaks_elsewhere_is_taken_apart_on_its_own_thread) {
+    Wire wire;
+    std::thread::id own;
+    wire.on_reactor([&] { own = std::this_thread::get_id(); });
+    const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    {
+        HeldUp reactor(wire.reactor);
+        auto bad = wire.chunk(header(), 7);
+        bad[kHead + kBytes] ^= 1;
+        wire.say(bad);
+        CHECK(wire.path->read_here(wake.get(), kLong));
+        CHECK(wire.host->broken == 1 && wire.host->lost.empty());
+        // Nothing more is read or sent meanwhile.
+        wire.host->to_send = {std::vector<uint8_t>(100, 3)};
+        wire.say(wire.chunk(header(), 8));
+        CHECK(!wire.path->read_here(wake.get(), kLong) && !wire.path->send_here());
+    }
+    wire.host->until([&] { return !wire.host->lost.empty(); });
+    CHECK(wire.host->lost.find("checksum") != std::string::npos);
+    CHECK(wire.host->told_by == own && wire.host->losses == 1);
+    CHECK(wire.host->taken == 1 && wire.host->to_send.size() == 1);
+}
+
+TEST(path_that_is_fenced_is_neither_read_nor_sent_to_elsewhere) {
+    Wire wire;
+    const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    wire.on_reactor([&] { wire.path->retire(); });
+    wire.host->to_send = {std::vector<uint8_t>(100, 3)};
+    CHECK(!wire.path->send_here() && !wire.path->read_here(wake.get(), kLong));
+    CHECK(wire.host->to_send.size() == 1);
 }

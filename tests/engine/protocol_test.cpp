@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <random>
 
 #include "check.hpp"
 #include "protocol/inbox.hpp"
+#include "protocol/link_core.hpp"
 #include "protocol/outbox.hpp"
 #include "protocol/reliable.hpp"
 
@@ -395,7 +397,7 @@ TEST(control_frames_survive_reconnects_in_order_and_once) {
     uint64_t got = 0;
     std::vector<uint8_t> wire;
     while (got < 500) {
-        if (sent < 500) a.send(AckFrame{++sent});
+        if (sent < 500) a.send(AckFrame{{++sent}, {}});
         if (random() % 3 == 0) a.write(wire, 200 + random() % 500);
         const bool broken = random() % 10 == 0;  // somewhere, in mid-frame or between two
         if (broken) wire.resize(wire.empty() ? 0 : random() % wire.size());
@@ -408,7 +410,7 @@ TEST(control_frames_survive_reconnects_in_order_and_once) {
             const auto verdict = b.received(h->sequence);
             CHECK(verdict != ReliableStream::Verdict::gap);
             if (verdict == ReliableStream::Verdict::deliver)
-                CHECK(std::get<AckFrame>(*frame).message == ++got);
+                CHECK(std::get<AckFrame>(*frame).messages.at(0) == ++got);
             wire.erase(wire.begin(), wire.begin() + static_cast<std::ptrdiff_t>(kFrameHeaderSize +
                                                                                 h->body_bytes));
         }
@@ -423,6 +425,119 @@ TEST(control_frames_survive_reconnects_in_order_and_once) {
     CHECK(!a.acknowledged(501));
     CHECK(!a.resume(499));
     CHECK(b.received(502) == ReliableStream::Verdict::gap);
+}
+
+namespace {
+
+// What a core has to say, as a flush would write it.
+std::vector<Frame> said_by(LinkCore& core) {
+    core.collect();
+    std::vector<uint8_t> wire;
+    core.stream().write(wire, 1 << 20);
+    std::vector<Frame> frames;
+    for (Bytes rest = wire; !rest.empty();) {
+        const auto h = decode_frame_header(rest.first(kFrameHeaderSize));
+        CHECK(h);
+        frames.push_back(
+            decode_frame(h->type, rest.subspan(kFrameHeaderSize, h->body_bytes)).value());
+        rest = rest.subspan(kFrameHeaderSize + h->body_bytes);
+    }
+    return frames;
+}
+
+}  // namespace
+
+TEST(acknowledgements_and_grants_wait_for_each_other) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    core.grant_room(core.add_room(0, {0, 2, kChunk}, Memory::anonymous(2 * kChunk), false));
+    const auto granted = said_by(core);
+    CHECK(granted.size() == 1 && std::get<AckFrame>(granted[0]).messages.empty());
+    const auto slots = std::get<AckFrame>(granted[0]).slots;
+    CHECK(slots.size() == 2);
+
+    const auto arrives = [&](int64_t number) {
+        ChunkHeader h;
+        h.epoch = 1;
+        h.slot = slots[static_cast<size_t>(number)].slot;
+        h.serial = slots[static_cast<size_t>(number)].serial;
+        h.chunk_bytes = kChunk;
+        h.message.id = static_cast<uint64_t>(number) + 1;
+        h.message.bytes = kChunk;
+        h.message.key.microbatch = number;
+        core.finish_chunk(core.begin_chunk(h), true, 0);
+        CHECK(core.take_actions().flush);
+        const auto arrived = core.take(h.message.key);
+        core.release(arrived->slot.value(), arrived->serial, false);
+    };
+    for (const int64_t number : {0, 1}) arrives(number);
+    const auto both = said_by(core);
+    CHECK(both.size() == 1);
+    const auto& ack = std::get<AckFrame>(both[0]);
+    CHECK((ack.messages == std::vector<uint64_t>{1, 2}) && ack.slots.size() == 2);
+    CHECK(ack.slots[0].serial == slots[0].serial + 1 && said_by(core).empty());
+}
+
+TEST(a_sender_is_short_of_slots_when_it_knows_of_no_more_than_one) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    core.grant_room(core.add_room(0, {0, 4, kChunk}, Memory::anonymous(4 * kChunk), false));
+    const auto granted = said_by(core);
+    const auto slots = std::get<AckFrame>(granted.at(0)).slots;
+    std::vector<Arrived> held;
+    const auto arrives = [&](size_t number) {
+        ChunkHeader h;
+        h.epoch = 1;
+        h.slot = slots[number].slot;
+        h.serial = slots[number].serial;
+        h.chunk_bytes = kChunk;
+        h.message.id = number + 1;
+        h.message.bytes = kChunk;
+        h.message.key.microbatch = static_cast<int64_t>(number);
+        CHECK(core.finish_chunk(core.begin_chunk(h), true, 0) == kChunk);
+        held.push_back(core.take(h.message.key).value());
+    };
+    const auto release = [&](size_t number) {
+        core.release(held[number].slot.value(), held[number].serial, false);
+    };
+    arrives(0);
+    arrives(1);
+    CHECK(!core.is_short_of_slots(0));
+    release(0);
+    CHECK(!core.is_short_of_slots(0) && !core.is_short_of_slots(1));  // two that it knows of
+    arrives(2);
+    CHECK(core.is_short_of_slots(0));  // one, one that waits, and two that are in use
+    said_by(core);
+    CHECK(!core.is_short_of_slots(0));  // it knows of both
+    arrives(3);
+    CHECK(!core.is_short_of_slots(0));  // it has one more, and there is none to tell of
+}
+
+// The sender would send again what the report does not name, although it is here.
+TEST(acknowledgements_are_not_overtaken_by_reports) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    core.grant_room(core.add_room(0, {0, 1, kChunk}, Memory::anonymous(kChunk), false));
+    const auto granted = said_by(core);
+    ChunkHeader h;
+    h.epoch = 1;
+    h.serial = std::get<AckFrame>(granted.at(0)).slots.at(0).serial;
+    h.chunk_bytes = kChunk;
+    h.message.id = 1;
+    h.message.bytes = kChunk;
+    core.finish_chunk(core.begin_chunk(h), true, 0);
+    Frame fence = FenceFrame{0, 1, {1}};
+    CHECK(core.handle(fence, 0, 0).empty());
+    core.retired(0, {1}, 0);
+    const auto frames = said_by(core);
+    CHECK(std::get<AckFrame>(frames.at(0)).messages.at(0) == 1);
+    const auto report = std::find_if(frames.begin(), frames.end(), [](const Frame& f) {
+        return std::holds_alternative<BitmapFrame>(f);
+    });
+    CHECK(report != frames.end() && std::get<BitmapFrame>(*report).reports.at(0).chunks == 0);
 }
 
 TEST(echo_summary_and_offset) {

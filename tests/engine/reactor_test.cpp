@@ -67,3 +67,34 @@ TEST(reactor_tells_what_was_thrown_and_goes_on) {
     reactor.stop();
     CHECK(said == "thread test: a task; thread test: a handler; thread test: a timer; ");
 }
+
+TEST(reactor_runs_delayed_tasks_together_and_in_time) {
+    Reactor reactor("test");
+    std::string order;
+    std::promise<void> over;
+    const int64_t began = steady_ns();
+    int64_t came = 0;
+    reactor.post_within(kSecond * 1000, [&] { order += 'a'; });
+    reactor.post_within(20 * kMillisecond, [&] {
+        order += 'b';
+        came = steady_ns();
+        over.set_value();
+    });
+    CHECK(over.get_future().wait_for(std::chrono::seconds(30)) == std::future_status::ready);
+    reactor.stop();
+    CHECK(order == "ab" && came - began >= 20 * kMillisecond);
+}
+
+TEST(reactor_drops_delayed_tasks_when_it_stops) {
+    Reactor reactor("test");
+    auto held = std::make_shared<int>();
+    const std::weak_ptr<int> alive = held;
+    reactor.post_within(kSecond * 1000, [held = std::move(held)] {});
+    CHECK(!alive.expired());
+    reactor.stop();
+    CHECK(alive.expired());
+    auto late = std::make_shared<int>();
+    const std::weak_ptr<int> still = late;
+    reactor.post_within(0, [late = std::move(late)] {});
+    CHECK(still.expired());
+}

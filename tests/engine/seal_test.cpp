@@ -57,8 +57,9 @@ TEST(seal_does_not_fit_another_frame_or_key_or_length) {
 TEST(seal_covers_all_of_a_frame_and_goes_behind_it) {
     Sealer says(key(1));
     std::vector<uint8_t> wire = {1, 2, 3};
-    append_frame(wire, encode_frame(AckFrame{7}), 5, 6, &says);
-    const size_t size = kFrameHeaderSize + sizeof(uint64_t);
+    const EncodedFrame frame = encode_frame(AckFrame{{7}, {}});
+    append_frame(wire, frame, 5, 6, &says);
+    const size_t size = kFrameHeaderSize + frame.body.size();
     CHECK(wire.size() == 3 + size + kSealSize);
     const Bytes sent = Bytes(wire).subspan(3);
     CHECK(Sealer(key(1)).fits(sent.first(size), sent.subspan(size)));

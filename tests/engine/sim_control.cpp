@@ -121,9 +121,9 @@ void World::granted(int side, const SlotGrant& g) {
 
 void World::flush(int side) {
     End& e = end(side);
+    e.core.collect();
     if (e.control != 0 && e.control == end(1 - side).control)
         e.core.stream().write(e.outgoing, 4096);
-    e.core.flushed();
 }
 
 void World::deliver_control(int side) {
@@ -161,14 +161,15 @@ void World::read_control(int side) {
 
 void World::handle(int side, Frame& frame) {
     End& e = end(side);
-    if (const auto* grants = std::get_if<GrantFrame>(&frame)) {
-        for (const SlotGrant& g : grants->slots) granted(1 - side, g);
-    } else if (const auto* empty = std::get_if<InlineFrame>(&frame)) {
+    if (const auto* empty = std::get_if<InlineFrame>(&frame)) {
         whole(side, empty->message.id);
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
-        require(e.core.out().ticket(ack->message) == Outbox::Ticket::in_flight,
-                "an acknowledgement came twice");
-        require(e.sent.at(ack->message).complete, "a message completed that had not arrived");
+        for (const SlotGrant& g : ack->slots) granted(1 - side, g);
+        for (const uint64_t message : ack->messages) {
+            require(e.core.out().ticket(message) == Outbox::Ticket::in_flight,
+                    "an acknowledgement came twice");
+            require(e.sent.at(message).complete, "a message completed that had not arrived");
+        }
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
         for (const ConnectionPointer& c : connections_)
             if (c->path == fence->path && c->epoch <= fence->epoch) c->fenced[side] = true;
@@ -238,6 +239,7 @@ bool World::resume_control(bool half) {
     const uint64_t high_received = high.core.stream().last_received();  // in the reply
     require(high.core.stream().resume(low_received), "the acceptor cannot resume");
     // It writes at once. On a half resume nobody will ever read that.
+    high.core.collect();
     high.core.stream().write(high.outgoing, 4096);
     if (half) return true;
     ++tally_.resumes;

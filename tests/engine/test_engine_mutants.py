@@ -102,7 +102,10 @@ MUTANTS = {
         "no progress|nothing comes to rest",
     ),
     "fence: the peer's is forgotten, so a late connection is taken": core(
-        "fenced_ = std::max(fenced_, epoch);", "(void)epoch;", "has given up is taken", PATH
+        "fenced_ = std::max(fenced_, epoch);",
+        "(void)epoch;",
+        "has given up is taken|does not carry",
+        PATH,
     ),
     "paths: a replaced connection is not retired": core(
         "if (const auto before = paths_.replace(path)) actions_.retire",
@@ -171,6 +174,11 @@ MUTANTS = {
         "unmapped_segments_.begin(), unmapped_segments_.end());",
         "",
         "no progress|nothing comes to rest|credits",
+    ),
+    "control: a report overtakes the acknowledgement of what it lacks": core(
+        "    collect();\n    stream_.send(frame);",
+        "    stream_.send(frame);",
+        "chunks are left to send|" + NOT_TWICE,
     ),
     "control: frames that were lost with the connection stay lost": Mutant(
         "protocol/reliable.cpp",

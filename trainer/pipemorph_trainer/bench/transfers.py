@@ -85,8 +85,7 @@ def engine_pong(link: Link, run: int, tensor: torch.Tensor, count: int) -> None:
         message = link.receive((0, run, i, FORWARD, 0), TIMEOUT)
         message.copy_into(own)
         message.release()
-        # The engine reads `own` until the peer acknowledges it, at the latest with its next
-        # message.
+        # The engine may read `own` until the peer has acknowledged it. All messages are the same.
         link.send((0, run, i, BACKWARD, 0), own)
 
 
