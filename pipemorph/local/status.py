@@ -151,8 +151,8 @@ class RunStatus:
         slow = [link for link in view.links if link.health is Health.SLOW]
         unknown = sum(link.health is Health.UNKNOWN for link in view.links)
         if slow:
-            late = (f"link {x.link} ({1e3 * x.delay:+.0f} ms {x.direction})" for x in slow)
-            found["LinksHealthy"] = ("False", "SlowLinks", f"{few(late, NAMED)} slow")
+            named = (f"link {x.link} ({1e3 * x.delay:+.0f} ms {x.direction})" for x in slow)
+            found["LinksHealthy"] = ("False", "SlowLinks", f"{few(named, NAMED)} slow")
         elif unknown or not view.links:
             links = self._mesh.stages - 1
             some = f"{unknown} of " if unknown and unknown < links else ""

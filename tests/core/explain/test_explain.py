@@ -16,6 +16,7 @@ from pipemorph.explain.story import (
     hours_of,
     short_duration,
     shown_hours,
+    warmups,
     worth_line,
 )
 
@@ -456,3 +457,18 @@ def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
         "outcome", "seen", "done", "worth", "to do",
     ]  # fmt: skip
     assert " ".join(" ".join(wide).split()) == " ".join(" ".join(story.lines()).split())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ([7, 5, 3, 1], [12, 11, 9, 1], "warm-up 7-5-3-1 became 12-11-9-1"),
+        ([7, 5, 3, 1], [7, 5, 3, 1], ""),
+        ([9] * 64, [9] * 21 + [4] * 43, "warm-up of 43 stages changed"),
+        ([9] * 9, [8, *[9] * 8], "warm-up of 1 stage changed"),
+    ],
+)
+def test_warm_ups_are_told_as_long_as_they_can_be_read(
+    before: list[int], after: list[int], text: str
+) -> None:
+    assert warmups(before, after) == text

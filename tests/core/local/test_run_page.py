@@ -138,6 +138,17 @@ def test_what_else_is_wrong() -> None:
     assert re.search(r"\ngradients .*\(\+100 ms\) slow, since", shown)
 
 
+def test_slow_links_are_named_for_who_explains_the_job() -> None:
+    links = tuple(replace(SLOW, link=i, delay=0.01 * (7 - i)) for i in range(7))
+    found = RunStatus(job(parallelism={"stages": 8})).job(
+        View(links=links), TRAINS, [sample(1)], changes=0, goodput=None, now=NOW
+    )
+    assert found.status is not None
+    (told,) = [each.message for each in found.status.conditions if each.type == "LinksHealthy"]
+    assert told.startswith("link 0 (+70 ms forward), link 1 (+60 ms forward), ")
+    assert told.endswith("link 4 (+30 ms forward) and 2 more slow")
+
+
 def test_a_condition_remembers_since_when() -> None:
     status, well = RunStatus(job()), (LinkHealth(0, Health.HEALTHY),)
     for at, links in ((0, ()), (5, well), (9, well)):
