@@ -8,7 +8,7 @@ bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import time
@@ -42,6 +42,7 @@ from pipemorph_trainer.links.message import (
 )
 
 NEVER = float("inf")
+_new_tuple: Callable[[type[TimedOp], Iterable[Any]], TimedOp] = tuple.__new__
 _NO_RANGE = nullcontext()
 
 
@@ -217,12 +218,21 @@ class Executor:
         if self.refused:
             self._pass_on(kind, microbatch)
         else:
-            self.run_now(kind, microbatch, waited)
+            self._run(kind, microbatch, source, waited)
 
     def run_now(
         self, kind: OpKind, microbatch: int, waited: tuple[float, float] | None = None
     ) -> None:
         """Run an op whose message is here. ``waited``: from when to when for that."""
+        self._run(kind, microbatch, self._source(kind), waited)
+
+    def _run(
+        self,
+        kind: OpKind,
+        microbatch: int,
+        source: LinkEnd | None,
+        waited: tuple[float, float] | None,
+    ) -> None:
         if waited is not None:
             self._outcome.waits.append((kind, microbatch, *waited))
         if kind is OpKind.F:
@@ -230,7 +240,7 @@ class Executor:
         elif kind is OpKind.W:
             self._weight(microbatch)
         else:
-            self._backward(kind, microbatch, self._source(kind))
+            self._backward(kind, microbatch, source)
 
     def _source(self, kind: OpKind) -> LinkEnd | None:
         """The link on which the message of an op arrives; None if it needs none."""
@@ -273,9 +283,9 @@ class Executor:
             self.cause, outputs = error, None
         if outputs is None:
             self._refuse()
-            self._send(OpKind.F, microbatch, None)
+            self._send_empty(OpKind.F, microbatch)
         elif self._below is not None:
-            self._send(OpKind.F, microbatch, list(outputs))
+            self.mail.send(self._below, microbatch, outputs)
         else:
             self._outcome.losses.append(outputs[0])
             if microbatch == 0 and self._gate is not None and not self._evaluating:
@@ -286,30 +296,33 @@ class Executor:
 
     def _compute_forward(self, microbatch: int) -> tuple[Tensor, ...] | None:
         """Run F. Returns its outputs, or the loss; None if its message is empty."""
-        args: Sequence[Any] | None = self._inputs.args[microbatch] if self._inputs.args else ()
+        inputs, runner = self._inputs, self._runner
+        args: Sequence[Any] | None = inputs.args[microbatch] if inputs.args else ()
         if self._above is not None:
             args = self._above.incoming.take(microbatch)
         if args is None:
             return None
-        kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
-        target = self._inputs.targets[microbatch] if self._inputs.targets else None
+        kwargs = inputs.kwargs[microbatch] if inputs.kwargs else {}
+        target = inputs.targets[microbatch] if inputs.targets else None
         leaves = not self._evaluating and self.residency.run(OpKind.F, microbatch)
         if leaves and not self._recomputes:
             # Before the op starts, so that this wait is not part of its time.
-            self._runner.reclaim()
+            runner.reclaim()
         start = self._start_op()
-        with self._range("F", microbatch) if self._profiled else _NO_RANGE:
-            if leaves and self._recomputes:
-                outputs = self._runner.forward(microbatch, args, kwargs, target, recompute=True)
-            elif leaves:
-                outputs = self._runner.forward(microbatch, args, kwargs, target, offload=True)
-                # Drop the reference, so that the runner can move the inputs.
-                args = ()
-                self._copy(OpKind.F, microbatch, self._runner.offload)
-            elif self._evaluating:
-                outputs = self._runner.evaluate(microbatch, args, kwargs, target)
-            else:
-                outputs = self._runner.forward(microbatch, args, kwargs, target)
+        run = runner.evaluate if self._evaluating else runner.forward
+        if not (leaves or self._profiled):
+            outputs = run(microbatch, args, kwargs, target)
+        else:
+            with self._range("F", microbatch) if self._profiled else _NO_RANGE:
+                if leaves and self._recomputes:
+                    outputs = runner.forward(microbatch, args, kwargs, target, recompute=True)
+                elif leaves:
+                    outputs = runner.forward(microbatch, args, kwargs, target, offload=True)
+                    # Drop the reference, so that the runner can move the inputs.
+                    args = ()
+                    self._copy(OpKind.F, microbatch, runner.offload)
+                else:
+                    outputs = run(microbatch, args, kwargs, target)
         self._end_op(OpKind.F, microbatch, start)
         if self._below is not None:
             self._check_outputs(outputs, self._below)
@@ -320,7 +333,7 @@ class Executor:
         taken = source.incoming.take(microbatch) if source is not None else []
         if taken is None or (microbatch == 0 and not self._may_begin_backward()):
             self._refuse()
-            self._send(kind, microbatch, None)
+            self._send_empty(kind, microbatch)
             self._boundary()
             return
         if self._below is not None:
@@ -331,18 +344,21 @@ class Executor:
         if kind is OpKind.BW:
             self._begin_if_last(kind, microbatch)
         start = self._start_op()
-        letter = "B" if kind is OpKind.BW else "I"
-        with self._range(letter, microbatch) if self._profiled else _NO_RANGE:
-            if returns and self._recomputes:
-                self._run_again(kind, microbatch)
-            elif returns:
-                self._copy(kind, microbatch, self._runner.fetch)
+        if not (returns or self._profiled):
             found = run(microbatch, grads)
+        else:
+            letter = "B" if kind is OpKind.BW else "I"
+            with self._range(letter, microbatch) if self._profiled else _NO_RANGE:
+                if returns and self._recomputes:
+                    self._run_again(kind, microbatch)
+                elif returns:
+                    self._copy(kind, microbatch, self._runner.fetch)
+                found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
         if kind is OpKind.BW:
             self._end_if_last(microbatch)
         if self._above is not None and self._gives_gradients:
-            self._send(kind, microbatch, self._to_send(found))
+            self.mail.send(self._above, microbatch, self._to_send(found))
         self._boundary()
 
     def _may_begin_backward(self) -> bool:
@@ -367,8 +383,11 @@ class Executor:
         self.residency.run(OpKind.W, microbatch)
         self._begin_if_last(OpKind.W, microbatch)
         start = self._start_op()
-        with self._range("W", microbatch) if self._profiled else _NO_RANGE:
+        if not self._profiled:
             self._runner.backward_weight(microbatch)
+        else:
+            with self._range("W", microbatch):
+                self._runner.backward_weight(microbatch)
         self._end_op(OpKind.W, microbatch, start)
         self._end_if_last(microbatch)
         self._boundary()
@@ -398,17 +417,18 @@ class Executor:
         end = time()
         if self._device_times is not None:
             self._device_times.end()
-        self._op_clock.ended_at = end
-        self._op_clock.busy = False
-        self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
+        op_clock = self._op_clock
+        op_clock.ended_at = end
+        op_clock.busy = False
+        # Its own constructor takes longer than all else here.
+        self._outcome.ops.append(_new_tuple(TimedOp, (kind, microbatch, start, end)))
 
-    def _send(self, kind: OpKind, microbatch: int, tensors: list[Tensor | None] | None) -> None:
-        """Send the results of an op to the stage that needs them, if any. None: an empty
-        message."""
+    def _send_empty(self, kind: OpKind, microbatch: int) -> None:
+        """Send an empty message to the stage that needs the results of an op, if any."""
         end = self._below if kind is OpKind.F else self._above
         if end is None or kind is OpKind.W or not (kind is OpKind.F or self._gives_gradients):
             return
-        self.mail.send(end, microbatch, tensors)
+        self.mail.send(end, microbatch, None)
 
     def _refuse(self) -> None:
         """Refuse this iteration: its remaining messages are sent as planned, but empty, so that
@@ -425,7 +445,7 @@ class Executor:
         source = self._source(kind)
         if source is not None:
             source.incoming.take(microbatch)
-        self._send(kind, microbatch, None)
+        self._send_empty(kind, microbatch)
         self._boundary()
 
     def _to_send(self, grads: Grads) -> list[Tensor | None]:

@@ -66,11 +66,12 @@ class Mailbox:
         """Wait until the message of an op has arrived and may be used. Returns when the wait began
         and ended, wall clock; None without a wait."""
         word = "F" if kind is OpKind.F else "B"
+        poller = self._poller
         # Before the first look, so that no arrival is missed between the look and the sleep.
-        self._poller.awaited = True
+        poller.awaited = True
         at = self.ready_at(end, word, microbatch)
         if at is not None and (at == 0.0 or at <= time()):
-            self._poller.awaited = False
+            poller.awaited = False
             return None
         began, since = time(), monotonic()
         self._waiting.begin(partial(self.message, end, word, microbatch))
@@ -81,7 +82,7 @@ class Mailbox:
             if at is not None and at <= now:
                 break
             hears = at is not None or monotonic() >= loud
-        self._poller.awaited = False
+        poller.awaited = False
         self._waiting.end()
         return began, now
 
@@ -176,7 +177,7 @@ class Mailbox:
         if (why := end.engine_link.error) is not None:
             raise self._named(end, PipelineError(why))
 
-    def send(self, end: LinkEnd, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, end: LinkEnd, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         try:
             end.outgoing.send(microbatch, tensors)
             end.incoming.sent(microbatch + 1)

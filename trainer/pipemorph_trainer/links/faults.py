@@ -147,6 +147,8 @@ class LinkFaults:
         ``not_before``: 0 if no fault applies and the queue is free. A bandwidth limit holds back
         the last byte only, a delay the first one as well.
         """
+        if not self._faults:
+            return Held(now, 0.0)
         if self._shared is None or queue != DIRECT_QUEUE:
             return self._hold(queue, nbytes, now)
         with self._shared.locked():
@@ -156,8 +158,6 @@ class LinkFaults:
         return held
 
     def _hold(self, queue: int, nbytes: int, now: float) -> Held:
-        if not self._faults:
-            return Held(now, 0.0)
         began = self._began
         active = [
             i for i, f in enumerate(self._faults) if _is_active(f, self._iteration, began, now)

@@ -245,7 +245,7 @@ class Outgoing(Protocol):
     def slot_free_at(self) -> float:
         """Wall-clock time from which :meth:`send` does not block; 0: now."""
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         """Send a message; None: an empty one. The direct route blocks while two are
         outstanding."""
 

@@ -57,7 +57,9 @@ _MOST_BYTES = (1 << 16) - 1
 _SO_TIMESTAMPNS = 35
 """Linux's SO_TIMESTAMPNS, which Python does not name: with what is received, the kernel says when
 it came. On the few architectures with other numbers it does not, and notes have no arrival time."""
+_SOL_SOCKET = int(socket.SOL_SOCKET)
 _STAMP = struct.Struct("ll")
+_STAMP_BYTES = _STAMP.size
 _EXTRA = socket.CMSG_SPACE(_STAMP.size)
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -130,8 +132,13 @@ class PeerSocket:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send_note(self, direction: Direction, note: Note) -> None:
-        """Send the note of a direct message, and with it what was taken in the other direction."""
+    def send_note(
+        self,
+        direction: Direction,
+        note: tuple[int, int, int, int, float, float, float, float],
+    ) -> None:
+        """Send the note of a direct message, the fields of a :class:`Note`, and with it what was
+        taken in the other direction."""
         self._unsaid = 0
         self._write(_NOTE_FRAME.pack(_NOTE, direction, _LEAST_BYTES, *note, *self._took))
 
@@ -173,9 +180,12 @@ class PeerSocket:
 
     def _write(self, data: bytes) -> None:
         deadline = 0.0
-        while data:
+        while True:
             try:
-                data = data[self._sock.send(data) :]
+                sent = self._sock.send(data)
+                if sent == len(data):
+                    return
+                data = data[sent:]
             except BlockingIOError:
                 # The buffer holds thousands of notes, so the peer has stopped reading.
                 deadline = deadline or time.monotonic() + 60
@@ -222,12 +232,11 @@ class PeerSocket:
         frame = begun + data if begun else data
         if len(frame) == _SHORTEST_FRAME and frame[0] == _NOTE:
             self._buffer = b""
-            _, direction, _, *fields, taken_iteration, taken_microbatch = _NOTE_FRAME.unpack(frame)
-            note = Note._make(fields)
-            self.notes[direction, note.iteration, note.microbatch] = ArrivedNote(
-                note, _arrival(extra)
-            )
-            self.taken[1 - direction] = taken_iteration, taken_microbatch
+            fields = _NOTE_FRAME.unpack(frame)
+            _, direction, _, _, iteration, microbatch = fields[:6]
+            note = Note._make(fields[3:11])
+            self.notes[direction, iteration, microbatch] = ArrivedNote(note, _arrival(extra))
+            self.taken[1 - direction] = fields[11:]
             return True
         if len(frame) < _SHORTEST_FRAME or len(frame) < _frame_bytes(frame):
             self._buffer = frame
@@ -287,7 +296,7 @@ def _frame_bytes(begun: bytes) -> int:
 def _arrival(extra: list[tuple[int, int, bytes]]) -> float | None:
     """The kernel's time of arrival in what was received beside the data."""
     for level, kind, data in extra:
-        if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS) and len(data) >= _STAMP.size:
+        if kind == _SO_TIMESTAMPNS and level == _SOL_SOCKET and len(data) >= _STAMP_BYTES:
             seconds, nanoseconds = _STAMP.unpack_from(data)
             return float(seconds + nanoseconds / 1e9)
     return None

@@ -17,9 +17,6 @@ _ppoll = ctypes.CDLL(None).ppoll
 _ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
 
 
-_unless_read = contextlib.suppress(BlockingIOError)
-
-
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
@@ -56,6 +53,8 @@ class Poller:
         """Whether the arrival of a message has to wake the main thread. If it looks for messages
         before it waits, an arrival while it runs an op would only end its next wait early."""
         self._timeout = _TimeSpec()
+        self._seconds = 0.0
+        """What it is set to."""
         self._timeout_address = ctypes.addressof(self._timeout)
         self._build()
 
@@ -91,21 +90,25 @@ class Poller:
     def wait(self, seconds: float, *, hears: bool = True) -> bool:
         """Wait for an event, for ``seconds``, or for a signal. ``hears``: input of a socket is an
         event, and not only its end. Returns whether sockets are to be read: they may have input,
-        or have ended."""
-        seconds = max(0.0, seconds)
-        until = self._timeout
-        until.tv_sec = whole = math.floor(seconds)
-        until.tv_nsec = int((seconds - whole) * 1e9)
+        or have ended. If the time is over without, they are to be read only if it ``hears``."""
+        if seconds != self._seconds:
+            self._seconds, until = seconds, self._timeout
+            seconds = max(0.0, seconds)
+            until.tv_sec = whole = math.floor(seconds)
+            until.tv_nsec = int((seconds - whole) * 1e9)
         watched = self._hearing if hears else self._quiet
         left: int = _ppoll(watched.address, watched.length, self._timeout_address, None)
         if left <= 0:
-            return True
+            # Without input from sockets the time is over, or there was a signal.
+            return hears
         found = _SHORTS - 1
         for fd in self._eventfds:
             if watched.shorts[found]:
                 left -= 1
-                with _unless_read:
+                try:  # noqa: SIM105  suppress() takes as long as the call
                     os.eventfd_read(fd)
+                except BlockingIOError:
+                    pass
             found += _SHORTS
         return left > 0
 

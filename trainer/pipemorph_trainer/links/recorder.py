@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample, WireTime
@@ -18,12 +18,8 @@ WAITED = 0.001
 """Seconds in the queue from which a message counts as held up by the one before it."""
 
 
-class _Message(NamedTuple):
-    wire: float
-    queue: float
-    nbytes: int
-    exact: bool
-    latency: float | None
+_Message = tuple[float, float, int, bool, float | None]
+"""Arguments of :meth:`LinkRecorder.add`."""
 
 
 class LinkRecorder:
@@ -73,8 +69,7 @@ class LinkRecorder:
         """Add a message. ``latency``: how long its note took. Negative times, from clock errors,
         count as 0."""
         if len(self._messages) < MAX_WINDOW and not self.paused:
-            latency = None if latency is None else max(0.0, latency)
-            self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact, latency))
+            self._messages.append((wire, queue, nbytes, exact, latency))
 
     def __bool__(self) -> bool:
         return bool(self._messages)
@@ -86,10 +81,13 @@ class LinkRecorder:
         spacing, self._spacing = self._spacing, None
         if not messages:
             return None
-        exact = [m.wire for m in messages if m.exact]
+        measured, queues, sizes, exactly, latencies = zip(*messages, strict=True)
+        wire_times = [max(0.0, each) for each in measured]
+        exact = [wire for wire, is_exact in zip(wire_times, exactly, strict=True) if is_exact]
         if len(exact) < ENOUGH_EXACT and 2 * len(exact) < len(messages):
             exact = []
-        wires = sorted(exact or (m.wire for m in messages))
+        wires = sorted(exact or wire_times)
+        known = [max(0.0, each) for each in latencies if each is not None]
         return LinkSample(
             link=self._link,
             replica=self._replica,
@@ -97,7 +95,7 @@ class LinkRecorder:
             route=self._route,
             transport=self._transport,
             iteration=self._iteration,
-            bytes=sum(m.nbytes for m in messages),
+            bytes=sum(sizes),
             wire=WireTime(
                 count=len(messages),
                 exact=len(exact),
@@ -106,9 +104,9 @@ class LinkRecorder:
                 p99=wires[min(len(wires) - 1, int(0.99 * len(wires)))],
                 mean=statistics.fmean(wires),
             ),
-            queue_p50=statistics.median(m.queue for m in messages),
+            queue_p50=statistics.median([max(0.0, each) for each in queues]),
             spacing=spacing,
-            latency=min((m.latency for m in messages if m.latency is not None), default=None),
+            latency=min(known, default=None),
             waited=waited,
             failed_over=self._failed_over,
             rtt_min=self.rtt_min,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class LocalLane:
     def slot_free_at(self) -> float:
         return 0.0
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         self._held[microbatch] = (
             None if tensors is None else [None if t is None else t.detach() for t in tensors]
         )

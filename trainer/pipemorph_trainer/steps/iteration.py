@@ -110,6 +110,7 @@ class Iterations:
         self._cutting = [end.faults for end in links.ends if end.faults.cuts]
         # All stages of a job are of one kind.
         first = next(iter(stages.values()))
+        self._several = len(stages) > 1
         self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
         self._reducer, self._ring, self._steps = reducer, ring, steps
@@ -499,7 +500,8 @@ class Iterations:
         for faults in self._cutting:
             # Every time, so that a short iteration is not missed.
             faults.cut_due(time())
-        self._turns.between_ops()
+        if self._several:
+            self._turns.between_ops()
         now = monotonic()
         if now - self._polled_at < PLAN_POLL_SECONDS:
             return

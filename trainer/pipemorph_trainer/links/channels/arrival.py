@@ -48,15 +48,18 @@ def record_arrival(
     message that a fault holds back is exactly the time for which it was held, or longer if it
     arrived later. ``noted_at``: when its note arrived, if that went the same way.
     """
-    start, usable = max(note.started_at, started_at), arrived_at - clock.offset
-    if note.present == NOTHING:
+    _, _, _, present, posted_at, start, not_before, held_back = note
+    if present == NOTHING:
         return  # It was sent without its bytes.
-    if note.not_before:
-        start = note.started_at
-    if note.not_before >= usable:
-        usable, exact = note.not_before, True
-    recorder.arrived(usable, start - note.posted_at)
+    offset = clock.offset
+    usable = arrived_at - offset
+    if started_at > start and not not_before:
+        start = started_at
+    if not_before >= usable:
+        usable, exact = not_before, True
+    queue = start - posted_at
+    recorder.arrived(usable, queue)
     latency = None
     if noted_at is not None:
-        latency = max(noted_at - clock.offset - start, note.held_back)
-    recorder.add(usable - start, start - note.posted_at, nbytes, exact, latency)
+        latency = max(noted_at - offset - start, held_back)
+    recorder.add(usable - start, queue, nbytes, exact, latency)

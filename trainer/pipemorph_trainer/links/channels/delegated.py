@@ -8,7 +8,7 @@ in advance. So compute never waits for a send. Tensors of a device go through
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +56,7 @@ def payload_of(tensor: Tensor) -> Tensor | memoryview:
     a collective, not have them yet. Raises TypeError or RuntimeError for a tensor without elements
     in host memory."""
     tensor = as_sent(tensor)
-    if type(tensor) in PLAIN and tensor.device == CPU and (tensor.data_ptr() or not tensor.nbytes):
+    if type(tensor) in PLAIN and tensor.is_cpu and (tensor.data_ptr() or not tensor.nbytes):
         return tensor
     return bytes_of(tensor.detach()).numpy().data
 
@@ -103,7 +103,9 @@ class DelegatedIncoming:
         parts = self._whole(batch, microbatch)
         if parts is None:
             return None
-        note = self._notes[microbatch] = Note.unpack(parts[0].note)
+        note = self._notes.get(microbatch)
+        if note is None:
+            note = self._notes[microbatch] = Note.unpack(parts[0].note)
         return self._usable_from(note)
 
     def _whole(self, batch: Batch, microbatch: int) -> list[_engine.Message] | None:
@@ -191,7 +193,7 @@ class DelegatedOutgoing:
     def slot_free_at(self) -> float:
         return 0.0
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
         note = self.note(batch, microbatch, presence(tensors))

@@ -25,7 +25,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -43,9 +43,7 @@ from pipemorph_trainer.links.message import (
     Batch,
     Direction,
     Hold,
-    Note,
     Position,
-    presence,
 )
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
@@ -171,19 +169,20 @@ class DirectIncoming:
 
     def take(self, microbatch: int) -> list[Tensor | None] | None:
         assert self._batch is not None
-        iteration = self._batch.iteration
+        batch = self._batch
+        iteration = batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
         note, noted_at = self._socket.notes.pop((self.direction, iteration, microbatch))
         self._taken = microbatch + 1
         if self._under_way < ENOUGH_POSTED:
             self._post_due()
-        if note.generation != self._batch.generation:
+        if note.generation != batch.generation:
             raise PipelineError(
-                f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
-                f"shape generation {note.generation}; expected {self._batch.generation}"
+                f"message of microbatch {microbatch}, iteration {batch.step} belongs to "
+                f"shape generation {note.generation}; expected {batch.generation}"
             )
         record_arrival(
-            self._recorder, note, self._peer_clock, stamp, self._batch.nbytes, exact=exact,
+            self._recorder, note, self._peer_clock, stamp, batch.nbytes, exact=exact,
             # NCCL may take another way than the control socket.
             noted_at=noted_at if self._accelerator is None else None,
         )  # fmt: skip
@@ -192,7 +191,7 @@ class DirectIncoming:
             for tensor in tensors:
                 self._accelerator.keep(tensor, compute)
         if note.present == ALL_PRESENT:
-            return list(tensors)
+            return [*tensors]
         if note.present == NOTHING:
             return None
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
@@ -368,7 +367,7 @@ class DirectOutgoing:
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
-        self.direction = direction
+        self.direction, self._tag = direction, int(direction)
         self._socket, self._hold = socket, hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._device = device
@@ -389,33 +388,38 @@ class DirectOutgoing:
             return 0.0
         return self._outstanding[0].not_before
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
-        while self._asks and self._outstanding and self._through(self._outstanding[0]):
-            self._outstanding.popleft()
-        if len(self._outstanding) >= self._max_outstanding:
+        outstanding = self._outstanding
+        while self._asks and outstanding and self._through(outstanding[0]):
+            outstanding.popleft()
+        if len(outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = time.time()
         held = self._hold(DIRECT_QUEUE, batch.nbytes, posted)
-        present = presence(tensors)
+        present = ALL_PRESENT if tensors is not None else NOTHING
         payload: list[Tensor] = []
         if tensors is None:
             tensors = [None] * len(batch.metas)
-        for tensor, meta in zip(tensors, batch.metas, strict=True):
+        for meta, tensor in zip(batch.metas, tensors, strict=True):
             if tensor is None:
+                present &= ~(1 << len(payload))
                 payload.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device))
             else:
-                payload.append(tensor.detach().contiguous())
-        note = Note(batch.generation, batch.iteration, microbatch, present, posted, *held)
-        self._socket.send_note(self.direction, note)
+                # Without what autograd knows of it.
+                plain = tensor.detach() if tensor.requires_grad else tensor
+                payload.append(plain.contiguous())
+        self._socket.send_note(
+            self.direction,
+            (batch.generation, batch.iteration, microbatch, present, posted, *held),
+        )
+        send, peer, tag = self._group.send, self._peer_in_group, self._tag
         try:
-            works: list[Any] = [
-                self._group.send([t], self._peer_in_group, int(self.direction)) for t in payload
-            ]
+            works: list[Any] = [send([t], peer, tag) for t in payload]
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._outstanding.append(_Sent(batch.step, microbatch, held.not_before, works, payload))
+        outstanding.append(_Sent(batch.step, microbatch, held.not_before, works, payload))
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest send, at most until the deadline."""

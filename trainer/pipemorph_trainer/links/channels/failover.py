@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,7 +35,7 @@ class _Kept(NamedTuple):
 
     position: Position
     batch: Batch
-    tensors: list[Tensor | None] | None
+    tensors: Sequence[Tensor | None] | None
 
 
 class Failover:
@@ -177,7 +177,7 @@ class FailoverOutgoing:
     def slot_free_at(self) -> float:
         return 0.0 if self._failover.broken is not None else self._direct.slot_free_at()
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
         failover = self._failover

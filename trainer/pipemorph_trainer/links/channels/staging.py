@@ -183,7 +183,7 @@ class StagedOutgoing(DelegatedOutgoing):
             self._grown = wanted
             self._staging.grow(*wanted)
 
-    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None] | None) -> None:
         """Start to copy a message to the host. The caller may drop its tensors, but not change
         them.
 
