@@ -5,15 +5,15 @@ launcher says so, and the next one begins when the ranks of all pods are gone: t
 when the launcher of another pod has joined in its place. The
 :class:`~.decide.ladder.Ladder` decides whether there is a next one, by what all launchers have
 told: how the ranks ended, and how many iterations they had finished. What ranks report is behind.
-Which pods are there, :mod:`.presence` knows.
+Which pods are there, :mod:`.pods.presence` knows.
 
 With ``parallelism.minReplicas`` the next generation does not wait long for lost pods: it begins
 with the replicas of which all pods are there. When those of another replica are there again, the
 ranks are asked to leave between two iterations, and a generation with that replica begins.
 
 With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
-loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.places`). So is a pod
-that comes late: at the first start of the ranks, a spare takes its place after a while.
+loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.pods.places`). So is a
+pod that comes late: at the first start of the ranks, a spare takes its place after a while.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from pipemorph.api.status import (
 )
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.control.places import Filled
-from pipemorph.control.presence import COMES_SECONDS, SELDOM_SECONDS, Lost, Presence
+from pipemorph.control.pods.places import Filled
+from pipemorph.control.pods.presence import COMES_SECONDS, SELDOM_SECONDS, Lost, Presence
 from pipemorph.control.record.recovering import Recovering
 from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport
 from pipemorph.wire.generations import LONGEST_LINE

@@ -16,7 +16,7 @@ from launch import free_port
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.presence import COMES_SECONDS
+from pipemorph.control.pods.presence import COMES_SECONDS
 
 DEADLINE = 120.0
 ITERATIONS = 24

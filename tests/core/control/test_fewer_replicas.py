@@ -12,7 +12,7 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
 from pipemorph.control.generations import LEAVE_SECONDS, STAY_SECONDS, Generations
 from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.control.presence import (
+from pipemorph.control.pods.presence import (
     REPLACED_SECONDS,
     SILENT_SECONDS,
     TAKEOVER_SECONDS,

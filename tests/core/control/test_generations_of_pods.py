@@ -11,7 +11,7 @@ from pod_words import lost_pod, word
 from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.control.presence import REPLACED_SECONDS
+from pipemorph.control.pods.presence import REPLACED_SECONDS
 from pipemorph.control.record.recovering import WORD_SECONDS
 from pipemorph.wire import Loss, ResumedFrom
 

@@ -9,8 +9,8 @@ import pytest
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
 from pipemorph.api.status import MAX_PLACES
-from pipemorph.control import places as places_module
-from pipemorph.control.places import fill
+from pipemorph.control.pods import places as places_module
+from pipemorph.control.pods.places import fill
 from pipemorph.wire.generations import MAX_MOVED
 
 WITH_FEWER = {"min_replicas": 1, "order": ["dp_replicate", "pp"]}

@@ -11,7 +11,7 @@ from pod_words import lost_peer, lost_pod, word
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Recoveries
 from pipemorph.control.generations import LEAVE_SECONDS, Generations
-from pipemorph.control.presence import (
+from pipemorph.control.pods.presence import (
     COMES_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,

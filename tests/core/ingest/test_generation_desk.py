@@ -12,8 +12,8 @@ import pytest
 
 from pipemorph.api.parallelism import MAX_RANKS, Parallelism
 from pipemorph.api.status import Recoveries
-from pipemorph.control import presence
 from pipemorph.control.generations import Generations
+from pipemorph.control.pods import presence
 from pipemorph.ingest import (
     BearerAuthenticator,
     GenerationDesk,

@@ -11,7 +11,7 @@ from operator_status import KEY, Shared, hear, tell
 
 from pipemorph.api.status import JobStatus, condition
 from pipemorph.control.observed.reports import ReportMismatch
-from pipemorph.control.presence import SILENT_SECONDS
+from pipemorph.control.pods.presence import SILENT_SECONDS
 from pipemorph.ingest import GenerationDesk
 from pipemorph_operator.ingest.store import ClusterStore
 

@@ -1,7 +1,7 @@
 """Which pods of a job are there: which are lost, have not come, or stand by as spares.
 
 Pure: words of launchers and of the host, and times, in; sets of pods out. What follows for the
-ranks :class:`~.generations.Generations` decides.
+ranks :class:`~pipemorph.control.generations.Generations` decides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
 from pipemorph.api.status import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.control.places import Filled, fill
+from pipemorph.control.pods.places import Filled, fill
 
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
