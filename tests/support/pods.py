@@ -203,6 +203,11 @@ class Job:
         file = self.folder / "recoveries.json"
         return Recoveries.model_validate_json(file.read_text() if file.exists() else "{}")
 
+    def recovered(self, count: int) -> bool:
+        """Whether the ranks have, from so many losses, and from the last one."""
+        told = self.recoveries().last
+        return len(told) == count and told[-1].seconds is not None
+
     def rank(self, number: int) -> int:
         """The process id of a rank. Of its pod's launcher it is a child."""
         launcher = self.pods[number // self.size].pid

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,10 @@ def test_ranks_that_hang_are_found_and_start_again(
     """First a rank of pod 1 in the script, then one of pod 0 that is stopped."""
     job = pod_jobs("hangs", env={"PIPEMORPH_HANG_SECONDS": "5"}, hang_at=6)
 
-    def recovered(count: int) -> bool:
-        told = job.recoveries().last
-        return len(told) == count and told[-1].seconds is not None
-
-    job.wait("it recovers", lambda: recovered(1))
+    job.wait("it recovers", lambda: job.recovered(1))
     os.kill(job.rank(0), signal.SIGSTOP)
     assert job.ends() == [0, 0], job
-    assert recovered(2), job
+    assert job.recovered(2), job
     assert job.iterations() == undisturbed_pods
     first, second = job.recoveries().last
     hang = r"no iteration was finished for \d+ s \(spec.failurePolicy.hangSeconds is 5\): "
@@ -116,9 +113,7 @@ def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     job = pod_jobs("lost", order=["dp_replicate", "pp"])
     job.wait_for_iterations(4)
     job.lose(1)
-    job.wait(
-        "it recovers", lambda: [r.seconds is not None for r in job.recoveries().last] == [True]
-    )
+    job.wait("it recovers", lambda: job.recovered(1))
     done = len(job.iterations())
     job.wait_for_iterations(done + 2)
     job.lose(0)
@@ -148,11 +143,7 @@ def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
         job.wait_for_iterations(5 if count == 1 else done + 5)
         job.lose(pod)
 
-        def recovered(count: int = count) -> bool:
-            told = job.recoveries().last
-            return len(told) == count and told[-1].seconds is not None
-
-        job.wait("it recovers", recovered)
+        job.wait("it recovers", partial(job.recovered, count))
     assert job.ends() == [0, 0], job
     assert job.iterations().items() <= undisturbed_pods.items()
     assert max(job.iterations()) == ITERATIONS - 1

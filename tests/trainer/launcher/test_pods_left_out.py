@@ -101,11 +101,6 @@ def losses_of_one_process(replicas: list[int]) -> list[float]:
     return found
 
 
-def recovered(job: Job, count: int) -> bool:
-    told = job.recoveries().last
-    return len(told) == count and told[-1].seconds is not None
-
-
 def ran(job: Job) -> list[int]:
     """Replicas of each iteration, by the records of recoveries."""
     total = max(job.iterations()) + 1
@@ -128,7 +123,7 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     job = started(batch="keep")
     job.wait_for_iterations(5)
     job.kill(3, told=True)
-    job.wait("replica 0 trains on", lambda: recovered(job, 1))
+    job.wait("replica 0 trains on", lambda: job.recovered(1))
     (first,) = job.recoveries().last
     assert (first.replicas, first.pod, first.repeated, first.state) == (1, 3, 0, "kept"), first
     assert job.recoveries().left_out == [1]
@@ -137,7 +132,7 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     done = len(job.iterations())
     job.wait_for_iterations(done + 3)
     job.pods[3] = job.start_pod(3)
-    job.wait("both replicas train", lambda: recovered(job, 2))
+    job.wait("both replicas train", lambda: job.recovered(2))
     (job.folder / "hurry").touch()
     second = job.recoveries().last[1]
     assert (second.replicas, second.repeated, second.state) == (2, 0, "replica"), second
@@ -157,7 +152,7 @@ def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: 
     job = started()
     job.wait_for_iterations(3)
     job.kill(0, told=True)
-    job.wait("replica 1 trains on", lambda: recovered(job, 1))
+    job.wait("replica 1 trains on", lambda: job.recovered(1))
     assert job.recoveries().left_out == [0]
     (job.folder / "hurry").touch()
     assert [job.pods[pod].wait(DEADLINE) for pod in (1, 2, 3)] == [0, 0, 0], job

@@ -47,11 +47,6 @@ def started(tmp_path: Path) -> Iterator[Any]:
         job.close()
 
 
-def recovered(job: Job, count: int) -> bool:
-    told = job.recoveries().last
-    return len(told) == count and told[-1].seconds is not None
-
-
 @multiprocess
 def test_a_spare_takes_the_place_of_a_lost_pod_and_the_new_pod_is_a_spare(started: Any) -> None:
     """Pods have one stage each, so the state comes from a neighbour. Then the pod of rank 0 is
@@ -66,7 +61,7 @@ def test_a_spare_takes_the_place_of_a_lost_pod_and_the_new_pod_is_a_spare(starte
     job.wait("pod 2 stands by", lambda: job.recoveries().spares_ready == 1)
     job.wait_for_iterations(6)
     job.kill(1, told=True)
-    job.wait("pod 2 trains in the place of pod 1", lambda: recovered(job, 1))
+    job.wait("pod 2 trains in the place of pod 1", lambda: job.recovered(1))
     first = job.recoveries()
     assert first.moved == ((1, 2),), f"{first}\n{job}"
     assert [(each.pod, each.instead_of) for each in first.last[0].spares] == [(2, 1)]
@@ -80,7 +75,7 @@ def test_a_spare_takes_the_place_of_a_lost_pod_and_the_new_pod_is_a_spare(starte
     # Of each rank pod 2, which had nothing in memory, has a copy by then.
     job.wait_for_iterations(len(job.iterations()) + 2)
     job.kill(0, told=True)
-    job.wait("pod 1 trains in the place of pod 0", lambda: recovered(job, 2))
+    job.wait("pod 1 trains in the place of pod 0", lambda: job.recovered(2))
     second = job.recoveries()
     assert second.moved == ((0, 1), (1, 2)), f"{second}\n{job}"
     print(f"from the kill to the next finished iteration: {second.last[1].seconds} s")
@@ -114,7 +109,7 @@ def test_a_spare_takes_the_place_of_a_pod_that_does_not_come(started: Any) -> No
     job = started(
         "late", spec={"parallelism": {**CUT, "spares": 1}}, script=SLOWLY, late=[0], comes=2.0
     )
-    job.wait("pod 2 trains in the place of pod 0", lambda: recovered(job, 1))
+    job.wait("pod 2 trains in the place of pod 0", lambda: job.recovered(1))
     (told,) = job.recoveries().last
     assert (job.recoveries().moved, told.went_on_with) == (((0, 2),), 0), f"{told}\n{job}"
     assert [(each.pod, each.instead_of) for each in told.spares] == [(2, 0)]
