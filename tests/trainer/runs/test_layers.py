@@ -19,7 +19,6 @@ LAYERS, TOTAL, ITERATIONS = [4, 2], 6, 80
 
 SCRIPT = """
 import json, os, shutil, signal
-from dataclasses import replace
 from pathlib import Path
 import torch
 from torch import nn
@@ -31,11 +30,6 @@ from pipemorph_trainer.state.kept.keeper import Keeper
 from pipemorph_trainer.state.kept.slots import Slots
 
 context = TrainerContext.from_env()
-if context.args["how"] in ("pods", "borrowing") and context.rank > 1:
-    # The second stage is in another pod, whose host asks nobody to leave.
-    own = context.kept_dir / "pod"
-    own.mkdir(exist_ok=True)
-    context = replace(context, kept_dir=own)
 how, generation, here = context.args["how"], context.generation, Path(__file__).parent
 place = context.coordinate()
 
@@ -45,8 +39,6 @@ def killed(*_, **__):
 victim = context.rank == 1
 if victim and generation == 0 and how == "copying":
     Keeper.seal = killed
-if victim and generation == 1 and how == "borrowing":
-    resuming.receive = killed
 if victim and generation == 1 and how == "composing":
     resuming.compose = killed
 if victim and generation == 1 and how == "keeping the new part":
@@ -224,11 +216,9 @@ def soak(*values: Any) -> Any:
     ("how", "generations", "outcome"),
     [
         ("", [OLD, NEW], "moved"),
-        ("pods", [OLD, NEW], "moved"),
         soak("leaving", [OLD, OLD], "stayed"),
         soak("copying", [OLD, OLD], "stayed"),
         ("refusing to build", [OLD, None, OLD], "went back"),
-        soak("borrowing", [OLD, NEW, OLD], "went back"),
         soak("composing", [OLD, NEW, OLD], "went back"),
         soak("keeping the new part", [OLD, NEW, OLD], "went back"),
         ("kept the new part", [OLD, NEW, OLD], "went back"),

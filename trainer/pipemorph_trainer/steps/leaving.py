@@ -93,8 +93,7 @@ class Leaving:
         if not self.moving or self._complete(iteration):
             return None
         world = self._parts.world
-        # Each pod has a host, and some may not have asked yet.
-        layers = max(world.tell_all(self._asked_layers()))
+        layers = world.share(self._asked_layers() if self._parts.coordinate.rank == 0 else 0)
         if layers and (why := self._parts.why_fixed(layers)):
             self._stay(f"{PARTS_STAY}{why}")
             return None
@@ -114,12 +113,11 @@ class Leaving:
 
     def _asked_layers(self) -> int:
         """How many layers the host has spread anew; 0 if ranks are to leave for other places."""
-        if self._leave is None:
-            return 0
+        assert self._leave is not None, "nobody can ask a rank to leave that keeps nothing"
         try:
             return sum(json.loads(self._leave.read_text() or "[]"))
         except FileNotFoundError:
-            # Another pod's host has asked. Or it has taken it back: a rank has failed.
+            # The host has taken it back: a rank has failed, and all will end.
             return 0
 
     def _stay(self, why: str) -> None:

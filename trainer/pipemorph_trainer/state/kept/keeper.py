@@ -44,12 +44,12 @@ from pipemorph_trainer.state.kept.copies import Form
 from pipemorph_trainer.state.kept.exchange import digest
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.late import LateCopies
-from pipemorph_trainer.state.kept.lending import memory_of
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.resuming import Resuming, inexact
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values, changes_within_iterations
+from pipemorph_trainer.topology.machine import this_machine
 from pipemorph_trainer.topology.placement import Placement
 from pipemorph_trainer.topology.world import World
 
@@ -135,7 +135,7 @@ class Keeper:
     def meet_neighbours(self, deadline: float) -> None:
         """Begin to send copies to another pod, if the job has several, from the next one on.
         Collective over all ranks. ``deadline``: longest wait for a message, seconds."""
-        pod = "" if self._why else memory_of(self._folder)
+        pod = "" if self._why else _pod(self._folder)
         told = self._world.tell_all(pod)
         ring = Ring(told)
         if ring.pods < 2 or not all(told):
@@ -465,6 +465,12 @@ class Keeper:
         for rank, each in enumerate(self._world.tell_all(why)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")
+
+
+def _pod(folder: Path) -> str:
+    """The memory that a folder is in: ranks of one pod share it."""
+    found = folder.stat()
+    return f"{this_machine().boot_id} {found.st_dev} {found.st_ino}"
 
 
 def _slots(world: World, placements: Iterable[Placement], *, shared: bool) -> list[Hashable]:

@@ -14,7 +14,6 @@ from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy, form_of, room
 from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
-from pipemorph_trainer.state.kept.lending import Needs, lent, loans, memory_of, nameless, nearest
 from pipemorph_trainer.state.kept.slots import Slots
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.topology.world import World
@@ -61,8 +60,6 @@ class Resuming:
         self._part, self._alike, self._generation = part, alike, generation
         self._moved = False
         """Whether ranks have just left for a new layout."""
-        self._borrowed: dict[int, Copy] = {}
-        """By rank, what this one's new part takes of the copy of one in another pod."""
 
     def agree(self, saved: int, why: str) -> Choice | str:
         """From whose copy of which iteration each rank goes on; or why there is none. Collective
@@ -98,8 +95,6 @@ class Resuming:
                 self._wait.waiting.end()
         copy = self._of(found.iteration, rank)
         relaid = copy.mark["split"] != self._part["split"]
-        if relaid:
-            self._borrow(copy)
         state = self._fitting(copy, found.iteration, relaid=relaid)
         misfit = state if isinstance(state, str) else ""
         for each, why in enumerate(self._world.tell_all(misfit)):
@@ -124,53 +119,15 @@ class Resuming:
             return state
         return self._values.misfit(state.form, state.object) or state
 
-    def _borrow(self, copy: Copy) -> None:
-        """Take what this rank's part lacks, and ranks in other pods have. Collective over all
-        ranks: all have left with the same split. ``copy``: of this rank."""
-        place, world = self._world.coordinate, self._world
-        own, needs = Source(copy, place.stage), Needs(memory_of(self._folder))
-        if place.column == 0:
-            needs = needs._replace(held=[*own.held], wanted=self._values.wanted().names)
-        path, waiting = self._folder / f"lent.rank-{place.rank}", self._wait.waiting
-        for loan in loans(world.tell_all(needs), place.mesh):
-            try:
-                if loan.source == place.rank:
-                    waiting.begin(f"rank {loan.to} to take layers")
-                    made = lent(own, loan.names, path)
-                    send(made, loan.to, world.control, self._wait)
-                    waiting.end()
-                elif loan.to == place.rank:
-                    waiting.begin(f"layers from rank {loan.source}")
-                    self._borrowed[loan.source] = self._received(loan.source, path)
-                    waiting.end()
-            except OSError as error:
-                raise PipelineError(
-                    f"{place} has no memory for layers that rank {loan.source} lends to rank"
-                    f" {loan.to}: {error.strerror}"
-                ) from error
-
-    def _received(self, source: int, path: Path) -> Copy:
-        """What another rank lends."""
-        made: list[Copy] = []
-
-        def make_room(head: Head) -> Copy:
-            made.append(nameless(path, form_of(head.entries), head.length))
-            return made[0]
-
-        mark = receive(source, self._world.control, self._wait, make_room)
-        made[0].finish(mark)
-        return made[0]
-
     def _composed(self, own: Copy, iteration: int) -> Composed | str:
         """The state of this rank's new part; or why there is none."""
         place, generation = self._world.coordinate, self._generation
 
         def others() -> Iterator[Source]:
             """Those of the same column, the nearest stages first."""
-            for stage in nearest(place):
+            for stage in sorted(range(place.stages), key=lambda each: abs(each - place.stage)):
                 rank = place.at_stage(stage)
-                if rank in self._borrowed:
-                    yield Source(self._borrowed[rank], stage)
+                if stage == place.stage:
                     continue
                 slots = Slots(self._folder / f"rank-{rank}.generation-{generation}")
                 slots.find(lambda mark: mark.get("split") == own.mark["split"])
