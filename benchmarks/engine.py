@@ -25,6 +25,12 @@ processes need: one blocking socket, from Python, without keys, acknowledgements
 TCP streams as the engine has, and over one, since within a host the engine keeps the others in
 reserve; it has no messages, no checksums, and nobody looks at what it received.
 
+Handing over is one message at a time in shared memory, from the producer's last write to the
+consumer's first read. "copied": from a tensor of the producer's into one of the consumer's.
+"leased": the producer has written into memory that it asked the engine for (`lease`), and the
+consumer reads there (`view`). Its CPU is what both processes take from then until the producer
+knows that it has been read; to fill the memory costs the same in both.
+
 memcpy is one thread in one process copying as many bytes between as many tensors. Contenders
 take turns in every round; a row is the median over the rounds, and a ratio the median of the
 ratios within a round, so that a machine that gets slower in between slows both sides. "CPU" is
@@ -181,6 +187,8 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
 LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled", *RAW)
 RAW_OF = {"tcp": "raw TCP", "shm": "raw Unix socket"}
 PING = "ping "
+HANDOVERS = ("copied", "leased")
+HAND = "hand over "
 
 
 def play(side: Side, contender: str) -> None:
@@ -287,6 +295,41 @@ def ping_polled(
     return times
 
 
+def hand_over(side: Side, way: str) -> list[float]:
+    """Seconds from the producer's last write of a message to the consumer's first read of it, over
+    shared memory, one message at a time; empty at the producer."""
+    side.round += 1
+    link = side.links["shm"]
+    delays = []
+    for i in range(side.count):
+        tensor = transfers.memory(side.tensors[i % side.window])
+        there = (0, side.round, i, transfers.FORWARD, 0)
+        back = (0, side.round, i, transfers.BACKWARD, 0)
+        if side.rank == 0:
+            if way == "leased":
+                lease = link.lease(there, tensor.nbytes)
+                if not lease.in_place and side.window > 1:  # a single slot is never leased
+                    raise RuntimeError(f"message {i} is not written where it is read")
+                np.frombuffer(memoryview(lease), np.uint8)[-1] = i % side.window
+                ticket = lease.send()
+            else:
+                tensor[-1] = i % side.window
+                ticket = link.send(there, tensor)
+            link.receive(back, TIMEOUT)
+            link.wait_sent(ticket, TIMEOUT)
+            continue
+        message = link.receive(there, TIMEOUT)
+        if way == "copied":
+            message.copy_into(tensor)
+        read = int((message.view() if way == "leased" else tensor)[-1])
+        delays.append(time.time() - message.posted_at)
+        if read != i % side.window:
+            raise RuntimeError(f"message {i} ends with {read}, not {i % side.window}")
+        message.release()
+        link.send(back, b"")
+    return delays
+
+
 def sender(connection: Connection, options: argparse.Namespace) -> None:
     def ports(own: dict[str, int]) -> Any:
         connection.send(own)
@@ -298,7 +341,10 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
         if contender.startswith(PING):
             connection.send(ping(side, contender.removeprefix(PING)))
             continue
-        play(side, contender)
+        if contender.startswith(HAND):
+            hand_over(side, contender.removeprefix(HAND))
+        else:
+            play(side, contender)
         connection.send(time.process_time() - start)
     side.close()
 
@@ -306,9 +352,9 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
 Times = dict[str, list[float]]
 
 
-def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
-    """Seconds per contender and round, of the clock and of both processors together, and the
-    latencies of small messages.
+def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times]:
+    """Seconds per contender and round, of the clock and of both processors together, the latencies
+    of small messages, and how long it took to hand large ones over.
 
     This process receives; another one sends. :raises engine_iperf.IperfError: there is no iperf3.
     """
@@ -352,8 +398,9 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
     latencies: Times = {name: [] for name in LATENCIES}
     for name in names:
         contest(name)  # warm-up: buffers, pages, congestion windows
+    handovers: Times = {name: [] for name in HANDOVERS}
     times: Times = {name: [] for name in names}
-    cpu: Times = {name: [] for name in names}
+    cpu: Times = {name: [] for name in (*names, *(HAND + way for way in HANDOVERS))}
     for r in range(options.rounds):
         # Another order every round, so that nobody always runs after the same neighbour.
         for name in names[r % len(names) :] + names[: r % len(names)]:
@@ -366,10 +413,18 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
             heard = ours.recv()
             if r > 0:  # the first time warms up
                 latencies[name] += heard
+        for way in HANDOVERS:
+            ours.send(HAND + way)
+            began = time.process_time()
+            delays = hand_over(side, way)
+            busy = time.process_time() - began + ours.recv()
+            if r > 0:
+                handovers[way] += delays
+                cpu[HAND + way].append(busy)
     ours.send(None)
     side.close()
     process.join(TIMEOUT)
-    return times, cpu, latencies
+    return times, cpu, latencies, handovers
 
 
 def ratio(times: Times, name: str, base: str) -> float:
@@ -398,7 +453,7 @@ def main() -> int:
     if options.only and (unknown := set(options.only.split("/")) - set(CONTENDERS)):
         parser.error(f"no contender {', '.join(sorted(unknown))}; there are {'/'.join(CONTENDERS)}")
     try:
-        times, cpu, latencies = measure(options)
+        times, cpu, latencies, handovers = measure(options)
     except engine_iperf.IperfError as error:
         print(error, file=sys.stderr)
         return 1
@@ -446,6 +501,22 @@ def main() -> int:
             "| {contender} | {p50_us:.0f} µs | {p99_us:.0f} µs ".format(**delay) + f"| {of_raw} |"
         )
     print()
+    handed: list[dict[str, Any]] = [
+        {
+            "way": way,
+            "p50_us": transfers.percentile(samples, 50) * 1e6,
+            "p99_us": transfers.percentile(samples, 99) * 1e6,
+            "cpu_s_per_gb": median(cpu[HAND + way]) / volume * 1e9,
+        }
+        for way, samples in handovers.items()
+    ]
+    print(
+        f"| {options.size / 2**20:g} MiB in shared memory, from last write to first read | p50 "
+        "| p99 | CPU s/GB |\n|---|---:|---:|---:|"
+    )
+    for row in handed:
+        print("| {way} | {p50_us:.0f} µs | {p99_us:.0f} µs | {cpu_s_per_gb:.4f} |".format(**row))
+    print()
     checks: list[dict[str, Any]] = [
         {
             "contender": name,
@@ -475,6 +546,7 @@ def main() -> int:
                     "torch": torch.__version__,
                     "rows": rows,
                     "latency": delays,
+                    "handover": handed,
                     "checks": checks,
                     "seconds": times,
                     "cpu_seconds": cpu,

@@ -92,6 +92,13 @@ struct PyLink {
     }
 };
 
+std::string checked(const nb::bytes& note) {
+    if (note.size() > kMaxNote)
+        throw nb::value_error(
+            ("note has " + std::to_string(note.size()) + " bytes, at most 64 are allowed").c_str());
+    return {note.c_str(), note.size()};
+}
+
 // What a memoryview of a slot refers to. It keeps the slot mapped, so that a view used after
 // `release` may show another message but never faults.
 struct SlotView {
@@ -176,6 +183,69 @@ class PyMessage {
     bool released_ = false;
 };
 
+// Memory for a payload. Views of it keep it, also after it was sent.
+class PyLease {
+  public:
+    PyLease(PyLink link, const Key& key, uint64_t bytes)
+        : link_(std::move(link)),
+          key_(key),
+          lease_(link_.link->lease(static_cast<int>(key.direction), bytes)) {}
+    ~PyLease() { release(); }
+    PyLease(const PyLease&) = delete;
+    PyLease& operator=(const PyLease&) = delete;
+
+    uint64_t bytes() const { return lease_.bytes; }
+    bool in_place() const { return lease_.slot.has_value(); }
+
+    uint64_t send(const nb::bytes& note) {
+        Link& link = link_.use();
+        if (over_) throw EngineError(key_.describe() + " has been " + over_ + " already");
+        MessageInfo info;
+        info.key = key_;
+        info.note = checked(note);
+        info.bytes = lease_.bytes;
+        const uint64_t ticket = link.send(std::move(info), lease_.data, lease_.hold, lease_.slot);
+        over_ = "sent";
+        return ticket;
+    }
+
+    void release() {
+        if (over_ || link_.graveyard->inherited()) return;
+        over_ = "released";
+        link_.link->end_lease(lease_);
+    }
+
+    static int buffer(PyObject* self, Py_buffer* view, int flags) {
+        const auto* lease = nb::inst_ptr<PyLease>(self);
+        if (lease->over_) {
+            PyErr_Format(PyExc_BufferError, "the memory was %s already", lease->over_);
+            view->obj = nullptr;
+            return -1;
+        }
+        return PyBuffer_FillInfo(view, self, lease->lease_.data,
+                                 static_cast<Py_ssize_t>(lease->lease_.bytes), 0, flags);
+    }
+
+  private:
+    PyLink link_;
+    Key key_;
+    Link::Lease lease_;
+    const char* over_ = nullptr;  // how it ended
+};
+
+PyType_Slot lease_slots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(PyLease::buffer)},
+    {0, nullptr},
+};
+
+nb::object lease(const PyLink& self, const KeyTuple& key, int64_t bytes) {
+    self.use();
+    if (bytes < 0 || bytes > (int64_t{1} << 40))
+        throw nb::value_error("nbytes must be between 0 and 2**40");
+    return nb::cast(new PyLease(self, to_key(key), static_cast<uint64_t>(bytes)),
+                    nb::rv_policy::take_ownership);
+}
+
 nb::object wrap(const PyLink& link, std::optional<Arrived> arrived) {
     if (!arrived) return nb::none();
     return nb::cast(new PyMessage(link, std::move(*arrived)), nb::rv_policy::take_ownership);
@@ -183,12 +253,9 @@ nb::object wrap(const PyLink& link, std::optional<Arrived> arrived) {
 
 uint64_t post(const PyLink& self, const KeyTuple& key, Buffer buffer, const nb::bytes& note) {
     Link& link = self.use();
-    if (note.size() > kMaxNote)
-        throw nb::value_error(
-            ("note has " + std::to_string(note.size()) + " bytes, at most 64 are allowed").c_str());
     MessageInfo info;
     info.key = to_key(key);
-    info.note.assign(note.c_str(), note.size());
+    info.note = checked(note);
     info.bytes = buffer.size();
     const uint8_t* data = buffer.data();
     return link.send(std::move(info), data, hold(self.graveyard, buffer.take()));
@@ -417,6 +484,12 @@ NB_MODULE(_engine, m) {
         .def_ro("rtt_mean", &PathStats::rtt_mean)
         .def_ro("rtt_p99", &PathStats::rtt_p99);
 
+    nb::class_<PyLease>(m, "Lease", nb::is_final(), nb::type_slots(lease_slots))
+        .def_prop_ro("nbytes", &PyLease::bytes)
+        .def_prop_ro("in_place", &PyLease::in_place)
+        .def("send", &PyLease::send, "note"_a = nb::bytes("", 0))
+        .def("release", &PyLease::release);
+
     nb::class_<LinkStats>(m, "LinkStats", nb::is_final())
         .def_ro("state", &LinkStats::state)
         .def_ro("transport", &LinkStats::transport)
@@ -456,6 +529,7 @@ NB_MODULE(_engine, m) {
                      })
         .def("reserve", &reserve, "direction"_a, "slots"_a, "slot_bytes"_a)
         .def("send", &send, "key"_a, "payload"_a, "note"_a = nb::bytes("", 0))
+        .def("lease", &lease, "key"_a, "nbytes"_a)
         .def("send_memory", &send_memory, "key"_a, "address"_a, "nbytes"_a, "owner"_a, "note"_a)
         .def(
             "sent", [](const PyLink& self, uint64_t ticket) { return self.use().sent(ticket); },

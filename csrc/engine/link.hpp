@@ -80,7 +80,19 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool alive() const;
     std::string error() const;  // empty while alive
     void reserve(int direction, uint32_t slots, uint64_t slot_bytes);
-    uint64_t send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold);
+    // `leased`: the slot of the lease that `data` is the memory of.
+    uint64_t send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
+                  const std::optional<SlotGrant>& leased = std::nullopt);
+    // Memory for a payload, to be filled and then sent.
+    struct Lease {
+        uint8_t* data = nullptr;
+        uint64_t bytes = 0;
+        std::shared_ptr<void> hold;     // keeps `data` mapped
+        std::optional<SlotGrant> slot;  // the peer's, where nothing has to be copied any more
+    };
+    Lease lease(int direction, uint64_t bytes);
+    // It is not sent after all.
+    void end_lease(const Lease& lease);
     bool sent(uint64_t ticket);
     // These two return without a result when `slice_ns` has passed before the deadline, so that
     // the caller can look after signals, and throw EngineTimeout after the deadline.

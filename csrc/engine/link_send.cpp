@@ -7,7 +7,45 @@
 
 namespace pipemorph {
 
-uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold) {
+// Where there is no slot of the peer's to write into, it is memory of our own, sent as any other.
+Link::Lease Link::lease(int direction, uint64_t bytes) {
+    Lease out;
+    out.bytes = bytes;
+    {
+        const Lock lock(mu_);
+        if (ended()) throw_over();
+        if (bytes > 0 && terms_.transport == Transport::shm)
+            out.slot = core_.lease(direction, bytes);
+        if (out.slot) {
+            const auto segment = peer_segments_.find(out.slot->segment);
+            const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
+            const bool mapped =
+                out.slot->offset < size && out.slot->bytes <= size - out.slot->offset;
+            if (mapped) {
+                out.data = segment->second->data() + out.slot->offset;
+                out.hold = segment->second;
+                return out;
+            }
+            // Whoever sends into it says so: a broken promise of the peer's.
+            core_.end_lease(*std::exchange(out.slot, std::nullopt));
+            act();
+        }
+    }
+    auto own = std::make_shared_for_overwrite<uint8_t[]>(bytes);
+    out.data = own.get();
+    out.hold = std::move(own);
+    return out;
+}
+
+void Link::end_lease(const Lease& lease) {
+    const Lock lock(mu_);
+    if (!lease.slot || over()) return;
+    core_.end_lease(*lease.slot);
+    act();
+}
+
+uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
+                    const std::optional<SlotGrant>& leased) {
     std::vector<std::shared_ptr<DataPath>> live;
     uint64_t id = 0;
     bool alone = false;
@@ -19,7 +57,7 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
         try {
             const int64_t now_wall = info.posted_ns;
             const auto message =
-                core_.post(std::move(info), data, std::move(hold), now_wall, steady_ns());
+                core_.post(std::move(info), data, std::move(hold), now_wall, steady_ns(), leased);
             id = message->info.id;
         } catch (const EngineError& e) {
             throw EngineError(describe() + ": " + e.what());

@@ -85,12 +85,16 @@ StreamPath::Sent ShmPath::send_some() {
         host_->protocol_error("a slot was granted outside of the memory that is mapped for it");
         return Sent::nothing;
     }
+    uint8_t* const to = segment->data() + at;
     // A large message does not fit the caches together with what else goes through them. What is
     // written there would take each line from the receiver's, to which it belonged last.
-    if (task->message->chunks > 1)
-        copy_past_caches(segment->data() + at, task->data, task->bytes);
-    else
-        std::memcpy(segment->data() + at, task->data, task->bytes);
+    if (task->data == to) {
+        // The application wrote it there.
+    } else if (task->message->chunks > 1) {
+        copy_past_caches(to, task->data, task->bytes);
+    } else {
+        std::memcpy(to, task->data, task->bytes);
+    }
     task->header.processor = current_processor();
     return send_header(task->header, {task->data, task->bytes});
 }

@@ -51,13 +51,18 @@ void LinkCore::collect() {
 
 std::shared_ptr<OutMessage> LinkCore::post(MessageInfo info, const uint8_t* data,
                                            std::shared_ptr<void> hold, int64_t now_wall,
-                                           int64_t now) {
-    auto message = out_.post(std::move(info), data, std::move(hold), now);
+                                           int64_t now, const std::optional<SlotGrant>& leased) {
+    auto message = out_.post(std::move(info), data, std::move(hold), now, leased);
     if (message->chunks == 0)
         send_empty_messages(now_wall, now);
     else
         actions_.kick = true;
     return message;
+}
+
+void LinkCore::end_lease(const SlotGrant& slot) {
+    out_.granted(slot);
+    if (out_.has_chunks()) actions_.kick = true;
 }
 
 void LinkCore::send_empty_messages(int64_t now_wall, int64_t now) {

@@ -84,7 +84,14 @@ class LinkCore {
     // --- The application ---
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_wall_ns,
-                                     int64_t now_ns);
+                                     int64_t now_ns,
+                                     const std::optional<SlotGrant>& leased = std::nullopt);
+    // A slot of the peer's that the application fills before it posts the message.
+    std::optional<SlotGrant> lease(int direction, uint64_t bytes) {
+        return out_.lease(direction, bytes);
+    }
+    // It does not post it after all.
+    void end_lease(const SlotGrant& slot);
     bool post_receive(const Key& key, Destination destination) {
         return in_.post(key, std::move(destination));
     }

@@ -23,7 +23,8 @@ std::string Outbox::too_large(const MessageInfo& info, uint64_t largest) {
 }
 
 std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
-                                         std::shared_ptr<void> hold, int64_t now_steady_ns) {
+                                         std::shared_ptr<void> hold, int64_t now_steady_ns,
+                                         const std::optional<SlotGrant>& leased) {
     const auto direction = static_cast<size_t>(info.key.direction);
     if (keys_.contains(info.key))
         throw EngineError(info.key.describe() + " is in flight already: a key names one message");
@@ -51,9 +52,25 @@ std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
     m->queue = direction * queues_ + turn_[direction];
     turn_[direction] = (turn_[direction] + 1) % queues_;
     queue_[m->queue].push_back(m);
+    if (leased) {
+        m->slot = leased;
+        m->promised = leased->bytes;
+        return m;
+    }
     waiting_[direction].push_back(m);
     promise_slots(direction);
     return m;
+}
+
+std::optional<SlotGrant> Outbox::lease(int direction, uint64_t bytes) {
+    auto& credits = credits_[static_cast<size_t>(direction)];
+    const auto found = std::find_if(credits.lower_bound(bytes), credits.end(), [](const auto& c) {
+        return c.second.free.size() > c.second.promised + 1;
+    });
+    if (found == credits.end()) return std::nullopt;
+    const SlotGrant slot = found->second.free.back();
+    found->second.free.pop_back();
+    return slot;
 }
 
 std::optional<MessageInfo> Outbox::next_inline(int64_t now_wall_ns, int64_t now_steady_ns) {

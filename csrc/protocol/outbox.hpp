@@ -51,9 +51,15 @@ class Outbox {
   public:
     Outbox(size_t queues, uint32_t chunk_bytes);
 
-    // Throws EngineError for a key in flight or a message larger than any slot.
+    // Throws EngineError for a key in flight or a message larger than any slot. `leased`: the slot
+    // that its payload is in already.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
-                                     std::shared_ptr<void> hold, int64_t now_steady_ns);
+                                     std::shared_ptr<void> hold, int64_t now_steady_ns,
+                                     const std::optional<SlotGrant>& leased = std::nullopt);
+    // A free slot, the smallest that holds so many bytes, to be filled before its message is
+    // posted. Never the last one of its size: messages that are posted meanwhile go through the
+    // others, whatever the application waits for before it posts this one.
+    std::optional<SlotGrant> lease(int direction, uint64_t bytes);
     // An empty message that may go out on the control connection now.
     std::optional<MessageInfo> next_inline(int64_t now_wall_ns, int64_t now_steady_ns);
 

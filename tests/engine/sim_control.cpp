@@ -32,7 +32,12 @@ void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint
 
 void World::post(int side) {
     End& e = end(side);
+    if (!e.leased.empty() && (e.to_send == 0 || random_(2) == 0)) return end_lease(side);
     if (e.to_send == 0) return;
+    const bool shared = kinds_.front() == Transport::shm;
+    // Only a slot that is granted already can be leased.
+    if (shared && leases_ && e.core.out().credits(side == kLow ? 0 : 1) < 2 && random_(16) != 0)
+        return;
     --e.to_send;
     Sent m;
     m.key = {0, 0, static_cast<int64_t>(e.to_send), side == kLow ? 0 : 1, 0};
@@ -44,23 +49,64 @@ void World::post(int side) {
     m.content.resize(bytes);
     for (uint8_t& b : m.content) b = static_cast<uint8_t>(fill(256));
     m.hash = hash(m.content.data(), bytes);
-    // Its own copy, scribbled over when the engine lets go of it: whoever still reads it then
-    // sends rubbish.
-    auto payload = std::shared_ptr<std::vector<uint8_t>>(
-        new std::vector<uint8_t>(m.content), [](std::vector<uint8_t>* p) {
-            std::fill(p->begin(), p->end(), uint8_t{0xdd});
-            delete p;
-        });
+    if (shared && leases_ && bytes > 0 && random_(4) != 0 && lease(side, m)) return;
+    post(side, std::move(m), std::nullopt);
+}
+
+void World::post(int side, Sent m, const std::optional<SlotGrant>& leased) {
+    End& e = end(side);
     MessageInfo info;
     info.key = m.key;
-    info.bytes = bytes;
-    const uint8_t* data = payload->data();
-    m.id = e.core.post(info, data, std::move(payload), 2, now_)->info.id;
-    trace("%d posts message %llu of %u bytes", side, (unsigned long long)m.id, bytes);
+    info.bytes = m.content.size();
+    if (leased) {
+        const uint8_t* data = slot_of(1 - side, *leased);
+        m.id = e.core.post(info, data, nullptr, 2, now_, leased)->info.id;
+    } else {
+        // Its own copy, scribbled over when the engine lets go of it: whoever still reads it then
+        // sends rubbish.
+        auto payload = std::shared_ptr<std::vector<uint8_t>>(
+            new std::vector<uint8_t>(m.content), [](std::vector<uint8_t>* p) {
+                std::fill(p->begin(), p->end(), uint8_t{0xdd});
+                delete p;
+            });
+        const uint8_t* data = payload->data();
+        m.id = e.core.post(info, data, std::move(payload), 2, now_)->info.id;
+    }
+    trace("%d posts message %llu of %llu bytes", side, (unsigned long long)m.id,
+          (unsigned long long)info.bytes);
     ++tally_.messages;
     ++undelivered_;
     e.sent.emplace(m.id, std::move(m));
     act(side);
+}
+
+// Link::lease, and the producer that fills it.
+bool World::lease(int side, Sent& m) {
+    End& e = end(side);
+    const auto slot = e.core.lease(m.key.direction, m.content.size());
+    if (!slot) return false;
+    ++tally_.leases;
+    const End::Use& use = end(1 - side).slots[slot->slot];
+    require(use.open && use.serial == slot->serial, "a slot was leased that is not granted");
+    require(slot->bytes >= m.content.size(), "a leased slot is too small");
+    std::memcpy(slot_of(1 - side, *slot), m.content.data(), m.content.size());
+    e.leased.push_back({*slot, std::move(m)});
+    return true;
+}
+
+void World::end_lease(int side) {
+    End& e = end(side);
+    if (leases_last_ && (e.to_send > 0 || e.core.out().in_flight() > 0)) return;
+    const size_t i = random_(static_cast<uint32_t>(e.leased.size()));
+    End::Leased l = std::move(e.leased[i]);
+    e.leased.erase(e.leased.begin() + static_cast<std::ptrdiff_t>(i));
+    if (random_(4) != 0) return post(side, std::move(l.message), l.slot);
+    e.core.end_lease(l.slot);
+    act(side);
+}
+
+uint8_t* World::slot_of(int side, const SlotGrant& slot) {
+    return core(side).in().segment(slot.segment)->data() + slot.offset;
 }
 
 Sent& World::pick(int side) {

@@ -139,6 +139,12 @@ struct End {
         uint64_t serial;
     };
     std::vector<Held> held;
+    // Shared memory: slots of the peer's that it fills before it posts their messages.
+    struct Leased {
+        SlotGrant slot;
+        Sent message;
+    };
+    std::vector<Leased> leased;
 
     explicit End(const LinkCore::Settings& settings) : core(settings) {}
 };
@@ -166,6 +172,11 @@ class World {
     void reserve(int side, uint32_t slots, uint64_t bytes,
                  std::optional<uint32_t> barred = std::nullopt);
     void post(int side);
+    void post(int side, Sent m, const std::optional<SlotGrant>& leased);
+    bool lease(int side, Sent& m);
+    uint8_t* slot_of(int side, const SlotGrant& slot);
+    // Posts what is in a leased slot, or gives the slot back.
+    void end_lease(int side);
     Sent& pick(int side);
     void receive(int side);
     void give_back(int side, uint32_t slot, uint64_t serial);
@@ -253,6 +264,8 @@ class World {
     uint64_t next_control_ = 0;
     int faults_left_ = 0;
     uint64_t undelivered_ = 0;
+    bool leases_ = false;        // over shared memory
+    bool leases_last_ = false;   // until everything that was posted has been acknowledged
     bool sizes_change_ = false;  // of the receivers' slots, now and then
     std::optional<Fault> planned_left_;
 };

@@ -34,8 +34,11 @@ World::World(const Options& options, Tally& tally)
     next_control_ = 1;
     ends_[0].control = ends_[1].control = next_control_++;
     sizes_change_ = options.seed % 4 == 3;
+    leases_ = random_(2) == 0;
+    leases_last_ = random_(2) == 0;
     for (int side = 0; side < 2; ++side)
-        reserve(side, 1 + random_(2), sizes_change_ ? kChunkBytes : kSlotBytes);
+        reserve(side, 1 + random_(2) + uint32_t{layout == 1 && leases_},
+                sizes_change_ ? kChunkBytes : kSlotBytes);
     faults_left_ = options.random_faults;
 }
 
@@ -62,7 +65,7 @@ void World::step() {
     now_ += random_(10) * kMillisecond;
     switch (random_(16)) {
         case 0:
-            if (end(side).to_send > 0) return post(side);
+            if (end(side).to_send > 0 || !end(side).leased.empty()) return post(side);
             [[fallthrough]];
         case 1:
         case 2:
@@ -239,7 +242,8 @@ bool World::bar_a_rail(int side) {
 
 bool World::over() const {
     for (const End& e : ends_) {
-        if (e.to_send > 0 || !e.held.empty() || e.core.out().in_flight() > 0) return false;
+        if (e.to_send > 0 || !e.leased.empty() || !e.held.empty() || e.core.out().in_flight() > 0)
+            return false;
     }
     return undelivered_ == 0;
 }
@@ -316,6 +320,7 @@ Tally& Tally::operator+=(const Tally& o) {
     messages += o.messages;
     posted_destinations += o.posted_destinations;
     grown += o.grown;
+    leases += o.leases;
     paths_lost += o.paths_lost;
     half_dials += o.half_dials;
     controls_lost += o.controls_lost;

@@ -60,7 +60,8 @@ Outcome play_random(uint64_t schedules) {
 
 void print(const Tally& t) {
     std::printf(
-        "        %llu schedules, %llu steps, %llu messages (%llu into destinations), %llu "
+        "        %llu schedules, %llu steps, %llu messages (%llu into destinations, %llu leases), "
+        "%llu "
         "times larger slots; lost: %llu "
         "paths (%llu replaced), %llu control connections (%llu resumed), %llu half dials; %llu "
         "fallbacks, %llu failbacks, %llu segments mapped; chunks: %llu resent, "
@@ -68,7 +69,7 @@ void print(const Tally& t) {
         "up: %llu landed in time, %llu stopped by the fence\n",
         (unsigned long long)t.schedules, (unsigned long long)t.steps,
         (unsigned long long)t.messages, (unsigned long long)t.posted_destinations,
-        (unsigned long long)t.grown, (unsigned long long)t.paths_lost,
+        (unsigned long long)t.leases, (unsigned long long)t.grown, (unsigned long long)t.paths_lost,
         (unsigned long long)t.replaced, (unsigned long long)t.controls_lost,
         (unsigned long long)t.resumes, (unsigned long long)t.half_dials,
         (unsigned long long)t.fallbacks, (unsigned long long)t.failbacks,
@@ -102,7 +103,7 @@ TEST(sim_random_faults_deliver_every_message_once) {
     for (const uint64_t count :
          {t.paths_lost, t.half_dials, t.controls_lost, t.resumes, t.chunks_resent, t.duplicates,
           t.stale, t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.posted_destinations,
-          t.grown, t.fallbacks, t.failbacks, t.segments, t.replaced})
+          t.grown, t.leases, t.fallbacks, t.failbacks, t.segments, t.replaced})
         CHECK(count > schedules / 100);
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }

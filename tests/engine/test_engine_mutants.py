@@ -169,6 +169,23 @@ MUTANTS = {
         "(void)epoch;\n    return {};",
         "has given up is taken",
     ),
+    "lease: a message may take the slot as well": core(
+        "    found->second.free.pop_back();\n",
+        "",
+        "another content|fits no slot|released twice|no progress|was leased that is not",
+        "protocol/outbox.cpp",
+    ),
+    "lease: of the last slot": core(
+        "c.second.free.size() > c.second.promised + 1;",
+        "c.second.free.size() > c.second.promised;",
+        "no progress",
+        "protocol/outbox.cpp",
+    ),
+    "lease: what is not sent stays leased": core(
+        "    out_.granted(slot);\n    if (out_.has",
+        "    (void)slot;\n    if (out_.has",
+        "credits|nothing comes to rest",
+    ),
     "shared memory: a segment is shown once": core(
         "    if (path == 0) segments_to_offer_.assign("
         "unmapped_segments_.begin(), unmapped_segments_.end());",

@@ -29,6 +29,73 @@ def test_a_destination_for_the_next_message_of_a_key_waits_until_the_first_is_re
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("integrity", ["crc", "mac"])
+def test_what_is_written_into_a_lease_is_received(transport, integrity):
+    with pairs.in_process(transport=transport, integrity=integrity) as p:
+        p.accepted.reserve(0, 3, 100_000)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 3)
+        for i in range(20):
+            data = pairs.payload(i, 100_000)
+            lease = p.dialled.lease((0, 0, i, 0, 0), len(data))
+            assert lease.nbytes == len(data) and lease.in_place == (transport == "shm")
+            memoryview(lease)[:] = data
+            ticket = lease.send(b"a note")
+            message = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
+            assert (message.view(), message.note) == (data, b"a note")
+            p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+            message.release()
+            pairs.eventually(lambda: p.dialled.send_slots(0) == 3)
+
+
+def test_the_receiver_reads_a_lease_where_it_was_written():
+    with pairs.in_process(transport="shm") as p:
+        p.accepted.reserve(0, 2, 100)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
+        lease = p.dialled.lease((0, 0, 0, 0, 0), 100)
+        written = memoryview(lease)
+        written[:] = bytes(100)
+        lease.send()
+        view = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).view()
+        written[7] = 1  # which nobody should do
+        assert view[7] == 1
+
+
+@TRANSPORTS
+def test_a_lease_that_is_over_shows_no_memory_and_is_not_sent_again(transport):
+    with pairs.in_process(transport=transport) as p:
+        p.accepted.reserve(0, 2, 100)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
+        sent = p.dialled.lease((0, 0, 0, 0, 0), 100)
+        sent.send()
+        with pytest.raises(BufferError, match="sent already"):
+            memoryview(sent)
+        with pytest.raises(EngineError, match="sent already"):
+            sent.send()
+        p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).release()
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
+        unsent = p.dialled.lease((0, 0, 1, 0, 0), 100)
+        free = 1 if transport == "shm" else 2
+        assert p.dialled.send_slots(0) == free
+        kept = memoryview(unsent)
+        del unsent  # its view keeps it
+        assert p.dialled.send_slots(0) == free
+        kept.release()
+        assert p.dialled.send_slots(0) == 2
+        released = p.dialled.lease((0, 0, 2, 0, 0), 100)
+        released.release()
+        released.release()
+        assert p.dialled.send_slots(0) == 2
+        with pytest.raises(EngineError, match="released already"):
+            released.send()
+        empty = p.dialled.lease((0, 0, 3, 0, 0), 0)
+        assert not empty.in_place and empty.nbytes == 0
+        empty.send()
+        assert p.accepted.receive((0, 0, 3, 0, 0), pairs.TIMEOUT).nbytes == 0
+        with pytest.raises(ValueError, match="nbytes"):
+            p.dialled.lease((0, 0, 4, 0, 0), -1)
+
+
+@TRANSPORTS
 def test_tens_of_thousands_of_slots_can_be_reserved_at_once(transport):
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, 32_000, 64)

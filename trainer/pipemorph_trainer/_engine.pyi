@@ -55,6 +55,25 @@ class Message:
         """Grant the slot to the sender again. Idempotent."""
 
 @final
+class Lease(Buffer):
+    """Memory of the engine's for one message: fill it, then :meth:`send` it.
+
+    ``numpy.frombuffer(lease)`` and ``memoryview(lease)`` show its ``nbytes`` writable bytes, whose
+    content is undefined at first. After :meth:`send` or :meth:`release` there are no new views, and
+    nothing may be written through old ones: the memory may show another message.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def in_place(self) -> bool:
+        """Whether the memory is the receiver's slot, so that the engine has nothing to copy."""
+    def send(self, note: bytes = b"") -> int:
+        """Send the content under the key of the lease. Returns a ticket, as :meth:`Link.send`."""
+    def release(self) -> None:
+        """Give the memory back unsent. Idempotent; also what happens when the lease is deleted."""
+
+@final
 class PathStats:
     """Current state of one data path of a link."""
 
@@ -141,6 +160,14 @@ class Link:
         ``key``: (generation, iteration, microbatch, direction, tensor). The engine keeps
         ``payload`` until the receiver has acknowledged it. ``note`` (at most 64 bytes) is delivered
         with the message. Messages use the K queues in turn.
+        """
+    def lease(self, key: tuple[int, int, int, int, int], nbytes: int) -> Lease:
+        """Memory for a message of ``nbytes`` bytes, to be filled in place of a tensor of one's own.
+
+        Over shared memory it is a slot of the receiver's, if one is free: the message is sent
+        without a copy, and ``Message.view`` shows it there. The lease uses the slot until it is
+        sent or released, but never the last free one of its size, so other messages still go
+        through. Otherwise it is memory of this process, which is sent as any other payload.
         """
     def send_memory(
         self,
