@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
@@ -51,10 +52,11 @@ def story_of(job: ClusterJob) -> Story:
     story = Story(_outcome(job, status))
     for found in wrong(status):
         slow = training.slow_links if training is not None else []
-        when = f"since {found.last_transition_time}"
+        when = f"since {_moment(found.last_transition_time)}"
         if found.reason == "SlowLinks":
-            told = [f"link {each.link} since {each.since}" for each in slow if each.since]
-            when = ", ".join(told[:NAMED]) or when
+            dated = [(each.link, _moment(each.since)) for each in slow if each.since]
+            told = [f"link {link} since {at}" for link, at in dated[:NAMED]]
+            when = ", ".join(told) if len(dated) > 1 else f"since {dated[0][1]}" if dated else when
         story.seen.append(f"{found.message} ({when})")
     story.decided = list(_decided(status))
     if training is not None:
@@ -67,6 +69,14 @@ def story_of(job: ClusterJob) -> Story:
         )
     story.advice = advice(causes(job, status))
     return story
+
+
+def _moment(timestamp: str) -> str:
+    """``2026-01-02 03:04:05 UTC``; what is no RFC 3339 time, as it is."""
+    try:
+        return f"{datetime.fromisoformat(timestamp).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return timestamp
 
 
 def _outcome(job: ClusterJob, status: JobStatus) -> str:

@@ -527,7 +527,7 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
     assert len(told.splitlines()) <= 10, told
     for expected in (
         rf"^outcome  {job} is Running; 4 stages, 4/4 pods ready; iteration ",
-        r"^seen     .*link 2 \(\+.*link 2 since \d{4}-\d\d-\d\dT",
+        r"^seen     .*link 2 \(\+.*since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC",
         r"^done     \d+ plan changes?; the last, plan \d+ from iteration \d+",
         r"^worth    ",
         r"^to do    ",

@@ -214,16 +214,19 @@ def test_each_slow_link_has_its_time() -> None:
         {"link": link, "since": f"2026-01-02T03:04:0{link}Z"} | slow for link in (1, 3)
     ]
     assert explain_job(given).seen[0] == (
-        "link 1 (+60 ms forward) slow (link 1 since 2026-01-02T03:04:01Z, link 3 since"
-        " 2026-01-02T03:04:03Z)"
+        "link 1 (+60 ms forward) slow (link 1 since 2026-01-02 03:04:01 UTC, link 3 since"
+        " 2026-01-02 03:04:03 UTC)"
     )
+    del given["status"]["training"]["slowLinks"][1:]
+    (seen,) = explain_job(given).seen
+    assert seen == "link 1 (+60 ms forward) slow (since 2026-01-02 03:04:01 UTC)"
 
 
 def test_a_job_of_a_cluster() -> None:
     assert explain_job(job()).lines() == [
         "outcome  team/gpt is Running; 4 stages, 4/4 pods ready; iteration 118 of 1,000, 0.5 s"
         " each, 7 min 21 s left",
-        "seen     link 1 (+60 ms forward) slow (since 2026-01-02T03:04:05Z)",
+        "seen     link 1 (+60 ms forward) slow (since 2026-01-02 03:04:05 UTC)",
         "done     3 plan changes; the last, plan 3 from iteration 11: another order of the"
         " same ops; 1 s became 0.5 s per iteration (50% promised, 50% measured); why: link 1"
         " is slow by 60.0 ms one way",
