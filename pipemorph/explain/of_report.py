@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -49,7 +48,25 @@ class _Recovery(Lenient):
     seconds: float | None = None
 
 
+class _SlowTime(Lenient):
+    """See :class:`~pipemorph.watch.lanes.SlowTime`."""
+
+    link: int
+    begin: int
+    end: int | None = None
+    delay: float
+    column: int = 0
+
+    def text(self, mesh: MeshShape) -> str:
+        name = link_name(self.link, mesh.column_name(self.column))
+        when = f"from iteration {self.begin} "
+        when += "to the end" if self.end is None else f"to {self.end}"
+        return f"{name} was late by up to {self.delay * 1e3:.0f} ms, {when}"
+
+
 class _Links(Lenient):
+    slow: list[_SlowTime] | None = None
+    """None: of an earlier version, which did not say."""
     fallen: list[dict[str, Any]] = Field(default_factory=list)
 
 
@@ -79,23 +96,6 @@ class _Report(Lenient):
     spec: _Spec
 
 
-@dataclass
-class Episode:
-    """Iterations in which a link was slow. ``until``: None if it was at the end."""
-
-    link: int
-    column: int
-    since: int
-    delay: float
-    until: int | None = None
-
-    def text(self, mesh: MeshShape) -> str:
-        name = link_name(self.link, mesh.column_name(self.column))
-        when = f"from iteration {self.since} "
-        when += "to the end" if self.until is None else f"to {self.until}"
-        return f"{name} was late by up to {self.delay * 1e3:.0f} ms, {when}"
-
-
 def explain_report(content: Mapping[str, Any]) -> Story:
     """The explanation of a report's JSON data. Raises :class:`InputError`, one line, if it is no
     report."""
@@ -106,35 +106,19 @@ def explain_report(content: Mapping[str, Any]) -> Story:
         where = ".".join(map(str, first["loc"]))
         raise InputError(one_line(f"{where}: {first['msg']}; expected a run's report")) from None
     mesh = report.spec.parallelism.mesh
-    episodes = sorted(slow_links(report.adaptations), key=lambda each: -each.delay)
+    slow = sorted(report.links.slow or (), key=lambda each: -each.delay)
     story = Story(_outcome(report, mesh))
-    story.seen = [each.text(mesh) for each in episodes]
+    story.seen = [each.text(mesh) for each in slow]
+    if report.links.slow is None:
+        story.seen.append("which links were slow is not in this report of an earlier version")
     story.seen += _other_findings(report, mesh)
     story.decided = [*_recoveries(report), *_changes(report.adaptations)]
     # Reports of earlier versions do not say what a change has saved.
     known = [record for record in report.adaptations if record.saving is not None]
     total = worth(known)
     story.worth = worth_line(total.seconds, total.error, mesh.world_size, len(known))
-    story.advice = advice(_causes(report, episodes))
+    story.advice = advice(_causes(report))
     return story
-
-
-def slow_links(records: Sequence[AdaptationRecord]) -> list[Episode]:
-    """When each link was slow, as far as the changes of plan tell."""
-    found: list[Episode] = []
-    open_: dict[int, Episode] = {}
-    for record in records:
-        slow = {link.link: link for link in record.links if link.health == "slow"}
-        for link, seen in slow.items():
-            episode = open_.get(link)
-            if episode is None:
-                since = max(0, record.detectable_at)
-                open_[link] = episode = Episode(link, seen.replica, since, seen.delay)
-                found.append(episode)
-            episode.delay = max(episode.delay, seen.delay)
-        for link in [each for each in open_ if each not in slow]:
-            open_.pop(link).until = record.detected_at_iteration
-    return found
 
 
 def _outcome(report: _Report, mesh: MeshShape) -> str:
@@ -228,7 +212,7 @@ def _recoveries(report: _Report) -> Iterator[str]:
         )
 
 
-def _causes(report: _Report, episodes: Sequence[Episode]) -> Iterator[str]:
+def _causes(report: _Report) -> Iterator[str]:
     if report.end not in ("completed", "interrupted"):
         yield "failed"
     if report.rails.sick:
@@ -237,7 +221,7 @@ def _causes(report: _Report, episodes: Sequence[Episode]) -> Iterator[str]:
         yield "fell-back"
     if _slow_reductions(report):
         yield "reduction"
-    if any(each.until is None for each in episodes):
+    if any(each.end is None for each in report.links.slow or ()):
         yield "link"
     if report.stragglers:
         yield "stage"

@@ -418,6 +418,7 @@ def conclude(
         journal.iterations(),
         service.adaptations(),
         journal.view,
+        slow=journal.lanes().slow_times(),
         useful=journal.useful,
     )
     try:

@@ -38,7 +38,7 @@ from pipemorph.watch.document import (
     WatchView,
 )
 from pipemorph.watch.idle import Idle, Ran, bounds, idle_times
-from pipemorph.watch.lanes import LaneLog, WasSlow
+from pipemorph.watch.lanes import LaneLog, SlowTime
 from pipemorph.wire import AdaptationRecord, IterationSample
 
 NEWEST = 5
@@ -441,7 +441,7 @@ def story(known: Watched) -> list[str]:
     return said
 
 
-def _was_slow(was: WasSlow) -> str:
+def _was_slow(was: SlowTime) -> str:
     name = link_name(was.link)
     return (
         f"{name[0].upper()}{name[1:]} was slow by up to {1e3 * was.delay:.3g} ms from iteration"

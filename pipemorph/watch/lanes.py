@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from pipemorph.control.observed.links import Health, LinkHealth
@@ -65,14 +65,15 @@ class Moment:
         return alike and abs(here - there) <= SAME * max(here, there)
 
 
-class WasSlow(NamedTuple):
-    """A link was slow from iteration ``begin`` on, until it was not in ``end``. ``delay``: the
-    longest, seconds."""
+class SlowTime(NamedTuple):
+    """A link was slow from iteration ``begin`` on, until it was not in ``end``; None: it is.
+    ``delay``: the longest, seconds, which was that of ``column``."""
 
     link: int
     begin: int
-    end: int
+    end: int | None
     delay: float
+    column: int = 0
 
 
 @dataclass
@@ -146,18 +147,26 @@ class LaneLog:
                 found.append((late[0], replace(first, begin=begin, at=at)))
         return sorted(found, key=lambda each: -each[0].link.delay)
 
-    def was_slow(self) -> list[WasSlow]:
-        """When links that are well now were last slow, the newest end first."""
+    def slow_times(self) -> list[SlowTime]:
+        """When each link was slow, by link, oldest first."""
         found = []
         for number, lane in enumerate(self._lanes):
-            until = len(lane)
-            while until and lane[until - 1].link.health is not Health.SLOW:
-                until -= 1
-            late = [*takewhile(lambda each: each.link.health is Health.SLOW, lane[until - 1 :: -1])]
-            if until and lane[-1].link.health is Health.HEALTHY:
-                most = max(each.link.delay for each in late)
-                found.append(WasSlow(number, late[-1].begin, lane[until].begin, most))
-        return sorted(found, key=lambda each: -each.end)
+            ends = [*(moment.begin for moment in lane[1:]), None]
+            for health, moments in groupby(
+                zip(lane, ends, strict=True), key=lambda each: each[0].link.health
+            ):
+                if health is Health.SLOW:
+                    late = list(moments)
+                    most = max((each.link for each, _ in late), key=lambda link: link.delay)
+                    begin, end = late[0][0].begin, late[-1][1]
+                    found.append(SlowTime(number, begin, end, most.delay, most.replica))
+        return found
+
+    def was_slow(self) -> list[SlowTime]:
+        """When links that are well now were last slow, the newest end first."""
+        last = {each.link: each for each in self.slow_times()}
+        well = [last[i] for i in last if self._lanes[i][-1].link.health is Health.HEALTHY]
+        return sorted(well, key=lambda each: -(each.end or 0))
 
     def fallen(self) -> list[Moment]:
         return [lane[-1] for lane in self._lanes if lane and lane[-1].fallen]

@@ -90,7 +90,8 @@ def report_of(known: Watched) -> dict[str, Any]:
         attempts=[AttemptRecord(0, BEGAN, NOW, end)],
         recoveries=_recoveries(known),
     )
-    run.finish(end, list(known.samples), list(known.changes), _view(known))
+    slow = known.lanes.slow_times()
+    run.finish(end, list(known.samples), list(known.changes), _view(known), slow=slow)
     content: dict[str, Any] = json.loads(json.dumps(run.content([], [])))
     return content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from statistics import median
@@ -19,6 +20,7 @@ from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
+from pipemorph.watch.lanes import SlowTime
 from pipemorph.wire import AdaptationRecord, IterationSample
 
 SHOWN_SECONDS = 0.1
@@ -114,6 +116,8 @@ class RunRecord:
     adaptations: list[AdaptationRecord] = field(default_factory=list)
     last: View = field(default_factory=View)
     """The state of the run when it ended."""
+    slow: list[SlowTime] = field(default_factory=list)
+    """When links were slow, whether that changed the plan or not."""
     recoveries: list[Recovery] = field(default_factory=list)
     useful: Useful = field(default_factory=Useful)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
@@ -141,11 +145,12 @@ class RunRecord:
         adaptations: list[AdaptationRecord],
         last: View | None = None,
         *,
+        slow: Sequence[SlowTime] = (),
         useful: Useful | None = None,
     ) -> None:
         self.useful = useful or Useful()
         self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
-        self.last = last or View()
+        self.last, self.slow = last or View(), list(slow)
 
     @property
     def completed(self) -> bool:
@@ -195,7 +200,7 @@ class RunRecord:
             "ended_at": self.attempts[-1].ended_at if self.attempts else None,
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
-            "links": _links(self.last),
+            "links": _links(self.last, self.slow),
             "reductions": [each.record() for each in self.last.reductions],
             "rails": _rails(self.last),
             "stragglers": [each.record() for each in self.last.stragglers.slowest],
@@ -239,10 +244,11 @@ def write_report(folder: OutFolder, run: RunRecord) -> None:
     write_json(folder.report, content, indent=1)
 
 
-def _links(last: View) -> dict[str, Any]:
-    """Transports of the links at the end, and links that had lost their rails."""
+def _links(last: View, slow: Sequence[SlowTime]) -> dict[str, Any]:
+    """When links were slow, their transports at the end, and links that had lost their rails."""
     seen = last.transports
     return {
+        "slow": [each._asdict() for each in slow],
         "transports": list(seen.links),
         "fallbacks": seen.fallbacks,
         "failbacks": seen.failbacks,

@@ -63,6 +63,10 @@ def returned(version: int, **fields: Any) -> Content:
     return change(version) | rest | fields
 
 
+def slow_time(**fields: Any) -> Content:
+    return {"link": 2, "begin": 10, "end": None, "delay": 0.06, "column": 0} | fields
+
+
 def report(**fields: Any) -> Content:
     iterations = [
         {"index": i, "seconds": 0.4, "loss": 1.0, "plan_version": 0, "bubble_fraction": 0.1}
@@ -77,6 +81,7 @@ def report(**fields: Any) -> Content:
         "ended_at": 75.0,
         "iterations": iterations,
         "adaptations": [change(1), returned(2)],
+        "links": {"slow": [slow_time(end=110)]},
         "spec": {
             "parallelism": {"stages": 4, "replicas": 2},
             "schedule": {"microbatches": 12},
@@ -106,13 +111,20 @@ def test_a_run_with_a_slow_link() -> None:
 
 
 def test_a_run_without_a_fault() -> None:
-    assert [line[:9].strip() for line in told(report(adaptations=[]))] == [
-        "outcome", "seen", "done", "to do",
-    ]  # fmt: skip
+    lines = told(report(adaptations=[], links={"slow": []}))
+    assert [line[:9].strip() for line in lines] == ["outcome", "seen", "done", "to do"]
+    assert lines[1].endswith("no slow link, stage or port was found")
+
+
+def test_a_slow_link_is_told_whether_or_not_the_plan_was_changed() -> None:
+    lines = told(report(adaptations=[], links={"slow": [slow_time()]}))
+    assert "was late by up to 60 ms, from iteration 10 to the end" in lines[1]
+    assert "pipemorph fabric check" in "".join(lines)
+    assert "not in this report" in told(report(links={}))[1], "of an earlier version"
 
 
 def test_a_link_that_is_slow_at_the_end_is_what_to_look_at() -> None:
-    lines = told(report(adaptations=[change(1)]))
+    lines = told(report(adaptations=[change(1)], links={"slow": [slow_time()]}))
     assert "from iteration 10 to the end" in lines[1]
     assert "pipemorph fabric check" in lines[-1]
 
@@ -132,14 +144,17 @@ def test_layers_that_suit_a_slow_stage_are_told() -> None:
 
 
 def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
-    slow = [{"link": i, "health": "slow", "delay": 0.01 * (i + 1)} for i in range(3)]
+    slow = [slow_time(link=i, delay=0.01 * (i + 1)) for i in range(3)]
     content = report(
         end="failed",
         reason="rank 1 exited with 1: " + "x" * 1000,
         emulated=True,
-        adaptations=[change(i, links=slow) for i in range(1, 9)],
+        adaptations=[change(i) for i in range(1, 9)],
         rails={"sick": [{"device": "mlx5_0", "port": 1, "stage": 2, "what": "is DOWN"}]},
-        links={"fallen": [{"link": 0, "replica": 0, "agreed": "rdma", "transport": "tcp"}]},
+        links={
+            "slow": slow,
+            "fallen": [{"link": 0, "replica": 0, "agreed": "rdma", "transport": "tcp"}],
+        },
         stragglers=[{"stage": 1, "ratio": 1.5}],
         reductions=[{"stage": 0, "slow": True, "seconds": 0.1, "normal": 0.05}],
         recoveries=[{"cause": "rank 3 was killed by SIGKILL", "seconds": 2.0, "repeated": 0}],

@@ -23,6 +23,7 @@ from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import RunRecord, write_report
 from pipemorph.local.results.traces import read_splits
+from pipemorph.watch.lanes import SlowTime
 
 
 def test_the_summary_counts_iterations_of_earlier_runs() -> None:
@@ -52,9 +53,11 @@ def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> No
     folder = OutFolder.claim(tmp_path / "out", force=False)
     run = RunRecord(job(), 1.0)
     last = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
-    run.finish(Ending(End.COMPLETED), [], [], last)
+    run.finish(Ending(End.COMPLETED), [], [], last, slow=[SlowTime(1, 5, None, 0.06, 2)])
     write_report(folder, run)
     report = json.loads(folder.report.read_text())
+    slow = {"link": 1, "begin": 5, "end": None, "delay": 0.06, "column": 2}
+    assert report["links"]["slow"] == [slow]
     assert report["links"]["transports"] == ["gloo", "gloo", "tcp"]
     assert report["links"]["fallbacks"] == 1
     assert report["links"]["fallen"][0]["trouble"] == "mlx5_0 port 1: port error"

@@ -293,7 +293,7 @@ def test_lanes_tell_what_each_link_was_like() -> None:
 
 def test_a_lane_of_ranks_that_repeat_iterations() -> None:
     log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
     for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, well), (9, slow)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
@@ -303,7 +303,7 @@ def test_a_lane_of_ranks_that_repeat_iterations() -> None:
 
 def test_a_lane_of_ranks_that_repeat_iterations_in_the_same_state() -> None:
     log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
     for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, slow)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
@@ -379,15 +379,16 @@ def test_the_story_says_which_link_was_slow_when_none_is_any_more() -> None:
         f" {WELL_AT + 1}."
     )
     log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06)
+    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
     assert log.was_slow() == []
     for iteration, link in ((0, well), (3, slow), (5, replace(slow, delay=0.09)), (9, well)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
-    assert log.was_slow() == [(0, 3, 9, 0.09)]
+    assert log.was_slow() == [(0, 3, 9, 0.09, 2)]
     log.take(12, 1.0, [LinkHealth(0, Health.UNKNOWN)], [Route.DIRECT], {})
     assert log.was_slow() == [], "it may be again"
     log.take(14, 1.0, [slow], [Route.DIRECT], {})
     assert log.was_slow() == []
+    assert log.slow_times() == [(0, 3, 9, 0.09, 2), (0, 14, None, 0.06, 2)]
 
 
 def test_the_story_says_why_nothing_is_done() -> None:
