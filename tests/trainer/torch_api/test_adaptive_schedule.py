@@ -332,3 +332,26 @@ def test_a_split_that_loses_a_gradient_is_refused(zero_grad: bool, whole_first: 
         stage.zero_grad()
     with pytest.raises(SplitError, match="gives no gradient to 'lost', which a whole backward"):
         step()
+
+
+class MakesAnew(LosesOne):
+    """A new gradient takes the place of the last one in memory, too."""
+
+    def backward(self, microbatch: int, grads: Any, loss: Any, *, whole: bool) -> Any:
+        for parameter in (self.kept, self.lost):
+            parameter.grad = None
+            parameter.grad = torch.ones(1)
+        return ()
+
+
+def test_a_gradient_is_new_wherever_it_lies() -> None:
+    stage: Any = MakesAnew()
+    runner = TorchStageRunner(
+        stage, stage, splits=True, loss_of=None, loss_kept=lambda microbatch: None
+    )
+    for _ in range(2):
+        runner.begin_iteration(fused=frozenset())
+        runner.forward(0, ())
+        runner.backward_input(0)
+        runner.backward_weight(0)
+        runner.end_iteration(1)

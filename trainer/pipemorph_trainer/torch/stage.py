@@ -46,7 +46,7 @@ class TorchStageRunner:
         self._fused: frozenset[str] | None = None
         """Parameters to which the first iteration gave a gradient."""
         self._checked = False
-        self._before: dict[str, tuple[int, int] | None] = {}
+        self._before: dict[str, tuple[Tensor, int] | None] = {}
         self._parted = False
         """Whether this iteration has run a backward in two parts."""
         self.keeps_output = False
@@ -162,16 +162,17 @@ class TorchStageRunner:
     def recompute(self, microbatch: int) -> None:
         raise SplitError("the activations of torch's stage cannot be computed again")
 
-    def _marks(self) -> dict[str, tuple[int, int] | None]:
-        """Identity and number of writes of each gradient; None for a parameter without one."""
+    def _marks(self) -> dict[str, tuple[Tensor, int] | None]:
+        """Each gradient and the number of writes to it; None for a parameter without one. It is
+        kept, since a new one could otherwise be where it was, and be taken for it."""
         return {
-            name: None if p.grad is None else (id(p.grad), version(p.grad))
+            name: None if p.grad is None else (p.grad, version(p.grad))
             for name, p in self._module.named_parameters()
         }
 
     def _check(self) -> None:
-        after = self._marks()
-        got = frozenset(n for n, mark in after.items() if mark not in (None, self._before.get(n)))
+        before, self._before = self._before, {}
+        got = frozenset(n for n, mark in self._marks().items() if _is_new(mark, before.get(n)))
         if self._fused is None:
             self._fused = got
         elif self._parted:
@@ -182,3 +183,10 @@ class TorchStageRunner:
                     f"the split backward gives no gradient to {lost[0]!r}{more}, which a whole"
                     " backward gives one; leave out the stage's dw_builder, or give split='fused'"
                 )
+
+
+def _is_new(mark: tuple[Tensor, int] | None, before: tuple[Tensor, int] | None) -> bool:
+    """Whether there is a gradient that was not there before, or that has been written to."""
+    if mark is None or before is None:
+        return mark is not None
+    return mark[0] is not before[0] or mark[1] != before[1]
