@@ -178,8 +178,9 @@ class Adaptation(SpecModel):
         description="Whether ranks may change places when a wire of a gradient reduction is slow, "
         "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
         "iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
-        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank, which no "
-        "tensor, context or FSDP ranks share: what a slow wire costs those is not known.",
+        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank. Ranks "
+        "whose stage tensor, context or FSDP ranks share keep their places, since what a slow wire "
+        "costs those is not known; their layers may move.",
     )
 
     @model_validator(mode="after")
@@ -698,7 +699,10 @@ class JobSpec(SpecModel):
                 self.parallelism.mesh.data == 1 and self.parallelism.layers is None,
                 "no gradients are reduced, and parallelism.layers is not given",
             ),
-            (self.parallelism.mesh.lockstep > 1, "several ranks share a stage of a replica"),
+            (
+                self.parallelism.mesh.lockstep > 1 and self.parallelism.layers is None,
+                "several ranks share a stage of a replica, and parallelism.layers is not given",
+            ),
         ):
             if lacks:
                 raise FieldError("adaptation.relayout", f"is true, but {why}; leave it out")

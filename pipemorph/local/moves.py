@@ -190,7 +190,9 @@ class Moves:
         self._beside.see(self.layout, network.stages)
         well = [link.wire_time for link in network.links if link.health is Health.HEALTHY]
         self._usual = median(well) if well else self._usual
-        places = self._other_places(network, cost) if self.layout.rings else None
+        # What a late wire costs ranks that share a stage, which talk within each op, nobody measures.
+        alone = self.layout.mesh.lockstep == 1
+        places = self._other_places(network, cost) if self.layout.rings and alone else None
         return places or self._other_layers(network, cost)
 
     def _other_places(self, network: Network, cost: float) -> Move | None:

@@ -100,8 +100,11 @@ def test_ranks_that_share_a_stage_do_not_change_places() -> None:
     document = changed("spec/adaptation/relayout", True)
     document["spec"]["failurePolicy"] = {"maxRestarts": 1}
     parse_job(json.dumps(document))
-    document["spec"]["parallelism"]["tensor"] = 2
+    document["spec"]["parallelism"] = {"stages": 4, "replicas": 2, "tensor": 2}
     assert "relayout: is true, but several ranks share a stage of a replica" in refusal(document)
+    # Their layers may move.
+    document["spec"]["parallelism"]["layers"] = 8
+    parse_job(json.dumps(document))
 
 
 def test_what_ranks_with_several_stages_have() -> None:

@@ -323,6 +323,26 @@ def test_layers_move_there_and_back(tmp_path: Path, undisturbed: dict[int, float
     assert losses(report) == undisturbed
 
 
+MESHES = [{"shard": 2}, soak({"tensor": 2}), soak({"replicas": 2, "shard": 2})]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_layers_of_ranks_that_share_a_stage(tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Each takes its part of a layer from the rank of the other stage that had the same part."""
+    job = {
+        "parallelism": {"stages": 2, "layers": 4, **mesh},
+        "trainer": {
+            "module": "pipemorph_trainer.examples.gpt",
+            "iterations": 40,
+            "args": {"width": 16, "heads": 2, "sequence": 8, "microbatch_size": 1, "clip": 1e9},
+        },
+    }
+    report = run(tmp_path / "moved", "", moves=[[3, 1]], **job)
+    assert [move["outcome"] for move in report["relayouts"]] == ["moved"], report["said"]
+    undisturbed = run(tmp_path / "undisturbed", "", moves=(), **job)
+    assert losses(report) == losses(undisturbed)
+
+
 def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
     """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
     is: ``benchmarks/relayout.py`` measures it."""

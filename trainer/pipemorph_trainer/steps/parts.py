@@ -218,7 +218,7 @@ class Parts:
         self._moves = asked and context.places is not None
         self._resizes = job is not None and job.spec.parallelism.min_replicas is not None
         ring = None
-        if self._moves:
+        if self._moves and self.coordinate.mesh.lockstep == 1:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
