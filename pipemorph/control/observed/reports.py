@@ -190,10 +190,9 @@ class Observed:
             memory=self._memory, settings=self._settings if stale else None, slow=slow
         )
 
-    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float]) -> None:
+    def change_layout(self, slow: Sequence[SlowDirection]) -> None:
         """Forget what is known of links and reductions: their ranks are elsewhere now, or hold
-        other layers. ``slow``: of the links, for the agent that starts. ``factors``: of each
-        stage's work, empty if it is the same."""
+        other layers. ``slow``: of the links, for the agent that starts."""
         spec = self._spec
         self.links = LinkTable(
             spec.parallelism.mesh, stale_after=spec.adaptation.stale_after_seconds
@@ -202,8 +201,6 @@ class Observed:
         self.transports = TransportsView(links=("",) * (spec.parallelism.stages - 1))
         self._reductions = {}
         self.stages.reduce({})
-        if factors:
-            self.stages.scale(factors)
 
     @property
     def newest_plan_version(self) -> int:
