@@ -177,9 +177,10 @@ class Adaptation(SpecModel):
         default=False,
         description="Whether ranks may change places when a wire of a gradient reduction is slow, "
         "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
-        "iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
-        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank, which no "
-        "tensor, context or FSDP ranks share: what a slow wire costs those is not known.",
+        "iterations left pay for it. In pods only layers move, so there parallelism.layers is "
+        "required; places change under `pipemorph run`, which numbers pods by ranksPerPod. Needs "
+        "failurePolicy.maxRestarts, snapshots and one stage per rank, which no tensor, context or "
+        "FSDP ranks share: what a slow wire costs those is not known.",
     )
 
     @model_validator(mode="after")

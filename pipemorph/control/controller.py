@@ -266,11 +266,13 @@ class JobController:
         made._events = self._events
         return made
 
-    def change_layout(self, slow: Sequence[SlowDirection], layers: tuple[int, ...] = ()) -> None:
+    def change_layout(
+        self, slow: Sequence[SlowDirection] | None, layers: tuple[int, ...] = ()
+    ) -> None:
         """The ranks run at other places from now on, or hold other layers. The plan in force goes
         on; links and reductions have to be measured again, and stages are expected to take what
-        their layers take. ``slow``: of the links, as far as known. ``layers``: by stage, empty:
-        split evenly."""
+        their layers take. ``slow``: of the links, as far as known; None: ranks are where they were,
+        and so are the links. ``layers``: by stage, empty: split evenly."""
         self._observed.change_layout(slow)
         self._scale_stages(layers)
         self._assessment.change_layout()

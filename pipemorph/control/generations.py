@@ -100,6 +100,12 @@ class Generations:
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering = Recovering()
+        took = (each.seconds for each in self.saved.last if each.seconds is not None)
+        self.longest_start = max(took, default=None)
+        """Seconds from a start of the ranks to the first iteration that they finished, as far as it
+        is known here."""
+        self._starts_at: float | None = None
+        """When the last pod came for the first start, until an iteration is finished."""
         self._looked_at = -inf
         self._ran = done > 0
         """Whether an iteration of this attempt is known to be finished."""
@@ -139,6 +145,7 @@ class Generations:
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self.presence.begin_attempt()
+        self._starts_at = None
         self._looked_at, self._ran = -inf, False
         self.attempt, self._verdict = attempt, None
         self._recovering.follow(None)
@@ -420,6 +427,8 @@ class Generations:
         if not self.presence.runs(pod):
             self._count_spares(now)
             return
+        if self.saved.generation == 0 and not self._ran:
+            self._starts_at = now
         if lost is not None:
             self._since = min(self._since, lost.at)
             self._lose(pod, lost)
@@ -653,6 +662,9 @@ class Generations:
             self._look_for_recovery(now)
             return True
         self._ran = self._ran or bool(report.iterations)
+        if report.iterations and self._starts_at is not None:
+            self._took(now - self._starts_at)
+            self._starts_at = None
         for sample in report.iterations:
             self._done = max(self._done, sample.index + 1)
             self._finish(sample.index + 1)
@@ -665,6 +677,10 @@ class Generations:
         self._recovering.reported(report.iterations, now)
         return self._look_for_recovery(now) or settled
 
+    def _took(self, seconds: float) -> None:
+        """Take how long a start of the ranks took."""
+        self.longest_start = max(self.longest_start or 0.0, seconds)
+
     def _finish(self, iterations: int) -> None:
         """Take that a rank has finished so many."""
         self._finished = max(self._finished, iterations)
@@ -675,6 +691,8 @@ class Generations:
         done = self._recovering.done(now)
         if done is None:
             return False
+        if done.seconds is not None:
+            self._took(done.seconds)
         last = [*self.saved.last[:-1], done]
         self.saved = self.saved.model_copy(update={"last": last})
         return True

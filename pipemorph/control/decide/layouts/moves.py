@@ -384,6 +384,10 @@ class Moves:
         self.layout = self._settled
         return self.layout != before
 
+    def edit(self, spec: JobSpec) -> None:
+        """``adaptation`` of the job is another one."""
+        self.spec, self._wires.adaptation = spec, spec.adaptation
+
     def refuse(self, layers: tuple[int, ...]) -> None:
         """Ranks have failed with this split: it is not tried again."""
         self._refused.add(layers)
