@@ -179,7 +179,7 @@ def test_a_split_with_which_ranks_failed_is_not_tried_again(run: Run) -> None:
     assert (run.moves.layout, move.outcome) == (FIRST, "went back")
     run.now += 1000.0
     # What layers take has changed, so that it is decided again.
-    again = run.looks(1, 1.7, 1, 1, times=5)
+    again = run.looks(1, 1.66, 1, 1, times=5)
     assert again is None or again.proposal.layout.layers != move.proposal.layout.layers
 
 

@@ -204,6 +204,11 @@ def test_an_ingest_that_takes_over_on_trial_goes_back() -> None:
         told = await other.gone(1, loss=LOSS, finished=other.done)
         assert (told["generation"], told["layers"], told["layers_before"]) == (2, [], None)
         assert other.controller.layers == ()
+        await other.looks(1, 1.5, 1, 1, times=6)
+        moving = other.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None
+        # Nothing is proposed that generations would refuse.
+        assert other.asked != MOVED and "lack a pod" not in moving.moves.told
 
     asyncio.run(work())
 
