@@ -42,7 +42,9 @@ MOVED = (5, 2, 5)
 
 def network(speeds: tuple[float, ...], held: tuple[int, ...], left: int) -> Network:
     """Devices on which a layer takes so many times as long as usual."""
-    ops = [OP / 1e3 * speed * count * STAGES / TOTAL for speed, count in zip(speeds, held, strict=True)]
+    ops = [
+        OP / 1e3 * speed * count * STAGES / TOTAL for speed, count in zip(speeds, held, strict=True)
+    ]
     stages = tuple(StageTimes(forward=t, backward_input=t, backward_weight=t) for t in ops)
     return Network(stages, (), (), True, left, Beside(TOTAL, (0.03,) * STAGES))
 
