@@ -4,7 +4,8 @@
 Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
 iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
-``FOLDER/replacements.jsonl``.
+``FOLDER/replacements.jsonl``. Whether layers should move it decides while there is
+``FOLDER/decides``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from pipemorph.ingest import (
     Identity,
     IngestServer,
     MemoryStore,
+    PlannerPool,
 )
 from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.ingest.moving import JobMoves, LayerMoves
 
 
 class PodTokens:
@@ -43,6 +47,22 @@ class PodTokens:
         of_job, _, uid = token.rpartition("/")
         await self._of_job.authenticate(of_job, namespace, job, source)
         return Identity(f"pod {uid}", uid)
+
+
+@dataclass
+class Decided:
+    """The job as it is decided on its layers."""
+
+    controllers: list[JobController]
+    generations: Generations
+    moves: JobMoves
+
+    @property
+    def controller(self) -> JobController:
+        return self.controllers[0]
+
+    def moving(self, namespace: str, job: str) -> Decided:
+        return self
 
 
 class Kept:
@@ -115,8 +135,16 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path, comes: f
             store.add(*key, controllers[0])
         kept.write()
 
-    desk = GenerationDesk(kept, on_change=changed)
-    async with IngestServer(store, PodTokens(token), port=port, desk=desk):
+    desk, planner = GenerationDesk(kept, on_change=changed), PlannerPool(1)
+    moves = JobMoves(job.spec, kept.of_job, job.metadata.name, time.monotonic)
+    layers = LayerMoves(Decided(controllers, kept.of_job, moves), desk, planner.search)
+
+    def taken(namespace: str, name: str) -> None:
+        if (folder / "decides").exists():
+            layers.reported(namespace, name)
+
+    async with IngestServer(store, PodTokens(token), port=port, desk=desk) as server:
+        server.handler.on_taken = taken
         print("serving", flush=True)
         while True:
             # As a watch brings it.
