@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -262,6 +263,19 @@ def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_
             time.sleep(0.01)
         said = json.loads(host.asked[-1][1])
         assert (said["layers"], said["layers_before"]) == ([4, 2], [])
+        # Without room for a file the ranks go on, and so does the launcher.
+        host.state = asks.model_dump()
+        site.pod, site.asked = replace(pod, kept_dir=tmp_path / "gone"), False
+        told.watch(1)
+        end, said = time.monotonic() + 30, {}
+        while "they cannot be told" not in said.get("why", ""):
+            assert time.monotonic() < end, host.asked
+            site._look(told, life)
+            time.sleep(0.01)
+            said = json.loads(host.asked[-1][1])
+        assert (said["event"], said["generation"]) == ("stays", 1)
+        host.state = asks.model_copy(update={"generation": 3, "leave": False}).model_dump()
+        site.pod = pod
         # One in which ranks have failed has not left.
         assert isinstance(site.agree(life, Ending(End.FAILED, "rank 1 failed")), Life)
         assert "left_for" not in json.loads(host.asked[-1][1])

@@ -238,8 +238,9 @@ class PodSite:
             patience,
             self.is_over,
             finished=self.hangs.finished,
-            reached=self.hangs.reached,
-            left=ending.end is End.MOVED,
+            # An ingest of an earlier release would refuse to hear of it.
+            reached=self.hangs.reached if self.pod.layers_move else 0,
+            left=ending.end is End.MOVED and self.pod.layers_move,
         )
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
@@ -289,12 +290,19 @@ class PodSite:
         why = kept.stay(life.generation)
         if why:
             kept.forget_stay(life.generation)
-            note(f"the ranks do not leave, as they were to: {why}")
-            meeting.stays(life.generation, why)
+            self._stays(meeting, life, why)
         leaves = meeting.leaves(life.generation)
         if leaves is not None and not self.asked:
-            kept.ask_to_leave(life.generation, leaves)
+            try:
+                kept.ask_to_leave(life.generation, leaves)
+            except OSError as error:
+                self._stays(meeting, life, f"they cannot be told: {kept.root}: {error.strerror}")
+                return
         self.asked = leaves is not None
+
+    def _stays(self, meeting: Meeting, life: Life, why: str) -> None:
+        note(f"the ranks do not leave, as they were to: {why}")
+        meeting.stays(life.generation, why)
 
     def _look_for_word(self) -> None:
         """Pass on what the ranks have begun with, once rank 0 has left word of it."""
