@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
-from pipemorph.control.decide.layouts.moves import Move, Moves
+from pipemorph.control.decide.layouts.moves import AFTER, BEFORE, SETTLES, Move, Moves, brought
 from pipemorph.exits import PARTS_STAY
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.wire import IterationSample
-
-BEFORE, SETTLES, AFTER = 3, 8, 32
-"""Iterations before a change whose median is compared; after it, those in which plans settle, and
-those that are compared."""
 
 
 def ask(moves: Moves, move: Move, kept: KeptFolder, generation: int) -> None:
@@ -80,8 +75,8 @@ def record(
         "layers_before": None if layers is None else list(move.before.spread(layers)),
         "predicted_seconds_before": asked.before,
         "predicted_seconds_after": asked.after,
-        "promised": 1 - asked.after / asked.before,
-        "measured": 1 - median(now) / median(was) if was and now else None,
+        "promised": asked.promised,
+        "measured": brought(was, now),
         "expected_cost_seconds": asked.cost,
         "seconds": move.seconds,
     }

@@ -19,7 +19,15 @@ from typing import Protocol
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.decide.layouts.moves import PLACES_SECONDS, Moves, Question
+from pipemorph.control.decide.layouts.moves import (
+    BEFORE,
+    PLACES_SECONDS,
+    SETTLES,
+    Move,
+    Moves,
+    Question,
+    brought,
+)
 from pipemorph.control.generations import Generations
 from pipemorph.control.pods.splits import split_of
 from pipemorph.errors import InputError, one_line
@@ -28,6 +36,9 @@ from pipemorph.ingest import GenerationDesk, PlannerLost, Search, search_here
 log = logging.getLogger("pipemorph.ingest")
 
 Key = tuple[str, str]
+
+COMPARED = 16
+"""Iterations with other layers after which it is told what they brought."""
 
 START_SECONDS = 60.0
 """What a change is expected to take where no start of the ranks was seen, as by an ingest that has
@@ -49,6 +60,10 @@ class JobMoves:
         )
         self._seen = generations.attempt, generations.saved.generation
         self._looked_at = -math.inf
+        self._before: list[float] = []
+        """Seconds of the last iterations before the newest move."""
+        self._compared: Move | None = None
+        """The move of which it is known what it has brought."""
         self.asking = False
         """Whether a split is searched for, or launchers are about to be told of one."""
 
@@ -70,6 +85,7 @@ class JobMoves:
             asked = moves.asked.proposal.layout.layers if moves.asked is not None else None
             if moves.leaving and not again and layers == asked:
                 moves.left(now[1])
+                self._before = [each.seconds for each in controller.finished[-BEFORE:]]
             else:
                 moves.failed(attempt=again)
         for each in generations.splits.refused:
@@ -82,12 +98,29 @@ class JobMoves:
             self._arrive(generations)
         if layers != controller.layers:
             controller.change_layout(None, layers)
+        for move in moves.made[-1:]:
+            if move.iteration is not None and move is not self._compared:
+                self._compare(move, controller)
 
     def _arrive(self, generations: Generations) -> None:
         """Take when the ranks with the new layers have finished an iteration."""
         for last in generations.saved.last[-1:]:
             if last.seconds is not None and last.went_on_with is not None:
                 self.moves.arrived(last.went_on_with, last.seconds)
+
+    def _compare(self, move: Move, controller: JobController) -> None:
+        """Tell what the move has brought, once enough iterations are finished."""
+        assert move.iteration is not None
+        first = move.iteration + SETTLES
+        now = [each.seconds for each in controller.finished if each.index >= first]
+        if len(now) < COMPARED:
+            return
+        self._compared = move
+        if (measured := brought(self._before, now)) is not None:
+            self._note(
+                f"{move.where} an iteration takes {measured:.0%} less time than before,"
+                f" {move.proposal.promised:.0%} promised"
+            )
 
     def question(self, controller: JobController, generations: Generations) -> Question | None:
         """Whether to look for another split now. At most one look a second."""

@@ -56,15 +56,15 @@ class Ingest:
         assert generations is not None
         generations.longest_start = START
 
-    async def looks(self, *factors: float, times: int = 1) -> None:
-        """Reports of so many seconds, of two iterations each, in which stages take so many times as
-        long as layers do."""
+    async def looks(self, *factors: float, times: int = 1, seconds: float = 1.0) -> None:
+        """So many reports, a second apart, of two iterations each, which take ``seconds``; a
+        microbatch takes so many times as long as usual on each stage."""
         for _ in range(times):
             self.now += 1.0
             op = [0.01 * factor for factor in factors]
             names = ("forward", "backward_input", "backward_weight")
             stages = [dict.fromkeys(names, took) | OPS | {"stage": i} for i, took in enumerate(op)]
-            hear(self.store, self.done, self.done + 1, stages=stages)
+            hear(self.store, self.done, self.done + 1, stages=stages, seconds=seconds)
             self.done += 2
             self.layers.reported(*KEY)
             await asyncio.gather(*self.layers.under_way)
@@ -143,6 +143,10 @@ def test_a_stage_that_stays_slow_gets_fewer_layers_and_status_says_so() -> None:
         told_last = stages_even(api)[1]
         assert "by stage they hold 5, 3, 4, 4 layers; with other layers from iteration" in told_last
         assert status(api).recoveries.layers_before is None  # type: ignore[union-attr]
+        await ingest.looks(1.25, 1.125, 1, 1, seconds=0.75, times=12)
+        await ingest.store.persist_generations(*KEY)
+        brought = "with other layers an iteration takes 25% less time than before, "
+        assert brought in stages_even(api)[1] and "% promised" in stages_even(api)[1]
 
     asyncio.run(work())
 

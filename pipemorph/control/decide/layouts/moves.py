@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import get_args
@@ -40,6 +40,10 @@ from pipemorph.wire.states import Direction
 PLACES_SECONDS = 1.0
 """Time from one look at the network, for another layout of the ranks, to the next."""
 
+BEFORE, SETTLES, AFTER = 3, 8, 32
+"""Iterations before a change whose median is compared; after it, those in which plans settle, and
+the most that are compared."""
+
 REST = 10.0
 """After a change ranks stay for so many times the seconds that it took, whatever is measured. After
 one that failed, for so many times those that it was expected to take."""
@@ -54,6 +58,12 @@ all stages do not arrive at once."""
 
 PAUSE = 10.0
 """Seconds after which a look does not go on from the one before."""
+
+
+def brought(was: Sequence[float], now: Sequence[float]) -> float | None:
+    """The part of an iteration that a change has saved, by the seconds of some before it and after
+    it; None if there are none."""
+    return 1 - median(now) / median(was) if was and now else None
 
 
 class Uneven:

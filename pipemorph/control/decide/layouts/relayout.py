@@ -135,6 +135,11 @@ class Proposal:
         return (self.before - self.after) * self.left
 
     @property
+    def promised(self) -> float:
+        """The part of an iteration that is saved."""
+        return 1 - self.after / self.before
+
+    @property
     def pays(self) -> bool:
         enough = self.before - self.after > max(self.least_gain, SAME) * self.before
         return enough and self.saved > self.cost
