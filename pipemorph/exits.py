@@ -25,6 +25,11 @@ EXIT_MOVES = 76
 """A rank's exit code after all have left at one iteration, each with a copy of its state, to go on
 at other places or with other parts."""
 
+TRIAL_ITERATIONS = 2
+"""Iterations that ranks have to finish with new parts of the model before these count, and rank 0
+says so. When the second is over, every rank has taken the optimizer's step after the first. Until
+a rank begins the one after the next, all have the parts before as well."""
+
 PARTS_STAY = "the parts of the model cannot change: "
 """What :func:`stay_file` begins with if ranks do not leave for other parts, and never would."""
 

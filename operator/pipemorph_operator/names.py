@@ -141,6 +141,7 @@ R_TTL = "TTLExpired"
 R_POD_REPLACED = "PodReplaced"
 R_RANKS_RESTARTED = "RanksRestarted"
 R_RECOVERED = "Recovered"
+R_LAYERS_MOVED = "LayersMoved"
 
 R_LINKS_OK = "AllLinksHealthy"
 R_LINKS_SLOW = "SlowLinks"

@@ -177,10 +177,11 @@ class Adaptation(SpecModel):
         default=False,
         description="Whether ranks may change places when a wire of a gradient reduction is slow, "
         "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
-        "iterations left pay for it. Only under `pipemorph run`, which numbers pods by "
-        "ranksPerPod; needs failurePolicy.maxRestarts, snapshots and one stage per rank. Ranks "
-        "whose stage tensor, context or FSDP ranks share keep their places, since what a slow wire "
-        "costs those is not known; their layers may move.",
+        "iterations left pay for it. In pods only layers move, so there parallelism.layers is "
+        "required; places change under `pipemorph run`, which numbers pods by ranksPerPod. Needs "
+        "failurePolicy.maxRestarts, snapshots and one stage per rank. Ranks that share a stage "
+        "with tensor, context or FSDP ranks keep their places, since what a slow wire costs those "
+        "is not known; their layers may move.",
     )
 
     @model_validator(mode="after")

@@ -488,6 +488,9 @@ class RecoveryRecord(StatusModel):
         ge=1,
         description="Replicas that train from then on; only with parallelism.minReplicas.",
     )
+    layers: list[int] = _at_most(
+        MAX_STAGES, "Layers of each stage from then on; empty if they are those of before."
+    )
 
 
 class PodReplacement(StatusModel):
@@ -542,6 +545,16 @@ class Recoveries(StatusModel):
         ge=0,
         description="Spares that stand by, ready to take the place of a pod; only with "
         "parallelism.spares.",
+    )
+    layers: list[int] = _at_most(
+        MAX_STAGES,
+        "Layers of each stage in this generation; empty: evenly many (adaptation.relayout).",
+    )
+    layers_before: list[int] | None = Field(
+        default=None,
+        max_length=MAX_STAGES,
+        description="While these layers are on trial, those that a failure goes back to, as layers."
+        " Absent: they count.",
     )
     completed: bool = Field(
         default=False,

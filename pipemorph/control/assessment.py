@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Situation
-from pipemorph.control.decide.relayout import Network
+from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.route_cost import RouteCosts
 from pipemorph.control.decide.triggers import Judgement, Progress

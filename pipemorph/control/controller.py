@@ -25,7 +25,8 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.assessment import Assessment
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Outlook
-from pipemorph.control.decide.relayout import Network
+from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.decider import Decider
 from pipemorph.control.first_plan import initial_plan, planning_rules
@@ -83,10 +84,14 @@ class JobController:
         self._ledger = Ledger()
         self._events = Events()
         self._first = initial_plan(spec)
+        self._beside = Beside(spec.parallelism.layers)
         self._start(footprints=())
 
     def _start(self, footprints: Sequence[Footprint]) -> None:
-        """Reset the state of an attempt: ranks start with the plan of the spec."""
+        """Reset the state of an attempt: ranks start with the plan of the spec, and with layers
+        that are split evenly."""
+        self.layers: tuple[int, ...] = ()
+        """How many layers each stage holds; empty: they are split evenly."""
         self._observed = Observed(self.spec, footprints=footprints, events=self._events)
         self._plans = Plans(self._first)
         self._assessment = Assessment(self.spec, self._observed, self._ledger, self._plans)
@@ -185,8 +190,13 @@ class JobController:
 
     def network(self, now: float) -> Network | None:
         """What another layout would be judged by; None before op times are known, or while ranks do
-        not train."""
-        return self._assessment.network(now)
+        not train. From the first one on it is known what stages do beside their layers."""
+        found = self._assessment.network(now)
+        if found is None or self.spec.parallelism.layers is None:
+            return found
+        if not self.layers:
+            self._beside = self._beside.seen(found.stages, self.spec.schedule.policy_kind)
+        return replace(found, beside=self._beside)
 
     @property
     def peak_memory(self) -> tuple[int | None, ...]:
@@ -234,6 +244,7 @@ class JobController:
         if attempt <= self.attempt:
             raise ValueError(f"attempt {attempt} is not after attempt {self.attempt}")
         self.attempt = attempt
+        self._scale_stages(())
         self._ledger.new_attempt()
         self._start(self._observed.stages.footprints)
 
@@ -255,13 +266,26 @@ class JobController:
         made._events = self._events
         return made
 
-    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float] = ()) -> None:
+    def change_layout(
+        self, slow: Sequence[SlowDirection] | None, layers: tuple[int, ...] = ()
+    ) -> None:
         """The ranks run at other places from now on, or hold other layers. The plan in force goes
-        on; links and reductions have to be measured again. ``slow``: of the links, as far as known.
-        ``factors``: by stage, how many times the work of before it has; empty: the same."""
-        self._observed.change_layout(slow, factors)
+        on; links and reductions have to be measured again, and stages are expected to take what
+        their layers take. ``slow``: of the links, as far as known; None: ranks are where they were,
+        and so are the links. ``layers``: by stage, empty: split evenly."""
+        self._observed.change_layout(slow)
+        self._scale_stages(layers)
         self._assessment.change_layout()
         self._decider.pending = None
+
+    def _scale_stages(self, layers: tuple[int, ...]) -> None:
+        """Expect of each stage what so many layers take."""
+        before, self.layers = self.layers, layers
+        total, stages = self.spec.parallelism.layers, self.spec.parallelism.stages
+        if total is None or before == layers:
+            return
+        even = (total // stages,) * stages
+        self._observed.stages.scale(self._beside.factors(before or even, layers or even))
 
     def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         """Process a report, and request a decision if there is a cause. ``now``: wall clock,
@@ -385,6 +409,8 @@ class JobController:
             baseline=baseline,
             doubts=self._assessment.truth.doubts(),
             footprints=[each.saved() for each in observed.stages.footprints],
+            layers=self.layers,
+            beside=self._beside.least,
         ).model_dump(mode="json")
 
     @classmethod
@@ -411,6 +437,11 @@ class JobController:
             plans.directive = saved.directive
         plans.wanted, plans.baseline = saved.plans(plans.first)
         plans.running = plans.wanted
+        if len(saved.beside) == stages:
+            self._beside = replace(self._beside, least=saved.beside)
+        if len(saved.layers) == stages:
+            # What the spec says of op times is of stages with equally many layers.
+            self._scale_stages(saved.layers)
         if len(saved.footprints) == stages:
             observed.stages.restore_footprints(saved.footprints)
         first = judgement.situation

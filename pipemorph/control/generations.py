@@ -14,6 +14,10 @@ ranks are asked to leave between two iterations, and a generation with that repl
 With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
 loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.pods.places`). So is a
 pod that comes late: at the first start of the ranks, a spare takes its place after a while.
+
+Layers move between stages when whoever decides on that asks for it (:meth:`Generations.ask`): the
+ranks leave between two iterations, and the next generation has the new layers, on trial
+(:mod:`.pods.splits`).
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.control.pods.places import Filled
 from pipemorph.control.pods.presence import COMES_SECONDS, SELDOM_SECONDS, Lost, Presence
+from pipemorph.control.pods.splits import Split, Splits, named, split_of
 from pipemorph.control.record.recovering import Recovering
+from pipemorph.exits import PARTS_STAY, TRIAL_ITERATIONS
 from pipemorph.wire import GenerationState, LinkHealthReport, Loss, PodReport
 from pipemorph.wire.generations import LONGEST_LINE
 
@@ -85,6 +91,7 @@ class Generations:
         self.presence = Presence(
             pods, self._cut, stood_by=self.saved.spares_ready or 0, comes=comes
         )
+        self.splits = Splits(cut)
         self._finished = max(done, self.saved.finished)
         """Iterations that a rank is known to have finished."""
         told = [each.iterations_done for each in self.saved.last[-1:]]
@@ -93,6 +100,12 @@ class Generations:
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering = Recovering()
+        took = (each.seconds for each in self.saved.last if each.seconds is not None)
+        self.longest_start = max(took, default=None)
+        """Seconds from a start of the ranks to the first iteration that they finished, as far as it
+        is known here."""
+        self._starts_at: float | None = None
+        """When the last pod came for the first start, until an iteration is finished."""
         self._looked_at = -inf
         self._ran = done > 0
         """Whether an iteration of this attempt is known to be finished."""
@@ -125,16 +138,19 @@ class Generations:
         self._hang = False
         self._losses: dict[int, Loss] = {}
         self._completed: set[int] = set()
+        self._finished_before = self._finished
+        self.splits.begin_generation()
         self._recovering.begin()
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self.presence.begin_attempt()
+        self._starts_at = None
         self._looked_at, self._ran = -inf, False
         self.attempt, self._verdict = attempt, None
         self._recovering.follow(None)
         update: dict[str, Any] = {"attempt": attempt, "generation": 0, "completed": False}
-        update |= {"left_out": [], "places": []}
+        update |= {"left_out": [], "places": [], "layers": [], "layers_before": None}
         self.saved = self.saved.model_copy(update=update)
         self._new_generation()
 
@@ -149,6 +165,17 @@ class Generations:
         return self.saved.moved
 
     @property
+    def layers(self) -> Split:
+        """By stage, how many layers it holds in this generation; empty: evenly many."""
+        return tuple(self.saved.layers)
+
+    @property
+    def layers_before(self) -> Split | None:
+        """While these are on trial, those that a failure goes back to; None: they count."""
+        before = self.saved.layers_before
+        return None if before is None else tuple(before)
+
+    @property
     def spares_ready(self) -> int:
         """Spares that stand by."""
         return self.presence.spares_ready
@@ -158,7 +185,7 @@ class Generations:
         """What belongs into status; None where ranks have always been well, and there are no
         spares."""
         if not self.presence.spares:
-            return self.saved if self.saved.count else None
+            return self.saved if self.saved.count or self.saved.last else None
         return self.saved.model_copy(update={"spares_ready": self.spares_ready})
 
     @property
@@ -168,7 +195,8 @@ class Generations:
 
     @property
     def stays(self) -> str:
-        """Why the ranks have not left for a replica that may run again; empty if they could."""
+        """Why the ranks have not left for a replica that may run again, or for the layers that they
+        were asked to leave for last; empty if they could."""
         return self._stays[0] if self._stays is not None else ""
 
     @property
@@ -185,6 +213,9 @@ class Generations:
             left_out=self.left_out,
             places=self.places,
             leave=self._leave and not self._over,
+            leave_layers=() if self._over else self.splits.asked,
+            layers=self.layers,
+            layers_before=self.layers_before,
             verdict="completed" if self.saved.completed else "",
         )
 
@@ -193,16 +224,43 @@ class Generations:
         """Lost pods whose places have ranks in this generation."""
         return filter(self.presence.runs, self.presence.awaited)
 
+    def ask(self, layers: tuple[int, ...]) -> bool:
+        """Have the ranks leave at the end of an iteration, and the next generation begin with so
+        many ``layers`` per stage: those of all stages, also if they are evenly many. Launchers are
+        told by :meth:`pipemorph.ingest.GenerationDesk.ask`.
+
+        Returns False, and changes nothing, while the ranks start again or are to leave, a pod is
+        lost, or layers are on trial; if these layers do not make up the model, are those in force,
+        or have been refused, since ranks failed with them; and where layers cannot move
+        (:attr:`Splits.fixed`)."""
+        ends = self._verdict is not None or self._over or self._completed or self.saved.completed
+        busy = self._leave or self.layers_before is not None or self.presence.awaited
+        if ends or busy or not self.splits.allows(layers, self.layers):
+            return False
+        self._leave, self._stays, self.splits.asked = True, None, tuple(layers)
+        return True
+
     def begun(
-        self, generation: int, left_out: Sequence[int] | None = None, places: Places = ()
+        self,
+        generation: int,
+        left_out: Sequence[int] | None = None,
+        places: Places = (),
+        layers: Split = (),
+        layers_before: Split | None = None,
     ) -> bool:
         """Say that a launcher runs ``generation``. Returns whether that is news: another ingest has
         begun it, and could not write that. ``left_out``: the replicas without which it runs; None
-        if the launcher did not say, which is no news where pods may change. ``places``: as of
-        :class:`Running`."""
+        if the launcher did not say what runs, which is no news where that may change. ``places``:
+        as of :class:`Running`; ``layers``, ``layers_before``: as those of this."""
         if generation <= self.saved.generation or self._verdict is not None:
             return False
         update: dict[str, Any] = {"generation": generation}
+        if self.splits.move:
+            told = [split for split in (layers, layers_before) if split]
+            if left_out is None or not all(map(self.splits.fits, told)):
+                return False
+            before = None if layers_before is None else list(split_of(layers_before))
+            update |= {"layers": list(split_of(layers)), "layers_before": before}
         if self._cut is not None:
             if left_out is None or not Running(self._cut, places=places).fits():
                 return False
@@ -236,9 +294,14 @@ class Generations:
             return
         self.heard(report.pod, uid, now)
         self.presence.speaks(report.pod, report.launcher, uid, now)
+        if report.event == "stays" and report.why.startswith(PARTS_STAY):
+            # Also of ranks that are gone: so it would be with others.
+            self.splits.fixed = report.why
         if report.generation < self.saved.generation or self._verdict is not None:
             return
-        self.begun(report.generation, report.left_out, report.places)
+        self.begun(
+            report.generation, report.left_out, report.places, report.layers, report.layers_before
+        )
         if report.event == "gone":
             news = self.presence.asks(report.pod, now)
             if not self.presence.runs(report.pod):
@@ -246,12 +309,16 @@ class Generations:
                 if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
                 return
+            self.splits.gone(report)
         if report.event == "stays":
             if self._leave and not self._over:
-                self._leave, self._stays = False, (report.why, now)
+                self._leave, self._stays, self.splits.asked = False, (report.why, now), ()
             return
         if report.event == "resumed":
             self._recovering.resumed(report.resumed)
+            if report.resumed is not None and report.resumed.rung == "kept":
+                # With new layers rank 0 says so when they have been trained.
+                self._settle()
             self._look_for_recovery(now)
             return
         if report.loss is not None:
@@ -266,6 +333,8 @@ class Generations:
             self._complete()
         elif not self._over:
             other = "a replica can join" if self._leave else "it is over"
+            if self.splits.asked:
+                other = f"the ranks leave for {named(self.splits.asked)}"
             self._over, self._over_at = report.loss.reason if report.loss else other, now
             self._hang = report.loss is not None and report.loss.hang
         if self._over:
@@ -295,7 +364,8 @@ class Generations:
                 self._decide(now)
             return
         if self._leave:
-            if now - self._heard_of >= LEAVE_SECONDS:
+            # Nobody waits for ranks that leave for other layers.
+            if not self.splits.asked and now - self._heard_of >= LEAVE_SECONDS:
                 # They may run or have finished: to begin beside them could be to train twice.
                 silent = f"nothing was heard for {LEAVE_SECONDS:g} s of ranks that are to leave"
                 self._over, self._over_at = silent, now
@@ -316,7 +386,7 @@ class Generations:
             return None
         if not self._over:
             if self._leave:
-                return self._heard_of + LEAVE_SECONDS
+                return None if self.splits.asked else self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
             return min((at for at in (again, self._come_by()) if now < at < inf), default=None)
         presence = self.presence
@@ -357,6 +427,8 @@ class Generations:
         if not self.presence.runs(pod):
             self._count_spares(now)
             return
+        if self.saved.generation == 0 and not self._ran:
+            self._starts_at = now
         if lost is not None:
             self._since = min(self._since, lost.at)
             self._lose(pod, lost)
@@ -402,13 +474,20 @@ class Generations:
                 return
             if left_out and now < self.presence.settled_at():
                 return
-            resizes = self._cut.min_replicas is not None
-            if resizes and not self._losses and not missing:
-                # Of ranks that leave none has failed, whoever had asked them to.
-                self._begin(self._change(filled), filled, {}, now)
-                return
-            self._blame(missing)
+        resizes = self._cut is not None and self._cut.min_replicas is not None
+        if (resizes or self.splits.left) and not self._losses and not missing:
+            # Of ranks that leave none has failed, whoever had asked them to.
+            self._begin(self._change(filled), filled, self._moved(), now)
+            return
+        self._blame(missing)
         cause_pod, cause = self._cause()
+        if (at := self._left_at) is not None and self.splits.have_counted(at):
+            self._settle()
+        back = self._back()
+        if back:
+            # What failed may be the layers.
+            cause = cause.model_copy(update={"retry": True})
+            self.splits.refused.add(self.splits.spread(self.layers))
         before = self.saved
         ladder = Ladder(
             self.most,
@@ -436,7 +515,9 @@ class Generations:
             iterations_done=self._done,
             **self._words_of(filled),
         )
-        told = {"finished": ladder.best, "idle": ladder.idle, "error": ladder.error}
+        told: dict[str, Any] = {
+            "finished": ladder.best, "idle": ladder.idle, "error": ladder.error
+        }  # fmt: skip
         if not begins:
             # An attempt is counted by who begins it.
             self.saved = before.model_copy(update=told)
@@ -447,7 +528,39 @@ class Generations:
             return
         self.presence.uncounted -= self.presence.replaced | missing
         told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
-        self._begin(record, filled, told, now)
+        self._begin(record, filled, told | back, now)
+
+    # --- layers -------------------------------------------------------------------------------
+
+    def _moved(self) -> dict[str, Any]:
+        """What of status changes as ranks leave: with layers that they were asked to leave for,
+        they go on with these, on trial."""
+        if not self.splits.asked:
+            return {}
+        layers = list(split_of(self.splits.asked))
+        return {"layers": layers, "layers_before": list(self.layers)}
+
+    def _back(self) -> dict[str, Any]:
+        """The same as ranks have failed: from layers on trial they go back."""
+        before = self.layers_before
+        return {} if before is None else {"layers": list(before), "layers_before": None}
+
+    def _settle(self) -> bool:
+        """The layers of this generation count. Returns whether that is news."""
+        if self.layers_before is None:
+            return False
+        self.saved = self.saved.model_copy(update={"layers_before": None})
+        return True
+
+    @property
+    def _left_at(self) -> int | None:
+        """The first iteration with the layers that are on trial; None: none are, or it is not known
+        here."""
+        now, last = self.saved, self.saved.last[-1:]
+        if self.layers_before is None or not last:
+            return None
+        known = (last[0].attempt, last[0].generation) == (now.attempt, now.generation)
+        return last[0].iterations_done if known else None
 
     def _words_of(self, filled: Filled | None) -> dict[str, Any]:
         """What a record tells of the pods that run."""
@@ -465,6 +578,9 @@ class Generations:
         self, record: RecoveryRecord, filled: Filled | None, told: Mapping[str, Any], now: float
     ) -> None:
         """The next generation begins."""
+        if "layers" in told:
+            layers = list(self.splits.spread(tuple(told["layers"])))
+            record = record.model_copy(update={"layers": layers})
         self._recovering.follow(record, min(self._over_at, self._since))
         # The next loss of a pod that is there is another one.
         self.presence.uncounted &= self.presence.awaited.keys()
@@ -481,17 +597,22 @@ class Generations:
         self.presence.stand_by_anew()
         self._count_spares(now)
 
-    def _change(self, filled: Filled) -> RecoveryRecord:
-        """The record of a generation of other replicas, which no failure was the cause of."""
-        assert self._cut is not None
-        left_out = filled.running.left_out
+    def _change(self, filled: Filled | None) -> RecoveryRecord:
+        """The record of a generation of other replicas, or with other layers, which no failure was
+        the cause of."""
+        left_out = filled.running.left_out if filled is not None else ()
         back = ", ".join(str(each) for each in self.left_out if each not in left_out)
+        cause = f"all pods of replica {back} are there again" if back else "the ranks left"
+        if self.splits.asked:
+            cause = f"layers move between stages: from {named(self.splits.spread(self.layers))}"
+            cause += f" to {named(self.splits.asked)}"
         return RecoveryRecord(
             attempt=self.attempt,
             generation=self.saved.generation + 1,
             lost_at=_timestamp(self._over_at),
-            cause=f"all pods of replica {back} are there again" if back else "the ranks left",
-            iterations_done=self._done,
+            cause=cause,
+            # All have left at the same iteration.
+            iterations_done=self.splits.reached or self._done,
             **self._words_of(filled),
         )
 
@@ -541,11 +662,24 @@ class Generations:
             self._look_for_recovery(now)
             return True
         self._ran = self._ran or bool(report.iterations)
+        if report.iterations and self._starts_at is not None:
+            self._took(now - self._starts_at)
+            self._starts_at = None
         for sample in report.iterations:
             self._done = max(self._done, sample.index + 1)
             self._finish(sample.index + 1)
+        # Rank 0 had said so before, if only these ranks can have come so far.
+        at = self._left_at
+        reached = at is not None and self._finished > max(
+            at + TRIAL_ITERATIONS, self._finished_before
+        )
+        settled = reached and self._settle()
         self._recovering.reported(report.iterations, now)
-        return self._look_for_recovery(now)
+        return self._look_for_recovery(now) or settled
+
+    def _took(self, seconds: float) -> None:
+        """Take how long a start of the ranks took."""
+        self.longest_start = max(self.longest_start or 0.0, seconds)
 
     def _finish(self, iterations: int) -> None:
         """Take that a rank has finished so many."""
@@ -557,6 +691,8 @@ class Generations:
         done = self._recovering.done(now)
         if done is None:
             return False
+        if done.seconds is not None:
+            self._took(done.seconds)
         last = [*self.saved.last[:-1], done]
         self.saved = self.saved.model_copy(update={"last": last})
         return True

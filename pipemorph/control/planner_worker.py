@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import BinaryIO, TypeVar
 
 # Imported now, and not with the first decision.
+import pipemorph.control.decide.layouts.moves
 import pipemorph.control.decide.replan  # noqa: F401
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level

@@ -76,6 +76,11 @@ class Snapshot(BaseModel):
     """How often a link, the op times (-1) or what is known of a barrier (-2) were wrong lately."""
     footprints: list[tuple[int | None, float | None, int | None]] = Field(default_factory=list)
     """Per stage: activation bytes of one microbatch, seconds to copy them, and input bytes."""
+    layers: tuple[int, ...] = ()
+    """How many layers each stage holds, of which footprints and op times are; empty: the same."""
+    beside: tuple[float, ...] = ()
+    """By stage, the least seconds of a microbatch with the split that the job began with: what it
+    does beside its layers. Nobody can measure that of another split. Empty: not known."""
 
     @model_validator(mode="before")
     @classmethod

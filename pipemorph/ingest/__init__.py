@@ -21,7 +21,7 @@ from pipemorph.ingest.interfaces import (
     Refused,
 )
 from pipemorph.ingest.plan_versions import Versions
-from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool
+from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool, Search, search_here
 from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
 from pipemorph.ingest.processors import most_planners
 from pipemorph.ingest.watch.desk import Followed, WatchDesk, WatchStore
@@ -51,6 +51,7 @@ __all__ = [
     "PollLimits",
     "Refused",
     "Reply",
+    "Search",
     "Versions",
     "Watch",
     "WatchDesk",
@@ -59,4 +60,5 @@ __all__ = [
     "WatchStore",
     "make_app",
     "most_planners",
+    "search_here",
 ]

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
+from pipemorph.control.pods.splits import named
 from pipemorph.errors import one_line
 from pipemorph.ingest.handler import Reply
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, PodReport
@@ -201,6 +202,23 @@ class GenerationDesk:
         )
         return await self._when_past((namespace, name), found, known, seconds)
 
+    async def ask(self, namespace: str, name: str, layers: tuple[int, ...]) -> bool:
+        """Have the ranks of a job leave for other layers, see :meth:`Generations.ask`, and tell
+        their launchers. Returns False if that is not possible now, or the job is not there."""
+        found = self._store.generations(namespace, name)
+        if found is None:
+            return False
+        session, taken = self._session(found), False
+
+        def change() -> None:
+            nonlocal taken
+            taken = found.ask(layers)
+
+        async with session.lock:
+            if not session.gone:
+                await self._change(namespace, name, found, change)
+        return taken
+
     def hurry(self, found: Generations) -> None:
         """Say that the host has told ``found`` of a loss: what is due may be so earlier."""
         session = self._sessions.get(found)
@@ -331,12 +349,18 @@ def _log(namespace: str, name: str, found: Generations) -> None:
         what += f" is not followed by another one: {state.why or state.reason}"
     elif state.over:
         what += f" is over: {state.reason}"
+    elif state.leave_layers:
+        what += f" is to leave for {named(state.leave_layers)}"
     elif state.leave:
         what += " is to leave: a replica that is missing may run again"
     elif found.stays:
-        what += f" does not leave for a replica that may run again: {found.stays}"
+        what += f" does not leave, as it was to: {found.stays}"
     else:
         what += " begins"
+    if state.layers and not state.over:
+        what += f", with {named(state.layers)}"
+        if state.layers_before is not None:
+            what += " on trial"
     if state.places and not state.over:
         moved = ", ".join(f"{place} in pod {pod}" for place, pod in state.places)
         what += f", with the ranks of pod {moved}"

@@ -193,6 +193,8 @@ class IngestHandler:
         self.on_report: OnReport = lambda *_: None
         """Called with every report that a job's controller has taken. Returns whether somebody
         watches the job."""
+        self.on_taken: Callable[[str, str], None] = lambda *_: None
+        """Called after that with the namespace and name of the job."""
         self._planner = planner
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
@@ -242,6 +244,7 @@ class IngestHandler:
                 "ops": watched,
             }
             answer = answer.model_copy(update=told)
+        self.on_taken(namespace, name)
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         return session.reply(answer, parsed.observed_plan_version)

@@ -5,6 +5,7 @@
   has the priority of its host: on busy processors a nicer one waits for longer than it plans.
 - Equal problems are planned once: what was asked before is remembered, and what is being planned is
   shared (:mod:`pipemorph.ingest.memo`).
+- Searches for another split of a job's layers have their turn among the decisions of all jobs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from itertools import count
+from typing import Any, Literal, NamedTuple
 
 from pipemorph.control.decide.cost import MAY_WAIT, estimated_seconds
 from pipemorph.control.decide.findings import NoPlan
+from pipemorph.control.decide.layouts import moves, relayout
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.planner_worker import answer
+from pipemorph.errors import InputError
 from pipemorph.ingest.fair_queue import Entry, FairQueue, Key
 from pipemorph.ingest.memo import Memo, comparable, digest
 from pipemorph.ingest.planner_processes import Answer, PlannerLost, PlannerProcesses
@@ -27,6 +31,10 @@ log = logging.getLogger("pipemorph.ingest")
 
 Planner = Callable[[Key, Replan], Awaitable[Proposal]]
 """Makes a proposal for a job. Raises :class:`PlannerLost` if the caller should retry."""
+
+Search = Callable[[Key, moves.Question], Awaitable["relayout.Proposal | None"]]
+"""Searches for another layout of a job. Raises :class:`PlannerLost` if the caller should retry, and
+:class:`~pipemorph.errors.InputError` if it failed."""
 
 LIMIT_SECONDS = 60.0
 """Time limit of a plan: after this the network has probably changed."""
@@ -45,8 +53,19 @@ async def plan_here(key: Key, asked: Replan) -> Proposal:
     return _proposal(answer(propose, asked))
 
 
+async def search_here(key: Key, asked: moves.Question) -> relayout.Proposal | None:
+    """A :data:`Search` in this process."""
+    return _found(answer(moves.search, asked))
+
+
 def _proposal(found: Proposal | Exception) -> Proposal:
     return found if isinstance(found, Proposal) else Proposal(None, None, (NoPlan(str(found)),))
+
+
+def _found(found: relayout.Proposal | Exception | None) -> relayout.Proposal | None:
+    if isinstance(found, Exception):
+        raise InputError(str(found))
+    return found
 
 
 class Decided(NamedTuple):
@@ -63,14 +82,16 @@ class Decided(NamedTuple):
 
 @dataclass(eq=False)
 class _Run:
-    """A decision that waits or is being made, for all jobs that asked for it. ``estimate``: its
-    processor time, seconds; ``result``: the proposal, or why there is none; ``waiting``: the jobs'
-    entries in the queue."""
+    """A decision that waits or is being made, for all jobs that asked for it. ``function`` answers
+    what is ``asked`` in a process; ``estimate``: its processor time, seconds; ``result``: the
+    answer, or the exception for which there is none; ``waiting``: the jobs' entries in the
+    queue."""
 
     mark: bytes
-    asked: Replan
+    function: Callable[[Any], Any]
+    asked: Replan | moves.Question
     estimate: float
-    result: asyncio.Future[Proposal]
+    result: asyncio.Future[Any]
     waiting: set[Entry[_Run]] = field(default_factory=set)
     started_at: float | None = None
 
@@ -105,6 +126,7 @@ class PlannerPool:
         self._queue: FairQueue[_Run] = FairQueue(budget_seconds)
         self._memo = Memo(memo_bytes)
         self._runs: dict[bytes, _Run] = {}
+        self._searches = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._on_decided = on_decided
@@ -135,27 +157,47 @@ class PlannerPool:
             return found
         now, shares = self._now(), run is not None
         if run is None:
-            result = asyncio.get_running_loop().create_future()
-            # Also if nobody waits any more when it fails.
-            result.add_done_callback(lambda done: done.cancelled() or done.exception())
-            run = self._runs[mark] = _Run(mark, asked, estimated_seconds(asked), result)
-        entry = None
-        if run.started_at is None:
-            # Every job that asks has its turn: the first that comes up is for all.
-            cost = self._queue.cost(key, run.estimate)
-            entry = self._queue.put(key, run, cost, now, urgent=urgent)
-            run.waiting.add(entry)
-            self._start_some()
-        try:
-            proposal = await asyncio.shield(run.result)
-        finally:
-            if entry in run.waiting:
-                self._give_up(run, entry)
+            run = self._new_run(mark, propose, asked, estimated_seconds(asked))
+        proposal = _proposal(await self._wait(key, run, urgent=urgent))
         started = run.started_at if run.started_at is not None else now
         how: Literal["planned", "shared"] = "shared" if shares else "planned"
         waited, planned = max(0.0, started - now), self._now() - max(now, started)
         self._on_decided(Decided(run.short, urgent, how, waited, planned))
         return proposal
+
+    async def search(self, key: Key, asked: moves.Question) -> relayout.Proposal | None:
+        """A :data:`Search`: long, and not urgent. No two jobs ask for the same one."""
+        mark = b"search %d" % next(self._searches)
+        run = self._new_run(mark, moves.search, asked, relayout.SEARCH_SECONDS)
+        return _found(await self._wait(key, run, urgent=False))
+
+    def _new_run(
+        self,
+        mark: bytes,
+        function: Callable[[Any], Any],
+        asked: Replan | moves.Question,
+        estimate: float,
+    ) -> _Run:
+        result = asyncio.get_running_loop().create_future()
+        # Also if nobody waits any more when it fails.
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        run = self._runs[mark] = _Run(mark, function, asked, estimate, result)
+        return run
+
+    async def _wait(self, key: Key, run: _Run, *, urgent: bool) -> Any:
+        """What a process has answered. See :meth:`__call__`."""
+        entry = None
+        if run.started_at is None:
+            # Every job that asks has its turn: the first that comes up is for all.
+            cost = self._queue.cost(key, run.estimate)
+            entry = self._queue.put(key, run, cost, self._now(), urgent=urgent)
+            run.waiting.add(entry)
+            self._start_some()
+        try:
+            return await asyncio.shield(run.result)
+        finally:
+            if entry in run.waiting:
+                self._give_up(run, entry)
 
     async def warm_up(self) -> None:
         """Start some processes now, so that the first decisions are not delayed."""
@@ -227,16 +269,16 @@ class PlannerPool:
         assert run.started_at is not None
         used: float | None = None
         try:
-            made = await self.processes[lane].answer(propose, run.asked, self._limit)
+            made = await self.processes[lane].answer(run.function, run.asked, self._limit)
             used = made.seconds
             found = made.read()
             if isinstance(found, Proposal):
                 self._memo.put(run.mark, made.pickled)
-            self._settle(run, _proposal(found))
+            self._settle(run, found)
         except TimeoutError:
-            self._settle(run, _proposal(TimeoutError(f"it took longer than {self._limit:g} s")))
+            self._settle(run, InputError(f"it took longer than {self._limit:g} s"))
         except (PlannerLost, OSError) as error:
-            self._settle(run, error)
+            self._lose(run, error)
         finally:
             now = self._now()
             if used is None:
@@ -248,10 +290,11 @@ class PlannerPool:
         self._start_some()
 
     @staticmethod
-    def _settle(run: _Run, found: Proposal | Exception) -> None:
-        if run.result.done():
-            return
-        if isinstance(found, Exception):
-            run.result.set_exception(found)
-        else:
+    def _settle(run: _Run, found: object) -> None:
+        if not run.result.done():
             run.result.set_result(found)
+
+    @staticmethod
+    def _lose(run: _Run, error: Exception) -> None:
+        if not run.result.done():
+            run.result.set_exception(error)

@@ -21,12 +21,13 @@ Shared = TypeVar("Shared")
 class Life:
     """One life of the ranks. ``generation``: its number within the attempt. ``left_out``: replicas
     without which it runs, and ``places``: those in pods of other numbers, see
-    :mod:`pipemorph.api.running`."""
+    :mod:`pipemorph.api.running`; ``layers``: by stage, how many it holds, empty: evenly many."""
 
     attempt: int = 0
     generation: int = 0
     left_out: tuple[int, ...] = ()
     places: Places = ()
+    layers: tuple[int, ...] = ()
 
 
 class Site(Protocol[Shared]):

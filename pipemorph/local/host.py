@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipemorph.api.layout import Layout
 from pipemorph.api.spec import Checkpoint, PipeMorphJob
 from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.control.decide.layouts.moves import PLACES_SECONDS, Moves
 from pipemorph.errors import one_line
+from pipemorph.local import moves as asking
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
-from pipemorph.local.moves import Moves
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
     common_environment,
@@ -48,8 +48,6 @@ from pipemorph.spans import JobSpans, job_spans
 from pipemorph.watch.door import listen
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
-PLACES_SECONDS = 1.0
-"""Time from one look at the network, for another layout of the ranks, to the next."""
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
 RECOVERY_DETAILS = (
@@ -114,7 +112,7 @@ def run_job(
             show=refresh,
             grace=grace,
             ladder=Ladder(job.spec.failure_policy.max_restarts),
-            moves=Moves(job.spec, progress.note),
+            moves=Moves(job.spec, progress.note, time.monotonic),
             hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
         progress.tell = host.tell
@@ -127,7 +125,7 @@ def run_job(
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
         conclude(run, ending, journal, service, progress.note)
-        run.relayouts = host.moves.records(run.iterations)
+        run.relayouts = asking.records(host.moves, run.iterations)
         run.layers = host.moves.layout.layers
         host.over = True
         if page is not None:
@@ -222,16 +220,16 @@ class _Host:
             reason = f"{self.interrupts.received.name}, while the ranks changed places"
             ending = replace(ending, end=End.INTERRUPTED, reason=reason, retry=False)
         if ending.end is End.MOVED:
-            following, before = Life(life.attempt, life.generation + 1), self.moves.layout
+            following = Life(life.attempt, life.generation + 1)
             move = self.moves.left(following.generation)
             self.progress.note(f"generation {following.generation} begins {move.where}")
             self.left_at = ending.at
             self.journal.forget_view()
-            self._change_layout(before)
+            self._change_layout()
             return following
         if self.kept is not None:
             # The new layout may count since the last look.
-            self.moves.look(self.kept, self.life.generation)
+            asking.look(self.moves, self.kept, self.life.generation)
         if self.moves.settling:
             # What ends the ranks of a new layout may be that layout: they go back.
             ending = replace(ending, retry=ending.retry or ending.end is End.FAILED)
@@ -269,17 +267,17 @@ class _Host:
         self.recovering = Recovery(ending, attempt, generation, rung.value, done)
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
-        before = self.moves.layout
         if self.moves.failed(attempt=rung is Rung.ATTEMPT):
-            self._change_layout(before)
+            self._change_layout()
         if rung is Rung.ATTEMPT:
             self.service.begin_attempt(attempt)
             self.run.begin_attempt(time.time())
 
-    def _change_layout(self, before: Layout) -> None:
-        """Tell of another layout than ``before``."""
-        self.service.change_layout(self.moves.late_links(), self.moves.factors(before))
-        self.progress.layers = self.moves.layout.layers
+    def _change_layout(self) -> None:
+        """Tell of another layout than before."""
+        layers = self.moves.layout.layers
+        self.service.change_layout(self.moves.late_links(), layers)
+        self.progress.layers = layers
 
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
@@ -288,7 +286,7 @@ class _Host:
             resumed = self.kept.resumed(self.life.generation)
         first = self.journal.first(resumed.iteration if resumed is not None else 0)
         if self.kept is not None:
-            self.moves.look(self.kept, self.life.generation)
+            asking.look(self.moves, self.kept, self.life.generation)
         if first is not None and self.starting and not self.moves.settling:
             self.starting = False
             self.moves.arrived(first[0], first[1] - self.left_at)
@@ -321,7 +319,7 @@ class _Host:
                 self.progress.note(told)
             return
         if move is not None:
-            self.moves.ask(move, self.kept, self.life.generation)
+            asking.ask(self.moves, move, self.kept, self.life.generation)
 
     @contextmanager
     def shared(self, life: Life) -> Iterator[AttemptEnvironment]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
 from pipemorph.control.decide.forecast import Outlook
-from pipemorph.control.decide.relayout import Network
+from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
 from pipemorph.spans import JobSpans
@@ -108,11 +108,11 @@ class ControlService:
 
         return self._call(read())
 
-    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float]) -> None:
+    def change_layout(self, slow: Sequence[SlowDirection], layers: tuple[int, ...]) -> None:
         """See :meth:`JobController.change_layout`."""
 
         async def change() -> None:
-            self._controller.change_layout(slow, factors)
+            self._controller.change_layout(slow, layers)
 
         self._call(change())
 

@@ -39,6 +39,14 @@ Places = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_MOVED)]
 :mod:`pipemorph.api.running`."""
 
 
+MAX_STAGES = 512
+Layers = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...], Field(max_length=MAX_STAGES)
+]
+"""By stage, how many layers it holds; empty: evenly many. As :attr:`pipemorph.api.layout.Layout
+.layers`."""
+
+
 class Loss(WireModel):
     """Why the ranks of a pod have ended, as its launcher sees it."""
 
@@ -87,12 +95,20 @@ class PodReport(WireModel):
     finished: Count = 0
     """Of ``gone``: iterations of the job that ranks of the pod have finished, as far as it has seen
     them finish any; 0 if it has not."""
+    reached: Count = 0
+    """Of ``gone``: the same of ranks of this generation alone, with those that they began with."""
+    left_for: Layers | None = None
+    """Of ``gone``: its ranks have left between two iterations, each with a copy of its state, as
+    all have. The layers that they were to leave for, as far as the launcher knows; empty: for other
+    replicas, or it does not."""
     resumed: ResumedFrom | None = None
     why: Line = ""
     """Of ``stays``."""
     left_out: LeftOut = ()
     places: Places = ()
-    """Both of the generation that this is about, as the launcher was told."""
+    layers: Layers = ()
+    layers_before: Layers | None = None
+    """All of the generation that this is about, as the launcher was told."""
 
 
 class GenerationState(Answer):
@@ -120,7 +136,13 @@ class GenerationState(Answer):
     """Pods that have none wait: they are spares."""
     leave: bool = False
     """Whether its ranks are to leave at an iteration boundary, with copies of their state: a
-    replica that is left out may run again."""
+    replica that is left out may run again, or layers move."""
+    leave_layers: Layers = ()
+    """Then the layers that stages are to hold afterwards, those of all stages; empty: not for
+    other layers."""
+    layers: Layers = ()
+    layers_before: Layers | None = None
+    """While :attr:`layers` are on trial: those that a failure goes back to; None: they count."""
     cause: Count | None = None
     """Of a verdict: the pod whose rank has failed."""
     again: Seconds = 0.0

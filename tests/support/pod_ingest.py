@@ -4,15 +4,22 @@
 Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
 iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
-``FOLDER/replacements.jsonl``.
+``FOLDER/replacements.jsonl``. In place of decisions that layers move it has ``FOLDER/asks.jsonl``:
+an iteration, and the layers of each stage that it asks for once that is finished; what ranks are
+asked to leave for is in ``FOLDER/asked.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed
+when ranks have left for other layers and nobody knows it but it.
+While there is ``FOLDER/decides`` it decides on layers itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +34,10 @@ from pipemorph.ingest import (
     Identity,
     IngestServer,
     MemoryStore,
+    PlannerPool,
 )
 from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.ingest.moving import JobMoves, LayerMoves
 
 
 class PodTokens:
@@ -45,12 +54,30 @@ class PodTokens:
         return Identity(f"pod {uid}", uid)
 
 
+@dataclass
+class Decided:
+    """The job as it is decided on its layers."""
+
+    controllers: list[JobController]
+    generations: Generations
+    moves: JobMoves
+
+    @property
+    def controller(self) -> JobController:
+        return self.controllers[0]
+
+    def moving(self, namespace: str, job: str) -> Decided:
+        return self
+
+
 class Kept:
     """The generations of the job, and its files."""
 
     def __init__(self, job: PipeMorphJob, folder: Path, comes: float) -> None:
         self._file, self._iterations = folder / "recoveries.json", folder / "iterations.jsonl"
         self._replacements = folder / "replacements.jsonl"
+        self._asks, self._asked = folder / "asks.jsonl", folder / "asked.jsonl"
+        self._dies = folder / "dies-at-a-move"
         saved = None
         if self._file.exists():
             saved = Recoveries.model_validate_json(self._file.read_text())
@@ -75,7 +102,22 @@ class Kept:
         return self.of_job
 
     async def persist_generations(self, namespace: str, job: str) -> None:
+        if self.of_job.layers_before is not None and self._dies.exists():
+            self._dies.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         self.write()
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The layers to ask for next; empty: none now."""
+        asks = [json.loads(line) for line in _lines(self._asks)][len(_lines(self._asked)) :]
+        if asks and asks[0][0] < len(_lines(self._iterations)):
+            return tuple(asks[0][1])
+        return ()
+
+    def asked(self, layers: tuple[int, ...]) -> None:
+        with self._asked.open("a") as file:
+            print(json.dumps(layers), file=file)
 
     def write(self) -> None:
         new = self._file.with_suffix(".new")
@@ -115,8 +157,16 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path, comes: f
             store.add(*key, controllers[0])
         kept.write()
 
-    desk = GenerationDesk(kept, on_change=changed)
-    async with IngestServer(store, PodTokens(token), port=port, desk=desk):
+    desk, planner = GenerationDesk(kept, on_change=changed), PlannerPool(1)
+    moves = JobMoves(job.spec, kept.of_job, job.metadata.name, time.monotonic)
+    layers = LayerMoves(Decided(controllers, kept.of_job, moves), desk, planner.search)
+
+    def taken(namespace: str, name: str) -> None:
+        if (folder / "decides").exists():
+            layers.reported(namespace, name)
+
+    async with IngestServer(store, PodTokens(token), port=port, desk=desk) as server:
+        server.handler.on_taken = taken
         print("serving", flush=True)
         while True:
             # As a watch brings it.
@@ -125,6 +175,8 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path, comes: f
             if kept.of_job.told != before:
                 kept.write()
             desk.hurry(kept.of_job)
+            if (wanted := kept.wanted) and await desk.ask(*key, wanted):
+                kept.asked(wanted)
             await asyncio.sleep(0.05)
 
 

@@ -189,6 +189,11 @@ class Job:
                 print(record.model_dump_json(by_alias=True), file=file)
         return at
 
+    def ask(self, layers: Sequence[int], *, after: int = 0) -> None:
+        """Have the ranks leave for other layers, once so many more iterations are finished."""
+        with (self.folder / "asks.jsonl").open("a") as file:
+            print(json.dumps([len(self.iterations()) + after, layers]), file=file)
+
     def log(self, name: str) -> str:
         file = self.folder / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""

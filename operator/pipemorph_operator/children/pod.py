@@ -68,11 +68,16 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
         trainer["command"] = _command(attempt, spec)
     generations = attempt.recovers and _starts_again(trainer)
     cut = attempt.job.spec.parallelism
-    if (cut.min_replicas is not None or cut.spares) and not generations:
-        field = "minReplicas" if cut.min_replicas is not None else "spares"
+    needing = {
+        "parallelism.minReplicas": cut.min_replicas is not None,
+        "parallelism.spares": bool(cut.spares),
+        "adaptation.relayout": attempt.job.spec.adaptation.relayout,
+    }
+    if any(needing.values()) and not generations:
+        field = next(field for field, is_set in needing.items() if is_set)
         raise Unbuildable(
             names.R_INVALID_SPEC,
-            f"spec.parallelism.{field} is set, and ranks do not start again within their pods: "
+            f"spec.{field} is set, and ranks do not start again within their pods: "
             "set spec.failurePolicy.maxRestarts to at least 1, and leave the command to the "
             f"operator or start the launcher with {GENERATIONS}",
         )
@@ -116,11 +121,13 @@ def _alone(spec: Object) -> bool:
 
 
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
-    if attempt.job.spec.adaptation.relayout:
+    spec = attempt.job.spec
+    if spec.adaptation.relayout and spec.parallelism.layers is None:
         raise Unbuildable(
             names.R_INVALID_SPEC,
-            "spec.adaptation.relayout is true; ranks change places only under `pipemorph run`, not"
-            " in pods: leave it out",
+            "spec.adaptation.relayout is true without spec.parallelism.layers; ranks change places"
+            " only under `pipemorph run`, and in pods only layers move: leave it out, or give the"
+            " number of layers",
         )
     if attempt.job.spec.template is None:
         if not config.trainer_image:

@@ -41,6 +41,7 @@ from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.fabric import FabricWatch, Part
+from pipemorph_operator.ingest.moving import LayerMoves
 from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats, number_of
 from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.status.write_budget import look_interval
@@ -218,6 +219,7 @@ async def run(options: argparse.Namespace) -> None:
             return store.expected(namespace, job)
 
         desk = GenerationDesk(store)
+        layers = LayerMoves(store, desk, planner.search)
         pages = WatchProcess("pipemorph_operator.ingest.viewing")
         viewers = ViewerAuthenticator(pages.ask, partial(locate, counter=VIEWERS_REFUSED))
         server = IngestServer(
@@ -241,6 +243,7 @@ async def run(options: argparse.Namespace) -> None:
             desk.dropped(generations)
 
         store.on_dropped, store.on_lost = dropped, desk.hurry
+        server.handler.on_taken = layers.reported
         serving = False
         jobs = [
             Informer(cluster, KIND, share.changed, namespace=namespace)
@@ -323,6 +326,7 @@ async def run(options: argparse.Namespace) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            layers.close()
             await planner.close()
             await pages.close()
             await first.close()

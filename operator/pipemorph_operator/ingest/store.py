@@ -34,6 +34,7 @@ from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
+from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.plans.plan_object import Found, PlanObject
 from pipemorph_operator.ingest.plans.restore import in_status, in_use, restore
 from pipemorph_operator.ingest.status import write_budget
@@ -81,7 +82,7 @@ class ClusterStore:
         self.on_lost: Callable[[Generations], None] = lambda _: None
         """Told when pods may have been lost: what is due may be so earlier."""
         self._coming = ComingJobs(cluster, first_plan, self._take)
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._tracked: dict[Key, TrackedJob] = {}
         self._writer = StatusWriter(
             cluster,
@@ -146,6 +147,9 @@ class ClusterStore:
         tracked = self._tracked.get((namespace, job))
         return tracked.generations if tracked is not None else None
 
+    def moving(self, namespace: str, job: str) -> TrackedJob | None:
+        return self._tracked.get((namespace, job))
+
     def followed(self, namespace: str, job: str) -> Followed | None:
         """The job for who watches it."""
         tracked = self._tracked.get((namespace, job))
@@ -174,12 +178,12 @@ class ClusterStore:
     async def persist_generations(self, namespace: str, job: str) -> None:
         """Write the job's status, and in it the generation. Raises if the write failed."""
         tracked = self._required(namespace, job)
-        self._resize(tracked)
+        self._follow(tracked)
         await self._writer.persist_generations(tracked)
 
     @staticmethod
-    def _resize(tracked: TrackedJob) -> None:
-        """Have a controller for the replicas that run."""
+    def _follow(tracked: TrackedJob) -> None:
+        """Have a controller for the replicas that run, and for the layers of their stages."""
         spec = _running(tracked.spec, tracked.generations)
         left_out = tracked.generations.left_out
         # As many others would be numbered as those before.
@@ -187,6 +191,8 @@ class ClusterStore:
             tracked.left_out = left_out
             tracked.controller = tracked.controller.resized(spec)
             tracked.reports.again()
+        if tracked.moves is not None:
+            tracked.moves.follow(tracked.controller, tracked.generations)
 
     def _required(self, namespace: str, job: str) -> TrackedJob:
         tracked = self._tracked.get((namespace, job))
@@ -273,7 +279,7 @@ class ClusterStore:
         tracked.fence.seen(metadata.get("resourceVersion"), raw)
         if attempt > tracked.controller.attempt:
             tracked.generations.begin_attempt(attempt)
-            self._resize(tracked)
+            self._follow(tracked)
             tracked.controller.begin_attempt(attempt)
             tracked.reports.reported_at = tracked.taken_over_at = None
             tracked.reports.again()
@@ -325,16 +331,20 @@ class ClusterStore:
         )
         control, uid = status.control, body["metadata"]["uid"]
         # One in an object of its own is newer.
-        moves = in_status(uid, control) if found.plan is None else None
+        earlier = in_status(uid, control) if found.plan is None else None
         try:
             controller, problem = restore(
-                _running(spec, generations), control, found.plan or moves, attempt, reports.record
+                _running(spec, generations), control, found.plan or earlier, attempt, reports.record
             )
         except InputError as error:
             log.error("%s/%s cannot accept reports: %s", *key, error)
             return
         if problem := found.problem or problem:
             log.error("%s/%s: %s", *key, problem)
+        moves = None
+        if generations.splits.move and spec.failure_policy.max_restarts:
+            moves = JobMoves(spec, generations, "/".join(key), self._monotonic)
+            moves.follow(controller, generations)
         newest, saved = seen.wanted_plan_version if reported and seen else 0, controller.directive()
         if newest > (saved.plan_version if saved is not None else 0):
             log.warning("%s/%s: plan v%d is not saved; its agent may hand it in", *key, newest)
@@ -358,7 +368,8 @@ class ClusterStore:
             fence=Fence(metadata.get("resourceVersion"), status),
             plan=PlanObject(found.version),
             versions=Versions(in_use(control)),
-            unsaved=moves,
+            unsaved=earlier,
+            moves=moves,
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,
             placed=Placed.of(body.get("status") or {}),
@@ -382,6 +393,8 @@ class ClusterStore:
         tracked.generations.patience = spec.failure_policy.replacement_seconds
         if spec.adaptation == tracked.controller.spec.adaptation:
             return
+        if tracked.moves is not None:
+            tracked.moves.moves.edit(spec)
         before = tracked.controller
         tracked.controller = JobController.restore(
             _running(spec, tracked.generations), before.snapshot(), on_report=tracked.reports.record

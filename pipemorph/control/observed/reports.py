@@ -190,20 +190,19 @@ class Observed:
             memory=self._memory, settings=self._settings if stale else None, slow=slow
         )
 
-    def change_layout(self, slow: Sequence[SlowDirection], factors: Sequence[float]) -> None:
+    def change_layout(self, slow: Sequence[SlowDirection] | None) -> None:
         """Forget what is known of links and reductions: their ranks are elsewhere now, or hold
-        other layers. ``slow``: of the links, for the agent that starts. ``factors``: of each
-        stage's work, empty if it is the same."""
+        other layers. ``slow``: of the links, for the agent that starts; None: these are as they
+        were."""
         spec = self._spec
-        self.links = LinkTable(
-            spec.parallelism.mesh, stale_after=spec.adaptation.stale_after_seconds
-        )
-        self.links.restore(slow)
-        self.transports = TransportsView(links=("",) * (spec.parallelism.stages - 1))
+        if slow is not None:
+            self.links = LinkTable(
+                spec.parallelism.mesh, stale_after=spec.adaptation.stale_after_seconds
+            )
+            self.links.restore(slow)
+            self.transports = TransportsView(links=("",) * (spec.parallelism.stages - 1))
         self._reductions = {}
         self.stages.reduce({})
-        if factors:
-            self.stages.scale(factors)
 
     @property
     def newest_plan_version(self) -> int:

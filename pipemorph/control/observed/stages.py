@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipemorph.api.spec import JobSpec, StageTime
 from pipemorph.control.memory_limits import Room, room
@@ -108,6 +108,18 @@ class _Memory(NamedTuple):
     recompute_limit: int | None
 
 
+_Times = TypeVar("_Times", StageTimes, StageState)
+
+
+def _scaled(times: _Times, factor: float) -> _Times:
+    """With ops that take so many times as long."""
+    ops = ("forward", "backward_input", "backward_weight", "fused_backward")
+    found = {op: getattr(times, op) for op in ops}
+    return times.model_copy(
+        update={op: took * factor for op, took in found.items() if took is not None}
+    )
+
+
 class StageTable:
     """The stages of one attempt, as its agent last reported them.
 
@@ -141,19 +153,14 @@ class StageTable:
     def scale(self, factors: Sequence[float]) -> None:
         """Each stage has so many times its work from now on, as far as is known before it is
         measured."""
+        if self._expected is not None:
+            pairs = zip(self._expected, factors, strict=True)
+            self._expected = tuple(_scaled(stage, factor) for stage, factor in pairs)
         for stage, factor in enumerate(factors):
             self.footprints[stage].scale(factor)
             state = self._states[stage]
             if state is not None:
-                fused = state.fused_backward
-                self._states[stage] = state.model_copy(
-                    update={
-                        "forward": state.forward * factor,
-                        "backward_input": state.backward_input * factor,
-                        "backward_weight": state.backward_weight * factor,
-                        "fused_backward": None if fused is None else fused * factor,
-                    }
-                )
+                self._states[stage] = _scaled(state, factor)
         self._rooms, self._times = self._measure_rooms(), None
 
     def reduce(self, exposed: Mapping[int, float]) -> None:

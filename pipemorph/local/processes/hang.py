@@ -51,6 +51,12 @@ class HangWatch:
         self.begin(())
 
     @property
+    def reached(self) -> int:
+        """The most iterations of the job that a rank of this life has finished, with those that it
+        began with; 0 before one has begun."""
+        return max(0, *self._counts) if self._counts else 0
+
+    @property
     def watches(self) -> bool:
         """Whether there is any limit."""
         return self._policy.hang_seconds is not None or self._policy.start_seconds is not None

@@ -10,8 +10,9 @@ import pytest
 
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.layers import Beside, Split, propose_layers
-from pipemorph.control.decide.relayout import Network, Proposal, Score
+from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.decide.layouts.layers import Split, propose_layers
+from pipemorph.control.decide.layouts.relayout import Network, Proposal, Score
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import StageTimes
 
@@ -47,9 +48,8 @@ def network(*factors: float, left: int = 100) -> Network:
 
 
 def seen(spec: JobSpec, *factors: float) -> Beside:
-    beside = Beside(spec)
-    beside.see(Layout.of(spec.parallelism), network(*factors).stages)
-    return beside
+    stages = network(*factors).stages
+    return Beside(spec.parallelism.layers).seen(stages, spec.schedule.policy_kind)
 
 
 def proposed(
@@ -109,8 +109,6 @@ def test_layers_go_back_when_the_device_is_well_again() -> None:
     moved = Layout.of(spec.parallelism).with_layers((5, 3, 4, 4))
     # As slow as it was: this split is the best.
     slow = network(1.25, 1.5 * 0.75, 1, 1)
-    beside.see(moved, slow.stages)
-    assert beside[1] == 0
     assert proposed(spec, moved, slow, beside) is None
     back = proposed(spec, moved, network(1.25, 0.75, 1, 1), beside)
     assert back is not None and back.pays

@@ -10,7 +10,7 @@ import pytest
 
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.relayout import Network, Wires, propose
+from pipemorph.control.decide.layouts.relayout import Network, Wires, propose
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import StageTimes
 from pipemorph.wire import ReductionHealth, SlowestEdge

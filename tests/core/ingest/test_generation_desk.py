@@ -327,6 +327,42 @@ def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
     run(work())
 
 
+def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
+    async def work() -> None:
+        host, written = OneJob(), asyncio.Event()
+        host.job = Generations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5)
+        desk = GenerationDesk(host)
+        listening = asyncio.create_task(poll(desk))
+        await settled()
+        assert not await desk.ask("default", "gpt", (4, 3)), "that is no split of the model"
+        assert not await desk.ask("default", "gpt-2", (4, 2)), "there is no such job"
+        await settled()
+        assert not listening.done()
+        assert await desk.ask("default", "gpt", (4, 2))
+        found = state(await listening)
+        assert (found["leave"], found["leave_layers"], found["layers"]) == (True, [4, 2], [])
+
+        async def write() -> None:
+            await written.wait()
+
+        host.writing = write
+        left = {"left_for": [4, 2], "reached": 5, "finished": 5}
+        first = asyncio.create_task(tell(desk, LONG, **left))
+        second = asyncio.create_task(tell(desk, LONG, pod=1, **left))
+        await settled()
+        assert host.job.layers == (4, 2) and not first.done() and not second.done()
+        written.set()
+        for reply in (await first, await second):
+            found = state(reply)
+            assert (found["generation"], found["leave"]) == (1, False)
+            assert (found["layers"], found["layers_before"]) == ([4, 2], [])
+        dropped = host.job
+        desk.dropped(dropped)
+        assert not await desk.ask("default", "gpt", (2, 4)), "another host has the job"
+
+    run(work())
+
+
 def test_what_time_has_decided_is_told_by_who_still_has_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

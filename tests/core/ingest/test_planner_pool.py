@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 from observing import report, tell
 
+from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec, ScheduleSpec
 from pipemorph.control import Health, JobController
 from pipemorph.control.decide.findings import NoPlan
+from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.decide.layouts.layers import Split
+from pipemorph.control.decide.layouts.moves import Question, search
+from pipemorph.control.decide.layouts.relayout import SEARCH_SECONDS, Network
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.first_plan import (
     initial_problem,
@@ -34,6 +39,7 @@ from pipemorph.ingest import (
 )
 from pipemorph.ingest.planner_pool import plan_here
 from pipemorph.ingest.planner_processes import NICE, Answer
+from pipemorph.planning import StageTimes
 from pipemorph.wire import DirectiveEnvelope, LinkSample
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
@@ -340,6 +346,63 @@ def test_a_plan_that_takes_too_long_is_none() -> None:
         assert not pool.running, "it would still be at it"
 
     asyncio.run(with_pool(PlannerPool(1, limit_seconds=0.001), test))
+
+
+# --- other layers -----------------------------------------------------------------------------
+
+
+def slow_stage() -> Question:
+    """Of a job whose stage 1 takes twice as long as the others."""
+    spec = {
+        "parallelism": {"stages": 3, "layers": 12},
+        "schedule": {"microbatches": 8},
+        "trainer": {"module": "x", "iterations": 100},
+        "failurePolicy": {"maxRestarts": 1},
+        "adaptation": {"relayout": True},
+    }
+    job = JobSpec.model_validate(spec)
+    layout, ops = Layout.of(job.parallelism), (0.01, 0.02, 0.01)
+    stages = tuple(StageTimes(forward=t, backward_input=t, backward_weight=t) for t in ops)
+    network = Network(stages, (), (), True, 90, Beside(12, (0.03,) * 3))
+    split = Split(job, layout, stages, network.beside)
+    return Question("it is slow", job, layout, network, {}, 2.0, split)
+
+
+def test_a_process_finds_the_same_split_as_this_one() -> None:
+    async def test(pool: PlannerPool) -> None:
+        asked = slow_stage()
+        found = await asyncio.gather(pool.search(JOB, asked), pool.search(("d", "2"), asked))
+        assert found == [search(asked)] * 2
+        assert found[0] is not None and found[0].layout.layers == (5, 2, 5)
+        assert not pool._runs and pool._memo.taken == 0, "nothing is kept of it"
+
+    asyncio.run(with_pool(PlannerPool(1), test))
+
+
+def test_a_search_that_fails_or_takes_too_long_is_told_to_who_asked() -> None:
+    async def test(pool: PlannerPool) -> None:
+        with pytest.raises(InputError, match="the planner failed: AttributeError"):
+            await pool.search(JOB, replace(slow_stage(), network=None))  # type: ignore[arg-type]
+        pool._limit = 0.0
+        with pytest.raises(InputError, match="it took longer than 0 s"):
+            await pool.search(JOB, slow_stage())
+
+    asyncio.run(with_pool(PlannerPool(1), test))
+
+
+def test_a_search_waits_for_its_turn_and_is_not_short() -> None:
+    async def test(pool: PlannerPool) -> None:
+        pool._free = {"any": 0, "short": 1}
+        waiting = asyncio.create_task(pool.search(JOB, slow_stage()))
+        await asyncio.sleep(0)
+        assert pool.waiting == 1 and not pool.running
+        (run,) = pool._runs.values()
+        assert run.estimate == SEARCH_SECONDS and not run.short
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert pool.waiting == 0 and not pool._runs, "nobody waits for it"
+
+    asyncio.run(with_pool(PlannerPool(1), test))
 
 
 # --- in turn, and once ------------------------------------------------------------------------

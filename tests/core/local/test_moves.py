@@ -14,11 +14,12 @@ import pytest
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.ladder import Ladder
-from pipemorph.control.decide.relayout import Network, Proposal
-from pipemorph.local import moves as module
+from pipemorph.control.decide.layouts import moves as module
+from pipemorph.control.decide.layouts.moves import Move, Moves
+from pipemorph.control.decide.layouts.relayout import Network, Proposal
+from pipemorph.local import moves as asking
 from pipemorph.local.generations import Life
 from pipemorph.local.host import EXIT, _Host
-from pipemorph.local.moves import Move, Moves
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.wire import ReductionHealth, SlowestEdge
@@ -42,25 +43,32 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.told: list[str] = []
         self.kept = KeptFolder(folder)
-        self.moves = Moves(SPEC, self.told.append)
+        self.now = 1000.0
+        self.moves = Moves(SPEC, self.told.append, lambda: self.now)
 
     def leaves(self) -> Move:
         move = Move("a wire is late", Proposal(OTHER, 2.0, 1.0, 3.0, 90, 0.0), self.moves.layout)
-        self.moves.ask(move, self.kept, 0)
+        asking.ask(self.moves, move, self.kept, 0)
         assert not self.moves.decides
         return move
+
+    def rests(self, seconds: float) -> bool:
+        """Whether nothing is decided for so long, and no longer."""
+        began, self.now = self.now, self.now + seconds - 0.1
+        early, self.now = self.moves.decides, began + seconds
+        return self.moves.decides and not early
 
     def meets(self, rung: str = "kept") -> None:
         word = json.dumps({"iteration": 4, "rung": rung, "why": ""})
         (self.kept.root / "resumed.generation-1").write_text(word)
-        self.moves.look(self.kept, 1)
+        asking.look(self.moves, self.kept, 1)
 
 
 def test_the_new_layout_counts_when_all_have_met(tmp_path: Path) -> None:
     run = Run(tmp_path)
     move = run.leaves()
     assert (tmp_path / "leave.generation-0").exists()
-    run.moves.look(run.kept, 0)
+    asking.look(run.moves, run.kept, 0)
     assert move.outcome == "asked"
     run.moves.left(1)
     assert (run.moves.layout, run.moves.decides) == (OTHER, False)
@@ -92,66 +100,47 @@ def test_ranks_that_cannot_leave_say_why(tmp_path: Path) -> None:
     run = Run(tmp_path)
     move = run.leaves()
     (tmp_path / "stay.generation-0").write_text("rank 1: no memory")
-    run.moves.look(run.kept, 0)
+    asking.look(run.moves, run.kept, 0)
     assert (move.outcome, move.why, run.moves.leaving) == ("stayed", "rank 1: no memory", False)
     assert not (tmp_path / "leave.generation-0").exists()
     # Another question gets another answer.
     move = run.leaves()
-    run.moves.look(run.kept, 0)
+    asking.look(run.moves, run.kept, 0)
     assert move.outcome == "asked"
     gone = Run(tmp_path / "gone")
     move = Move("", Proposal(OTHER, 2.0, 1.0, 3.0, 90, 0.0), FIRST)
-    gone.moves.ask(move, gone.kept, 0)
+    asking.ask(gone.moves, move, gone.kept, 0)
     assert move.outcome == "stayed"
     assert "cannot be told" in move.why
     assert not gone.moves.leaving
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-
-    def rests(self, moves: Moves, seconds: float) -> bool:
-        """Whether nothing is decided for so long, and no longer."""
-        began, self.now = self.now, self.now + seconds - 0.1
-        early, self.now = moves.decides, began + seconds
-        return moves.decides and not early
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-def test_ranks_stay_for_a_while_after_a_change(tmp_path: Path, clock: Clock) -> None:
+def test_ranks_stay_for_a_while_after_a_change(tmp_path: Path) -> None:
     run = Run(tmp_path)
     move = run.leaves()
     run.moves.left(1)
     run.meets()
-    clock.now += 1000.0
+    run.now += 1000.0
     assert not run.moves.decides
     run.moves.arrived(4, 2.5)
     assert (move.iteration, move.seconds) == (4, 2.5)
-    assert clock.rests(run.moves, 25.0)
+    assert run.rests(25.0)
 
 
 @pytest.mark.parametrize("how", ["stayed", "went back", "failed at once", "moved, and failed"])
-def test_ranks_stay_for_a_while_after_a_change_that_failed(
-    how: str, tmp_path: Path, clock: Clock
-) -> None:
+def test_ranks_stay_for_a_while_after_a_change_that_failed(how: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     move = run.leaves()
     if how == "stayed":
         (tmp_path / "stay.generation-0").write_text("rank 1: no memory")
-        run.moves.look(run.kept, 0)
+        asking.look(run.moves, run.kept, 0)
     else:
         if how != "failed at once":
             run.moves.left(1)
         if how == "moved, and failed":
             run.meets()
         run.moves.failed(attempt=False)
-    assert clock.rests(run.moves, 10 * move.proposal.cost)
+    assert run.rests(10 * move.proposal.cost)
 
 
 def test_an_arrival_belongs_to_the_change_before_it(tmp_path: Path) -> None:

@@ -11,13 +11,20 @@ import pytest
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.ladder import Ladder
-from pipemorph.control.decide.relayout import Network
+from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.decide.layouts.moves import (
+    CONFIRM_ITERATIONS,
+    CONFIRM_SECONDS,
+    Move,
+    Moves,
+)
+from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.observed.stages import StageTable
 from pipemorph.exits import PARTS_STAY
-from pipemorph.local import moves as module
+from pipemorph.local import host as host_module
+from pipemorph.local import moves as asking
 from pipemorph.local.generations import Life
 from pipemorph.local.host import _Host
-from pipemorph.local.moves import CONFIRM_ITERATIONS, CONFIRM_SECONDS, Move, Moves
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.planning import StageTimes
@@ -41,18 +48,17 @@ def network(*factors: float, left: int) -> Network:
         StageTimes(forward=f / 100, backward_input=f / 100, backward_weight=f / 100)
         for f in factors
     )
-    return Network(tuple(times), (), (), True, left)
+    return Network(tuple(times), (), (), True, left, Beside(16, (0.03,) * 4))
 
 
 class Run:
     """The host of a run, by the second and iteration."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         self.told: list[str] = []
         self.kept = KeptFolder(folder)
-        self.moves = Moves(SPEC, self.told.append)
         self.now, self.left = 1000.0, 500
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.moves = Moves(SPEC, self.told.append, lambda: self.now)
 
     def looks(self, *factors: float, times: int = 1) -> Move | None:
         """Look so many times, a second and two iterations apart, until a change pays."""
@@ -67,13 +73,13 @@ class Run:
         self.looks(1, 1, 1, 1)
         move = self.looks(1, 1.5, 1, 1, times=5)
         assert move is not None
-        self.moves.ask(move, self.kept, 0)
+        asking.ask(self.moves, move, self.kept, 0)
         return move
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(tmp_path, monkeypatch)
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
 def test_a_slow_stage_has_to_stay_slow(run: Run) -> None:
@@ -121,7 +127,11 @@ def test_what_was_seen_before_a_pause_does_not_count(run: Run) -> None:
     assert run.looks(1, 1.5, 1, 1, times=2) is not None
 
 
-def test_a_failure_to_look_for_another_layout_is_told_once(run: Run) -> None:
+def test_a_failure_to_look_for_another_layout_is_told_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module.time, "monotonic", lambda: run.now)
+
     class Site:
         moves, kept, considered, failed_looks = run.moves, run.kept, 0.0, set[str]()
         hangs = type("", (), {"longest_start": 2.0})
@@ -152,10 +162,9 @@ def test_the_new_split_counts_when_all_have_met(run: Run, tmp_path: Path) -> Non
     assert not run.moves.settling
     assert run.moves.left(1) is move
     assert run.moves.settling and run.moves.layout.layers == (5, 3, 4, 4)
-    assert run.moves.factors(FIRST) == (1.25, 0.75, 1.0, 1.0)
     word = json.dumps({"iteration": 4, "rung": "kept", "why": ""})
     (tmp_path / "resumed.generation-1").write_text(word)
-    run.moves.look(run.kept, 1)
+    asking.look(run.moves, run.kept, 1)
     assert (move.outcome, run.moves.settling) == ("moved", False)
     assert not run.moves.failed(attempt=False)
     assert run.moves.layout.layers == (5, 3, 4, 4)
@@ -170,14 +179,14 @@ def test_a_split_with_which_ranks_failed_is_not_tried_again(run: Run) -> None:
     assert (run.moves.layout, move.outcome) == (FIRST, "went back")
     run.now += 1000.0
     # What layers take has changed, so that it is decided again.
-    again = run.looks(1, 1.7, 1, 1, times=5)
+    again = run.looks(1, 1.66, 1, 1, times=5)
     assert again is None or again.proposal.layout.layers != move.proposal.layout.layers
 
 
 def test_parts_that_cannot_change_are_asked_once(run: Run, tmp_path: Path) -> None:
     move = run.moves_layers()
     (tmp_path / "stay.generation-0").write_text(f"{PARTS_STAY}no builder")
-    run.moves.look(run.kept, 0)
+    asking.look(run.moves, run.kept, 0)
     assert (move.outcome, run.moves.leaving) == ("stayed", False)
     assert (
         run.told[-1]
@@ -195,7 +204,7 @@ def test_parts_that_cannot_be_composed_are_not_tried_with_another_split(
     why = f"{PARTS_STAY}the optimizer's group 1 has parameters of groups that differed"
     (tmp_path / "stay.generation-1").write_text(why)
     for _ in range(2):
-        run.moves.look(run.kept, 1)
+        asking.look(run.moves, run.kept, 1)
     assert run.moves.failed(attempt=False)
     assert (run.moves.layout, move.outcome, move.why) == (FIRST, "went back", why)
     assert run.told.count(why) == 1

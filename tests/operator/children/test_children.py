@@ -519,6 +519,17 @@ def test_ranks_in_pods_do_not_change_places() -> None:
     assert caught.value.reason == "InvalidSpec"
 
 
+def test_layers_move_in_pods_whose_launchers_start_ranks_again() -> None:
+    cut = {"stages": 2, "replicas": 2, "layers": 8, "spares": 1}
+    spec: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
+    assert objects(attempt(parallelism=cut, **spec), CONFIG)
+    own = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
+    del cut["spares"]
+    with pytest.raises(Unbuildable, match=r"spec.adaptation.relayout is set, and ranks") as caught:
+        objects(attempt(parallelism=cut, template=own, **spec), CONFIG)
+    assert caught.value.reason == "InvalidSpec"
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

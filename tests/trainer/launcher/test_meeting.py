@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,6 +21,7 @@ from pipemorph.exits import leave_file, stay_file
 from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
+from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.wire import GenerationState, ResumedFrom
 from pipemorph_trainer.launcher import meeting as meeting_module
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
@@ -210,12 +212,75 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
     said = json.loads(host.asked[0][1])
     assert (said["event"], said["why"]) == ("stays", "rank 2: it keeps no state")
     assert kept.stay(1) is None, "said once"
-    until(lambda: not told.leaves(1))
+    until(lambda: told.leaves(1) is None)
     asked.unlink(missing_ok=True)
     site._look(told, life)
     assert not asked.exists()
     host.state["leave"] = True
     until(asked.exists)
+
+
+def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_have(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    asks = GenerationState(attempt=0, generation=1, leave=True, leave_layers=(4, 2))
+    host = Answers(200, asks.model_dump())
+    job = PipeMorphJob.model_validate(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "gpt"},
+            "spec": {
+                "parallelism": {"stages": 2, "layers": 6},
+                "schedule": {"microbatches": 4},
+                "trainer": {"module": "m", "iterations": 7},
+                "failurePolicy": {"maxRestarts": 1},
+                "adaptation": {"relayout": True},
+            },
+        }
+    )
+    pod, life = Pod(job, 1, 1, kept_dir=tmp_path), Life(generation=1)
+    told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
+    with Interrupts(SimpleQueue()) as interrupts:
+        site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
+        site.hangs.finished = 9
+        told.watch(1)
+        end = time.monotonic() + 30
+        while not asked.exists():
+            assert time.monotonic() < end, host.asked
+            site._look(told, life)
+            time.sleep(0.01)
+        assert json.loads(asked.read_text()) == [4, 2]
+        following = {"generation": 2, "leave": False, "leave_layers": (), "layers": (4, 2)}
+        host.state = asks.model_copy(update=following | {"layers_before": ()}).model_dump()
+        assert site.agree(life, Ending(End.MOVED)) == Life(generation=2, layers=(4, 2))
+        said = json.loads(host.asked[-1][1])
+        assert (said["event"], said["left_for"], said["finished"]) == ("gone", [4, 2], 9)
+        assert "reached" not in said, "ranks of this life have not said how far they came"
+        # The next word says what runs now.
+        told.stays(2, "rank 2: it keeps no state")
+        while json.loads(host.asked[-1][1])["event"] != "stays":
+            time.sleep(0.01)
+        said = json.loads(host.asked[-1][1])
+        assert (said["layers"], said["layers_before"]) == ([4, 2], [])
+        # Without room for a file the ranks go on, and so does the launcher.
+        host.state = asks.model_dump()
+        site.pod, site.asked = replace(pod, kept_dir=tmp_path / "gone"), False
+        told.watch(1)
+        end, said = time.monotonic() + 30, {}
+        while "they cannot be told" not in said.get("why", ""):
+            assert time.monotonic() < end, host.asked
+            site._look(told, life)
+            time.sleep(0.01)
+            said = json.loads(host.asked[-1][1])
+        assert (said["event"], said["generation"]) == ("stays", 1)
+        host.state = asks.model_copy(update={"generation": 3, "leave": False}).model_dump()
+        site.pod = pod
+        # One in which ranks have failed has not left.
+        assert isinstance(site.agree(life, Ending(End.FAILED, "rank 1 failed")), Life)
+        assert "left_for" not in json.loads(host.asked[-1][1])
+    env = site._changed(tmp_path, Life(generation=2, layers=(4, 2)))
+    assert env == {"PIPEMORPH_LAYERS": "[4, 2]"}
 
 
 def test_that_a_pod_has_finished_is_said_until_it_is_heard(

@@ -19,6 +19,7 @@ LAYERS, TOTAL, ITERATIONS = [4, 2], 6, 80
 
 SCRIPT = """
 import json, os, shutil, signal
+from dataclasses import replace
 from pathlib import Path
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ from pipemorph_trainer.state.kept.keeper import Keeper
 from pipemorph_trainer.state.kept.slots import Slots
 
 context = TrainerContext.from_env()
+if context.args["how"] in ("pods", "borrowing") and context.rank > 1:
+    # The second stage is in another pod, whose host asks nobody to leave.
+    own = context.kept_dir / "pod"
+    own.mkdir(exist_ok=True)
+    context = replace(context, kept_dir=own)
 how, generation, here = context.args["how"], context.generation, Path(__file__).parent
 place = context.coordinate()
 
@@ -39,6 +45,8 @@ def killed(*_, **__):
 victim = context.rank == 1
 if victim and generation == 0 and how == "copying":
     Keeper.seal = killed
+if victim and generation == 1 and how == "borrowing":
+    resuming.receive = killed
 if victim and generation == 1 and how == "composing":
     resuming.compose = killed
 if victim and generation == 1 and how == "keeping the new part":
@@ -145,8 +153,9 @@ with Pipeline(
 DRIVER = """
 import json, sys
 from pathlib import Path
-from pipemorph.control.decide.relayout import Proposal
-from pipemorph.local import host, moves
+from pipemorph.control.decide.layouts import moves
+from pipemorph.control.decide.layouts.relayout import Proposal
+from pipemorph.local import host
 from pipemorph.local.processes import supervise
 
 def consider(self, network, cost):
@@ -216,9 +225,11 @@ def soak(*values: Any) -> Any:
     ("how", "generations", "outcome"),
     [
         ("", [OLD, NEW], "moved"),
+        ("pods", [OLD, NEW], "moved"),
         soak("leaving", [OLD, OLD], "stayed"),
         soak("copying", [OLD, OLD], "stayed"),
         ("refusing to build", [OLD, None, OLD], "went back"),
+        soak("borrowing", [OLD, NEW, OLD], "went back"),
         soak("composing", [OLD, NEW, OLD], "went back"),
         soak("keeping the new part", [OLD, NEW, OLD], "went back"),
         ("kept the new part", [OLD, NEW, OLD], "went back"),

@@ -77,8 +77,9 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
 DRIVER = """
 import sys
 from pathlib import Path
-from pipemorph.control.decide.relayout import Proposal
-from pipemorph.local import host, moves
+from pipemorph.control.decide.layouts import moves
+from pipemorph.control.decide.layouts.relayout import Proposal
+from pipemorph.local import host
 from pipemorph.local.processes import supervise
 
 def consider(self, network, cost):

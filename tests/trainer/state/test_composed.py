@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipemorph_trainer import Part
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy
+from pipemorph_trainer.state.kept.lending import Loan, Needs, lent, loans, no_room
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.names import clash
 from pipemorph_trainer.state.users import why_fixed as why_stays
@@ -79,8 +81,12 @@ def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tupl
             yield f"{name}.{key}", value
 
 
+@pytest.mark.parametrize("borrows", [False, True])
 @pytest.mark.parametrize("groups", [in_two, by_layer])
-def test_every_value_is_that_of_whoever_had_it(tmp_path: Path, groups: Groups) -> None:
+def test_every_value_is_that_of_whoever_had_it(
+    tmp_path: Path, groups: Groups, borrows: bool
+) -> None:
+    """``borrows``: the other rank is in another pod, and sends what is lacking."""
     before = [of_rank(0, 1, 2, seed=1, groups=groups), of_rank(3, 4, 5, seed=2, groups=groups)]
     sources = [kept(tmp_path, stage, *each) for stage, each in enumerate(before)]
     expected = {n: v for each in before for n, v in states(*each)}
@@ -88,10 +94,24 @@ def test_every_value_is_that_of_whoever_had_it(tmp_path: Path, groups: Groups) -
         module, optimizer = of_rank(*numbers, seed=9, groups=groups)
         new = values(stage, module, optimizer)
         asked: list[int] = []
+        lacking = {*new.wanted().names} - {*sources[stage].held}
 
-        def others(stage: int = stage, asked: list[int] = asked) -> Iterator[Source]:
+        def others(
+            stage: int = stage, asked: list[int] = asked, lacking: set[str] = lacking
+        ) -> Iterator[Source]:
             asked.append(1 - stage)
-            yield sources[1 - stage]
+            theirs = sources[1 - stage]
+            if borrows:
+                part = lent(theirs, lacking, tmp_path / "lent")
+                sizes = theirs.sizes
+                assert sum(sizes[name] for name in lacking) == sum(
+                    entry.nbytes for entry in part.form
+                )
+                # A layer of three.
+                assert 0 < 2 * part.raw().numel() < theirs.copy.raw().numel()
+                assert not (tmp_path / "lent").exists()
+                theirs = Source(part, 1 - stage)
+            yield theirs
 
         found = compose(sources[stage], others(), new.wanted())
         assert isinstance(found, Composed)
@@ -103,6 +123,43 @@ def test_every_value_is_that_of_whoever_had_it(tmp_path: Path, groups: Groups) -
             assert all(mine[key] == value for key, value in theirs.items() if key != "params")
         # Only what a rank lacks is read from another's copy.
         assert asked == ([1] if stage == 0 else [])
+
+
+def test_layers_come_from_the_nearest_stage_of_the_column_and_through_memory_if_shared() -> None:
+    """Three stages × two replicas; each replica lacks the same."""
+    mesh = MeshShape(stages=3, replicas=2)
+    held, wanted = ["ab", "cd", "ef"], ["abc", "d", "ef"]
+    memories = {(0, 0): "x", (1, 0): "x", (2, 0): "y", (0, 1): "z", (1, 1): "y", (2, 1): "y"}
+
+    def told(wanted: list[str]) -> list[Needs]:
+        places = map(mesh.coordinate, range(6))
+        return [
+            Needs(memories[each.stage, each.column], 50, *(
+                () if each.column else (dict.fromkeys(held[each.stage], 10), wanted[each.stage])
+            ))
+            for each in places
+        ]  # fmt: skip
+
+    at = mesh.rank
+    few = loans(told(wanted), mesh)
+    assert few == [Loan(at(1, 1), at(0, 1), frozenset("c"), 10)]
+    assert no_room(few, told(wanted)) == ""
+    needs = told(["abcde", "e", "f"])
+    many = loans(needs, mesh)
+    assert sorted(many) == sorted(
+        [
+            Loan(at(2, 0), at(0, 0), frozenset("e"), 10),
+            Loan(at(2, 0), at(1, 0), frozenset("e"), 10),
+            Loan(at(1, 1), at(0, 1), frozenset("cd"), 20),
+            Loan(at(2, 1), at(0, 1), frozenset("e"), 10),
+        ]
+    )
+    assert no_room(many, needs) == (
+        f"rank {at(0, 1)} has no memory for layers that move to and from other pods: they take 30"
+        " bytes, more than half of the 50 bytes that are left"
+    )
+    assert no_room(many, [replace(each, room=60) for each in needs]) == ""
+    assert loans(told(["ab", "cd", "ef"]), mesh) == []
 
 
 def test_what_nobody_kept_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import torch
 from gate import same_bits
 
 from pipemorph_trainer.state.kept import copies
+from pipemorph_trainer.state.kept.choice import Offer
 from pipemorph_trainer.state.kept.copies import Copy, Entry
+from pipemorph_trainer.state.kept.exchange import Head
+from pipemorph_trainer.state.kept.held import HeldCopies
 
 FORM = (
     Entry("weight", "float32", (3, 2)),
@@ -80,3 +83,32 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="takes 70,016 bytes, more than half of the 140,031 bytes"):
         write(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_neighbour_holds_copies_of_one_iteration_before_and_after_layers_moved(
+    tmp_path: Path,
+) -> None:
+    """Those of before stay while the new parts are on trial, and go when newer ones come."""
+    held, head = HeldCopies(tmp_path), Head([list(entry) for entry in FORM], 10, {})
+
+    def receive(iteration: int, split: list[int], number: float) -> None:
+        copy = held.room(2, head)
+        copy.write(VALUES | {"weight": torch.full((3, 2), number)})
+        copy.finish({"offer": list(Offer(iteration)), "split": split})
+        held.received(2)
+
+    def number(iteration: int, split: list[int]) -> float | None:
+        copy = held.of(2, iteration, split)
+        return None if copy is None else copy.tensors["weight"][0, 0].item()
+
+    receive(10, [], 1.0)
+    held.keep_only(10, [])
+    receive(10, [4, 2], 2.0)
+    assert (number(10, []), number(10, [4, 2])) == (1.0, 2.0)
+    receive(13, [4, 2], 3.0)
+    assert (number(10, []), number(10, [4, 2]), number(13, [4, 2])) == (None, 2.0, 3.0)
+    receive(14, [], 4.0)
+    receive(14, [4, 2], 5.0)
+    held.keep_only(14, [])
+    assert (number(14, []), number(14, [4, 2])) == (4.0, None)
+    assert held.offers(lambda mark: True)[0] == {2: [Offer(14)]}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from math import inf
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, urlencode, urlsplit
 
 from pydantic import ValidationError
@@ -191,8 +192,8 @@ class Meeting:
         """Whether a generation ran without this pod: its copies are not of the newest state."""
         self._told = GenerationState(attempt=attempt, generation=0)
         """What this pod was told last."""
-        self._leaving: int | None = None
-        """A generation whose ranks are to leave."""
+        self._leaving: tuple[int, tuple[int, ...]] | None = None
+        """A generation whose ranks are to leave, and for which layers."""
         self._launcher = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._watched: int | None = None
@@ -214,10 +215,15 @@ class Meeting:
                 return self._over[1]
         return None
 
-    def leaves(self, generation: int) -> bool:
-        """Whether the ranks have to leave at an iteration boundary, since a replica can join."""
+    def leaves(self, generation: int) -> tuple[int, ...] | None:
+        """Whether the ranks have to leave at an iteration boundary: for these layers of all stages,
+        or, if there are none, since a replica can join. None: they have not."""
         with self._changed:
-            return self._leaving == generation
+            return self._asked_of(generation)
+
+    def _asked_of(self, generation: int | None) -> tuple[int, ...] | None:
+        leaving = self._leaving
+        return leaving[1] if leaving is not None and leaving[0] == generation else None
 
     def failed(self, generation: int, loss: Loss) -> None:
         """Say at once, beside the caller, that the ranks of this pod are about to end."""
@@ -230,7 +236,7 @@ class Meeting:
     def stays(self, generation: int, why: str) -> None:
         """Say, beside the caller, that the ranks could not leave."""
         with self._changed:
-            if self._leaving == generation:
+            if self._asked_of(generation) is not None:
                 self._leaving = None
         self._say(self._report(generation, "stays", why=why))
 
@@ -259,15 +265,20 @@ class Meeting:
         stop: Callable[[], bool],
         *,
         finished: int = 0,
+        reached: int = 0,
+        left: bool = False,
     ) -> GenerationState | str:
         """Say that no rank of ``generation`` is left here, and wait until those of all pods are
         gone, at most ``patience`` seconds or until ``stop()``. ``finished``: iterations that ranks
-        of this pod have. Returns a state that names the generation to start, or has a verdict; or
-        why there is none."""
+        of this pod have, and ``reached``: those of this generation; ``left``: they have left, as
+        all have. Returns a state that names the generation to start, or has a verdict; or why there
+        is none."""
         with self._changed:
             self._watched = None
+            left_for = (self._asked_of(generation) or ()) if left else None
+        gone = {"loss": loss, "reached": reached, "left_for": left_for}
         return self._interruptibly(
-            lambda cancelled: self._wait(generation, loss, finished, patience, cancelled), stop
+            lambda cancelled: self._wait(generation, gone, finished, patience, cancelled), stop
         )
 
     @staticmethod
@@ -307,23 +318,24 @@ class Meeting:
             if state.verdict or not (state.over and self._runs(state)):
                 return state
             self._note(f"waiting for the generation after {state.generation}: {state.reason}")
-            return self._wait(state.generation, None, 0, meets, cancelled)
+            return self._wait(state.generation, {}, 0, meets, cancelled)
         return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
 
     def _wait(
         self,
         generation: int,
-        loss: Loss | None,
+        gone: Mapping[str, Any],
         finished: int,
         patience: float,
         cancelled: threading.Event,
     ) -> GenerationState | str:
+        """``gone``: how the ranks of ``generation`` have ended."""
         end = time.monotonic() + patience
         why, backoff = "the ingest has not answered", FIRST_BACKOFF_SECONDS
         told = False
         while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
             wait = max(0.0, min(MEET_POLL_SECONDS, left))
-            report = self._report(generation, "gone", loss=loss, finished=finished)
+            report = self._report(generation, "gone", finished=finished, **gone)
             try:
                 state = self._ask({"wait": f"{wait:.3f}"}, report, wait + REQUEST_SECONDS)
             except Refused as refusal:
@@ -355,7 +367,7 @@ class Meeting:
                 end = time.monotonic() + patience
             if state.generation > generation:
                 # It was over before this pod heard of it, or has no ranks here.
-                generation, loss = state.generation, None
+                generation, gone = state.generation, {}
             else:
                 cancelled.wait(state.again)
         return f"{why} (waited {patience:.0f} s)"
@@ -381,7 +393,7 @@ class Meeting:
                 "pod": str(self._pod),
                 "wait": str(POLL_SECONDS),
             }
-            if self._leaving == generation:
+            if self._asked_of(generation) is not None:
                 query["leaving"] = "1"
             try:
                 state = self._ask(query, None, POLL_SECONDS + REQUEST_SECONDS)
@@ -402,9 +414,9 @@ class Meeting:
                     self._over = generation, Told(why, state.hang)
                     if self._watched == generation:
                         self._watched = None
-            elif state.leave != (self._leaving == generation):
+            elif state.leave != (self._asked_of(generation) is not None):
                 with self._changed:
-                    self._leaving = generation if state.leave else None
+                    self._leaving = (generation, state.leave_layers) if state.leave else None
             elif state.again:
                 self._pause(generation, state.again)
 
@@ -443,16 +455,7 @@ class Meeting:
         whole = query if report is not None else {"attempt": str(self._attempt), **query}
         return self._endpoint.ask(whole, body, seconds)
 
-    def _report(
-        self,
-        generation: int,
-        event: str,
-        *,
-        loss: Loss | None = None,
-        finished: int = 0,
-        resumed: ResumedFrom | None = None,
-        why: str = "",
-    ) -> PodReport:
+    def _report(self, generation: int, event: str, *, why: str = "", **fields: Any) -> PodReport:
         return PodReport.model_validate(
             {
                 "attempt": self._attempt,
@@ -460,11 +463,11 @@ class Meeting:
                 "pod": self._pod,
                 "launcher": self._launcher,
                 "event": event,
-                "loss": loss,
-                "finished": finished,
-                "resumed": resumed,
                 "why": why[:LONGEST_LINE],
                 "left_out": self._told.left_out,
                 "places": self._told.places,
+                "layers": self._told.layers,
+                "layers_before": self._told.layers_before,
+                **fields,
             }
         )

@@ -89,6 +89,12 @@ class Pod:
         return self.job.spec.parallelism.min_replicas is not None
 
     @property
+    def layers_move(self) -> bool:
+        """Whether generations may have different layers."""
+        spec = self.job.spec
+        return spec.adaptation.relayout and spec.parallelism.layers is not None
+
+    @property
     def may_wait(self) -> bool:
         """Whether a generation may run without this pod."""
         return self.resizes or self.job.spec.parallelism.spares > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import shutil
 import sys
@@ -25,7 +26,7 @@ from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, supervise
-from pipemorph.wire import Loss, ResumedFrom
+from pipemorph.wire import GenerationState, Loss, ResumedFrom
 from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod
@@ -64,7 +65,7 @@ class PodSite:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     forks: Forks | None = None
     asked: bool = False
-    """Whether the ranks have been asked to leave, so that a replica can join."""
+    """Whether the ranks have been asked to leave, so that a replica can join or layers move."""
     hangs: HangWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class PodSite:
             if met.cause != self.pod.index:
                 self._follow()
             return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
-        life = Life(generation=met.generation, left_out=met.left_out, places=met.places)
+        life = life_of(met)
         if met.generation:
             pod = self.pod.within(life)
             ranks = f"rank {pod.first}" + (
@@ -138,9 +139,11 @@ class PodSite:
             yield env | self._changed(Path(folder), life)
 
     def _changed(self, folder: Path, life: Life) -> dict[str, str]:
-        """The variables of all ranks of a generation without some replicas, or with others of the
-        pods."""
+        """The variables of all ranks of a generation without some replicas, with others of the
+        pods, or with other layers."""
         env: dict[str, str] = {}
+        if life.layers:
+            env["PIPEMORPH_LAYERS"] = json.dumps(life.layers)
         if life.left_out:
             job, file = self.pod.within(life).job, folder / "job.json"
             file.write_text(job.model_dump_json(by_alias=True, exclude_defaults=True))
@@ -196,7 +199,7 @@ class PodSite:
             recovers=True,
             saves=saves,
             # Ranks leave only by an agreement of all, which another pod may have asked for.
-            moves=lambda: self.pod.resizes,
+            moves=lambda: self.pod.resizes or self.pod.layers_move,
             hung=self.hangs.look,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
@@ -215,7 +218,8 @@ class PodSite:
             reason = f"the ranks saved and ended with those of another pod ({ending.reason})"
             ending = replace(ending, end=End.FAILED, reason=reason, retry=True, lost_peer=True)
         if ending.end is End.MOVED:
-            note("the ranks have left, so that a replica can join")
+            why = "layers can move" if self.pod.layers_move else "a replica can join"
+            note(f"the ranks have left, so that {why}")
         elif ending.end not in (End.COMPLETED, End.FAILED):
             return ending
         if ending.end is End.COMPLETED:
@@ -229,7 +233,14 @@ class PodSite:
         loss = None if told else loss_of(ending)
         patience = MEET_SECONDS + self.grace
         met = self.meeting.meet(
-            life.generation, loss, patience, self.is_over, finished=self.hangs.finished
+            life.generation,
+            loss,
+            patience,
+            self.is_over,
+            finished=self.hangs.finished,
+            # An ingest of an earlier release would refuse to hear of it.
+            reached=self.hangs.reached if self.pod.layers_move else 0,
+            left=ending.end is End.MOVED and self.pod.layers_move,
         )
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
@@ -244,9 +255,13 @@ class PodSite:
             return replace(ending, details=(*ending.details, why))
         if not met.verdict:
             without = ", ".join(map(str, met.left_out))
-            fewer = f", without replica {without}" if without else ""
-            note(f"the ranks start again as generation {met.generation}{fewer}")
-            return Life(life.attempt, met.generation, met.left_out, met.places)
+            what = f", without replica {without}" if without else ""
+            following = life_of(met)
+            if following.layers != life.layers:
+                layers = ", ".join(map(str, following.layers)) or "evenly many"
+                what += f", with {layers} layers per stage"
+            note(f"the ranks start again as generation {met.generation}{what}")
+            return replace(following, attempt=life.attempt)
         if met.why:
             ending = replace(ending, details=(*ending.details, met.why))
         if met.cause != self.pod.index:
@@ -268,19 +283,26 @@ class PodSite:
 
     def _look(self, meeting: Meeting, life: Life) -> None:
         self._look_for_word()
-        if self.pod.kept_dir is None or not self.pod.resizes:
+        if self.pod.kept_dir is None or not (self.pod.resizes or self.pod.layers_move):
             return
         kept = KeptFolder(self.pod.kept_dir)
         # Rank 0 says why they go on as they are, whichever pod has asked them.
         why = kept.stay(life.generation)
         if why:
             kept.forget_stay(life.generation)
-            note(f"the ranks do not leave for a replica that could join: {why}")
-            meeting.stays(life.generation, why)
+            self._stays(meeting, life, why)
         leaves = meeting.leaves(life.generation)
-        if leaves and not self.asked:
-            kept.ask_to_leave(life.generation)
-        self.asked = leaves
+        if leaves is not None and not self.asked:
+            try:
+                kept.ask_to_leave(life.generation, leaves)
+            except OSError as error:
+                self._stays(meeting, life, f"they cannot be told: {kept.root}: {error.strerror}")
+                return
+        self.asked = leaves is not None
+
+    def _stays(self, meeting: Meeting, life: Life, why: str) -> None:
+        note(f"the ranks do not leave, as they were to: {why}")
+        meeting.stays(life.generation, why)
 
     def _look_for_word(self) -> None:
         """Pass on what the ranks have begun with, once rank 0 has left word of it."""
@@ -298,6 +320,13 @@ class PodSite:
         end = time.monotonic() + FOLLOW_SECONDS
         while time.monotonic() < end and not self.is_over():
             time.sleep(LOOK_SECONDS)
+
+
+def life_of(met: GenerationState) -> Life:
+    """A generation, in its first attempt here."""
+    return Life(
+        generation=met.generation, left_out=met.left_out, places=met.places, layers=met.layers
+    )
 
 
 def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = False) -> Ending:

@@ -93,7 +93,8 @@ class Leaving:
         if not self.moving or self._complete(iteration):
             return None
         world = self._parts.world
-        layers = world.share(self._asked_layers() if self._parts.coordinate.rank == 0 else 0)
+        # Each pod has a host, and some may not have asked yet.
+        layers = max(world.tell_all(self._asked_layers()))
         if layers and (why := self._parts.why_fixed(layers)):
             self._stay(f"{PARTS_STAY}{why}")
             return None
@@ -113,11 +114,12 @@ class Leaving:
 
     def _asked_layers(self) -> int:
         """How many layers the host has spread anew; 0 if ranks are to leave for other places."""
-        assert self._leave is not None, "nobody can ask a rank to leave that keeps nothing"
+        if self._leave is None:
+            return 0
         try:
             return sum(json.loads(self._leave.read_text() or "[]"))
         except FileNotFoundError:
-            # The host has taken it back: a rank has failed, and all will end.
+            # Another pod's host has asked. Or it has taken it back: a rank has failed.
             return 0
 
     def _stay(self, why: str) -> None:

@@ -213,12 +213,13 @@ class Parts:
             for number, each in self.stages.items()
         }
         job = context.job
-        # A host that cannot give ranks other places tells none.
-        asked = job is not None and job.spec.adaptation.relayout
-        self._moves = asked and context.places is not None
+        moves = job is not None and job.spec.adaptation.relayout
         self._resizes = job is not None and job.spec.parallelism.min_replicas is not None
+        self._leaves = moves or self._resizes
+        """Whether the host may ask ranks to leave."""
         ring = None
-        if self._moves and self.coordinate.mesh.lockstep == 1:
+        # A host that cannot give ranks other places tells none.
+        if moves and context.places is not None and self.coordinate.mesh.lockstep == 1:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
@@ -285,9 +286,8 @@ class Parts:
         every = self.settings.snapshot_iterations
         if every is None:
             # What copies take on a device nobody knows; only one is made when ranks leave.
-            leaves = self._moves or self._resizes
-            every = 1 if accelerator is None or not leaves else 0
-            late = LateCopies(accelerator) if accelerator is not None and leaves else None
+            every = 1 if accelerator is None or not self._leaves else 0
+            late = LateCopies(accelerator) if accelerator is not None and self._leaves else None
         else:
             late = LateCopies(accelerator) if accelerator is not None else None
         keeper = Keeper(

@@ -47,7 +47,8 @@ class Source:
     process has a job whose ranks had reported to another one; ``whole``: replicas of the job, if
     fewer may train, ``left_out``: those that do not, and ``stays``: why the others do not leave for
     one that could join; ``spares``: how many the job has, and ``spares_ready``: how many of them
-    stand by."""
+    stand by; ``on_trial``: whether stages hold other layers that do not count yet; ``moves``: what
+    was decided and done about layers."""
 
     controller: JobController
     reported_at: float | None
@@ -59,6 +60,8 @@ class Source:
     stays: str = ""
     spares: int = 0
     spares_ready: int = 0
+    on_trial: bool = False
+    moves: str = ""
 
 
 def summarize(
@@ -323,17 +326,29 @@ def _stages_even(source: Source, view: JobView, now: float) -> Verdict:
     if unheard is not None:
         return unheard
     parallelism, found = source.controller.spec.parallelism, view.stragglers
+    done = _done_for_stages(source)
     if not found.slowest:
         if not found.known:
-            return "Unknown", names.R_STAGES_UNMEASURED, "not every stage has reported op times"
-        return "True", names.R_STAGES_EVEN, f"{parallelism.stages} stages, none slow"
+            told = f"not every stage has reported op times{done}"
+            return "Unknown", names.R_STAGES_UNMEASURED, told[:MESSAGE_LENGTH]
+        told = f"{parallelism.stages} stages, none slow{done}"
+        return "True", names.R_STAGES_EVEN, told[:MESSAGE_LENGTH]
     told = "; ".join(each.text(parallelism.mesh) for each in found.slowest[:NAMED])
     if found.count > NAMED:
         told += f"; and {found.count - NAMED} more"
-    split = found.better_split(parallelism.layers)
+    split = found.better_split(parallelism.layers, source.controller.layers)
     if split is not None:
         told += f"; {split.text()}"
-    return "False", names.R_STAGES_SLOW, told[:MESSAGE_LENGTH]
+    return "False", names.R_STAGES_SLOW, f"{told}{done}"[:MESSAGE_LENGTH]
+
+
+def _done_for_stages(source: Source) -> str:
+    """Which layers have moved between stages, and what was decided on that last."""
+    told, layers = "", source.controller.layers
+    if layers:
+        told = f"; by stage they hold {', '.join(map(str, layers))} layers"
+        told += " on trial" if source.on_trial else ""
+    return f"{told}; {source.moves}" if source.moves else told
 
 
 def _slow(view: JobView) -> list[LinkHealth]:

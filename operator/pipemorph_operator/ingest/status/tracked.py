@@ -16,6 +16,7 @@ from pipemorph.control.generations import Generations
 from pipemorph.ingest import Versions
 from pipemorph.planning import Policy
 from pipemorph_operator.cluster.facts import parse_time
+from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.plans.plan_object import PlanObject
 from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
@@ -95,6 +96,10 @@ class TrackedJob:
     """The first look at which the decision under way was seen."""
     profiled_at: int | None = None
     """Of the saved plan: see :attr:`JobController.profiled_at`."""
+    saved_layers: tuple[int, ...] = ()
+    """Of the stages, in the saved plan: see :attr:`JobController.layers`."""
+    moves: JobMoves | None = None
+    """None: its layers cannot move between stages."""
     unsaved: SavedPlan | None = None
     """To be written after the next write of status."""
     looked_at: float = float("-inf")
@@ -205,4 +210,6 @@ class TrackedJob:
             self.generations.stays,
             self.spec.parallelism.spares,
             self.generations.spares_ready,
+            self.generations.layers_before is not None,
+            self.moves.told if self.moves is not None else "",
         )

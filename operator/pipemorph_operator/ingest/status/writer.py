@@ -84,6 +84,9 @@ class StatusWriter:
         self._budget.charge(self._monotonic(), replicas=self.replicas)
         tracked.reports.again()  # Whatever becomes of this write.
         async with tracked.writing:
+            if tracked.controller.layers != tracked.saved_layers:
+                # What stages do beside their layers, nobody can measure from now on.
+                await self._keep(tracked, tracked.controller.snapshot())
             await self._write(tracked)
 
     async def look(self, tracked: TrackedJob, jobs: int) -> None:
@@ -170,6 +173,7 @@ class StatusWriter:
     async def _keep(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
         """Keep the snapshot for the next write; only its versions if it is too large."""
         tracked.profiled_at = snapshot.get("profiled_at")
+        tracked.saved_layers = tuple(snapshot.get("layers") or ())
         tracked.issue(snapshot["attempt"], snapshot["plan_version"])
         tracked.unsaved = None
         try:

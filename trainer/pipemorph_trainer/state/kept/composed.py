@@ -9,7 +9,7 @@ state and what the user added, is the rank's own.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -40,6 +40,11 @@ class Wanted(NamedTuple):
     tensors: Sequence[str]
     modules: Sequence[str]
     groups: Sequence[Sequence[str]]
+
+    @property
+    def names(self) -> list[str]:
+        """As :attr:`Source.held`."""
+        return [*self.tensors, *(f"module.{name}" for name in self.modules)]
 
 
 @dataclass
@@ -79,6 +84,28 @@ class Source:
             if stage == self.stage:
                 yield f"module.{name}"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What it has, as in :attr:`held`, with the bytes of :meth:`entries` of each."""
+        found = dict.fromkeys(self.held, 0)
+        for key, entry in self.tensors.items():
+            kind, name = key.split(".", 1)
+            found[f"parameter.{name}" if kind == "gradient" else key] += entry.nbytes
+        for name, states in self.optimizer.items():
+            found[f"parameter.{name}"] += sum(entry.nbytes for _, entry in states)
+        return found
+
+    def entries(self, names: Collection[str]) -> Iterator[Entry]:
+        """Tensors of these names, which are as in :attr:`held`, with the gradients and the
+        optimizer's state of parameters."""
+        for key, entry in self.tensors.items():
+            kind, name = key.split(".", 1)
+            if key in names or (kind == "gradient" and f"parameter.{name}" in names):
+                yield entry
+        for name, states in self.optimizer.items():
+            if f"parameter.{name}" in names:
+                yield from (entry for _, entry in states)
+
     def tensor(self, entry: Entry) -> Tensor:
         return self.copy.tensors[entry.name]
 
@@ -98,9 +125,8 @@ class Source:
 def compose(own: Source, others: Iterable[Source], wanted: Wanted) -> Composed | str:
     """The state of this rank's part, from its own copy and, of what that lacks, from ``others``, of
     which no more are asked for than it takes. Or why it cannot be composed."""
-    names = [*wanted.tensors, *(f"module.{name}" for name in wanted.modules)]
     found = dict.fromkeys(own.held, own)
-    lacking = {name for name in names if name not in found}
+    lacking = {name for name in wanted.names if name not in found}
     for other in others if lacking else ():
         for name in lacking.intersection(other.held):
             found[name] = other

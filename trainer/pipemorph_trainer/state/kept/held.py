@@ -1,12 +1,14 @@
 """The copies that a rank holds of ranks of another pod, in its own subfolder.
 
-There are two files of each such rank: while one is received, the other stays.
+There are two files of each such rank: while one is received, the other stays. With new parts of
+the model on trial these are of one iteration, before and after the change of parts: a copy is known
+by its *split* as well, how many layers each stage holds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +48,21 @@ class HeldCopies:
                 size = max(size, path.stat().st_size)
         return found, size
 
-    def of(self, owner: int, iteration: int) -> Copy | None:
+    def of(self, owner: int, iteration: int, split: Sequence[int]) -> Copy | None:
         """The whole copy of a rank before an iteration."""
         for name in "ab":
             copy = Copy.open(self._path(owner, name))
-            if copy is not None and _is_of(copy, iteration):
+            if copy is not None and _is_of(copy, iteration, split):
                 return copy
         return None
 
-    def keep_only(self, iteration: int) -> None:
+    def keep_only(self, iteration: int, split: Sequence[int]) -> None:
         """Remove all copies but those of an iteration: others are of iterations that run again, or
         older."""
         for owner, name in self._found():
             path = self._path(owner, name)
             copy = Copy.open(path)
-            if copy is not None and _is_of(copy, iteration):
+            if copy is not None and _is_of(copy, iteration, split):
                 self._safe[owner] = name
             else:
                 remove(path)
@@ -88,6 +90,9 @@ class HeldCopies:
         return "b" if self._safe.get(owner) == "a" else "a"
 
 
-def _is_of(copy: Copy, iteration: int) -> bool:
-    """Whether a copy is whole, and of an iteration."""
-    return copy.whole and Offer(*copy.mark["offer"]).iteration == iteration
+def _is_of(copy: Copy, iteration: int, split: Sequence[int]) -> bool:
+    """Whether a copy is whole, and of an iteration and a split."""
+    if not copy.whole:
+        return False
+    mark = copy.mark
+    return mark.get("split") == [*split] and Offer(*mark["offer"]).iteration == iteration

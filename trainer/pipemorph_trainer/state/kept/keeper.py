@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph.api.mesh import DATA, DIMENSIONS
+from pipemorph.exits import TRIAL_ITERATIONS
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait
@@ -44,12 +45,12 @@ from pipemorph_trainer.state.kept.copies import Form
 from pipemorph_trainer.state.kept.exchange import digest
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.late import LateCopies
+from pipemorph_trainer.state.kept.lending import memory_of
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.resuming import Resuming, inexact
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values, changes_within_iterations
-from pipemorph_trainer.topology.machine import this_machine
 from pipemorph_trainer.topology.placement import Placement
 from pipemorph_trainer.topology.world import World
 
@@ -57,9 +58,6 @@ log = logging.getLogger("pipemorph.trainer")
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
-TRIAL = 2
-"""Iterations that new parts of the model have to finish before they count. When the second is
-over, every rank has taken the optimizer's step after the first."""
 WRITE_SECONDS = 300.0
 """Longest wait for the copy before, which is being written beside."""
 _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
@@ -135,7 +133,7 @@ class Keeper:
     def meet_neighbours(self, deadline: float) -> None:
         """Begin to send copies to another pod, if the job has several, from the next one on.
         Collective over all ranks. ``deadline``: longest wait for a message, seconds."""
-        pod = "" if self._why else _pod(self._folder)
+        pod = "" if self._why else memory_of(self._folder)
         told = self._world.tell_all(pod)
         ring = Ring(told)
         if ring.pods < 2 or not all(told):
@@ -148,6 +146,9 @@ class Keeper:
             str(self._world.coordinate), ring, self._slots, self._held, group=group,
             deadline=deadline,
         )  # fmt: skip
+        if self._before is not None:
+            # Before rank 0 may say that the new parts count, as nobody goes on before it is there.
+            self._neighbour.offer(self.counts_from - TRIAL_ITERATIONS)
 
     def why_fixed(self) -> str:
         """Why the state of this rank's part is of no use to ranks with other parts; empty if it
@@ -349,6 +350,12 @@ class Keeper:
             return self._why or f"it has no copy of iteration {iteration}"
         if not exact:
             return ""
+        neighbour = self._neighbour
+        if neighbour is not None and neighbour.offered == iteration:
+            # A pod may be lost while new parts are on trial, when no other copy of this is made.
+            self._wait.waiting.begin(f"another pod to have its copy of iteration {iteration}")
+            neighbour.await_safe(iteration)
+            self._wait.waiting.end()
         assert slot.copy is not None and slot.offer is not None
         sealed = {"hash": digest(slot.copy), "left": self._generation}
         self._slots.finish(slot, slot.offer, {**slot.copy.mark, **sealed})
@@ -426,7 +433,7 @@ class Keeper:
         assert slot is not None and slot.copy is not None
         # Others are older, or of an iteration that runs again.
         self._slots.keep_only(slot)
-        self._held.keep_only(found.iteration)
+        self._held.keep_only(found.iteration, slot.copy.mark["split"])
         if isinstance(state, Composed):
             self._keep_new_part(slot, found.iteration, unreported)
         if not own:
@@ -461,16 +468,10 @@ class Keeper:
         else:
             self._write(slot, values, content, Offer(iteration))
             self._slots.keep_only(old, slot)
-            self._before, self.counts_from = old, iteration + TRIAL
+            self._before, self.counts_from = old, iteration + TRIAL_ITERATIONS
         for rank, each in enumerate(self._world.tell_all(why)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")
-
-
-def _pod(folder: Path) -> str:
-    """The memory that a folder is in: ranks of one pod share it."""
-    found = folder.stat()
-    return f"{this_machine().boot_id} {found.st_dev} {found.st_ino}"
 
 
 def _slots(world: World, placements: Iterable[Placement], *, shared: bool) -> list[Hashable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,15 @@ from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy, form_of, room
 from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
+from pipemorph_trainer.state.kept.lending import (
+    Needs,
+    lent,
+    loans,
+    memory_of,
+    nameless,
+    nearest,
+    no_room,
+)
 from pipemorph_trainer.state.kept.slots import Slots
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.topology.world import World
@@ -60,6 +70,8 @@ class Resuming:
         self._part, self._alike, self._generation = part, alike, generation
         self._moved = False
         """Whether ranks have just left for a new layout."""
+        self._borrowed: dict[int, Copy] = {}
+        """By rank, what this one's new part takes of the copy of one in another pod."""
 
     def agree(self, saved: int, why: str) -> Choice | str:
         """From whose copy of which iteration each rank goes on; or why there is none. Collective
@@ -95,29 +107,78 @@ class Resuming:
                 self._wait.waiting.end()
         copy = self._of(found.iteration, rank)
         relaid = copy.mark["split"] != self._part["split"]
-        state = self._fitting(copy, found.iteration, relaid=relaid)
-        misfit = state if isinstance(state, str) else ""
-        for each, why in enumerate(self._world.tell_all(misfit)):
-            if why:
-                text = f"the kept state of rank {each} does not fit its stage: {why}"
-                if self._moved and relaid and why != DAMAGED and rank == 0:
-                    # So it would be with any other parts.
-                    (self._folder / stay_file(self._generation)).write_text(f"{PARTS_STAY}{why}")
-                if self._moved:
-                    raise PipelineError(text)
+        damaged = "" if copy.mark.get("hash") in (None, digest(copy)) else DAMAGED
+        if relaid:
+            # Nobody reads or borrows from a copy that is.
+            if text := self._misfit(damaged):
                 return text
+            self._borrow(copy)
+        state: Copy | Composed | str = damaged or copy
+        if relaid:
+            state = self._composed(copy, found.iteration)
+        if not isinstance(state, str):
+            state = self._values.misfit(state.form, state.object) or state
+        if text := self._misfit(state if isinstance(state, str) else "", relaid=relaid):
+            return text
         assert not isinstance(state, str), "all ranks hear of a misfit"
         return state
 
-    def _fitting(self, copy: Copy, iteration: int, *, relaid: bool) -> Copy | Composed | str:
-        """The state in a copy of this rank, composed anew if its part is another now (``relaid``);
-        or why it does not fit."""
-        if copy.mark.get("hash") not in (None, digest(copy)):
-            return DAMAGED
-        state = self._composed(copy, iteration) if relaid else copy
-        if isinstance(state, str):
-            return state
-        return self._values.misfit(state.form, state.object) or state
+    def _misfit(self, why: str, *, relaid: bool = False) -> str:
+        """Tell all ranks why the state of this one does not fit, if so. Returns that of the first
+        such rank, the same on all. Raises :class:`PipelineError` instead if ranks have just moved:
+        then rank 0 says that the parts stay, if other parts (``relaid``) would be no better."""
+        for each, told in enumerate(self._world.tell_all(why)):
+            if told:
+                text = f"the kept state of rank {each} does not fit its stage: {told}"
+                if self._moved and relaid and self._world.coordinate.rank == 0:
+                    # So it would be with any other parts.
+                    (self._folder / stay_file(self._generation)).write_text(f"{PARTS_STAY}{told}")
+                if self._moved:
+                    raise PipelineError(text)
+                return text
+        return ""
+
+    def _borrow(self, copy: Copy) -> None:
+        """Take what this rank's part lacks, and ranks in other pods have. Collective over all
+        ranks: all have left with the same split. ``copy``: of this rank. Raises
+        :class:`PipelineError`, on all ranks if one has no room for it."""
+        place, world = self._world.coordinate, self._world
+        own, path = Source(copy, place.stage), self._folder / f"lent.rank-{place.rank}"
+        needs = Needs(memory_of(self._folder), room(path))
+        if place.column == 0:
+            needs = replace(needs, held=own.sizes, wanted=self._values.wanted().names)
+        told, waiting = world.tell_all(needs), self._wait.waiting
+        found = loans(told, place.mesh)
+        if why := no_room(found, told):
+            raise PipelineError(why)
+        for loan in found:
+            try:
+                if loan.source == place.rank:
+                    waiting.begin(f"rank {loan.to} to take layers")
+                    made = lent(own, loan.names, path)
+                    send(made, loan.to, world.control, self._wait)
+                    waiting.end()
+                elif loan.to == place.rank:
+                    waiting.begin(f"layers from rank {loan.source}")
+                    self._borrowed[loan.source] = self._received(loan.source, path)
+                    waiting.end()
+            except OSError as error:
+                raise PipelineError(
+                    f"{place} has no memory for layers that rank {loan.source} lends to rank"
+                    f" {loan.to}: {error.strerror}"
+                ) from error
+
+    def _received(self, source: int, path: Path) -> Copy:
+        """What another rank lends."""
+        made: list[Copy] = []
+
+        def make_room(head: Head) -> Copy:
+            made.append(nameless(path, form_of(head.entries), head.length))
+            return made[0]
+
+        mark = receive(source, self._world.control, self._wait, make_room)
+        made[0].finish(mark)
+        return made[0]
 
     def _composed(self, own: Copy, iteration: int) -> Composed | str:
         """The state of this rank's new part; or why there is none."""
@@ -125,9 +186,10 @@ class Resuming:
 
         def others() -> Iterator[Source]:
             """Those of the same column, the nearest stages first."""
-            for stage in sorted(range(place.stages), key=lambda each: abs(each - place.stage)):
+            for stage in nearest(place):
                 rank = place.at_stage(stage)
-                if stage == place.stage:
+                if rank in self._borrowed:
+                    yield Source(self._borrowed[rank], stage)
                     continue
                 slots = Slots(self._folder / f"rank-{rank}.generation-{generation}")
                 slots.find(lambda mark: mark.get("split") == own.mark["split"])
@@ -175,7 +237,7 @@ class Resuming:
         """The copy of an iteration of a rank: of this one, or one that this one holds."""
         rank = self._world.coordinate.rank
         if owner != rank:
-            found = self._held.of(owner, iteration)
+            found = self._held.of(owner, iteration, self._part["split"])
         else:
             slot = self._slots.of(iteration)
             found = slot.copy if slot is not None else None

@@ -2,9 +2,8 @@
 take. Pure, but for the time that a search may take.
 
 A stage takes as long as its layers and what it does beside them, such as an embedding or the loss.
-All layers count as equal. With the split that a job begins with, the stage that takes least is
-taken to have nothing beside its layers, and what others take more than that is theirs beside them.
-From then on a measured time tells what a layer takes on the stage's device.
+All layers count as equal, and what is beside them is known (:mod:`.beside`): so a measured time
+tells what a layer takes on the stage's device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from time import monotonic
 
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.relayout import (
+from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.decide.layouts.relayout import (
     MOST_SWAPS,
     SEARCH_SECONDS,
     Late,
@@ -34,37 +34,6 @@ from pipemorph.planning.analysis.what_if import shrunk, work
 CHANGED = 0.1
 """A decision is made again when the time of a layer has changed by more than this part of it on a
 stage."""
-
-
-class Beside:
-    """What each stage does beside its layers, in times of a layer. Learned while a job has the
-    split that it begins with."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        self._spec = spec
-        self._least: list[float] = []
-
-    def see(self, layout: Layout, stages: Sequence[StageTimes]) -> None:
-        """Take measured times of a microbatch."""
-        if layout.layers:
-            return
-        times = [work(each, self._spec.schedule.policy_kind) for each in stages]
-        if all(times):
-            self._least = list(map(min, times, self._least)) if self._least else times
-
-    def __getitem__(self, stage: int) -> float:
-        total = self._spec.parallelism.layers
-        if not self._least or total is None:
-            return 0.0
-        each = total / len(self._least)
-        return each * (self._least[stage] / min(self._least) - 1)
-
-    def factors(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, ...]:
-        """By stage, how many times the work of before it has with other numbers of layers."""
-        return tuple(
-            (self[stage] + now) / (self[stage] + was)
-            for stage, (was, now) in enumerate(zip(before, after, strict=True))
-        )
 
 
 class Split:

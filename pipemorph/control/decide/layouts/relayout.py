@@ -19,6 +19,7 @@ from time import monotonic
 
 from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.spec import Adaptation, JobSpec
+from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
@@ -41,13 +42,15 @@ Late = Mapping[Wire, float]
 
 @dataclass(frozen=True)
 class Network:
-    """What a job's controller knows. ``left``: iterations that are still to be run."""
+    """What a job's controller knows. ``left``: iterations that are still to be run; ``beside``:
+    what stages do beside their layers."""
 
     stages: tuple[StageTimes, ...]
     links: tuple[LinkHealth, ...]
     reductions: tuple[ReductionHealth, ...]
     barrier: bool
     left: int
+    beside: Beside = field(default_factory=Beside)
 
 
 @dataclass
@@ -130,6 +133,11 @@ class Proposal:
     def saved(self) -> float:
         """Seconds, over the iterations left."""
         return (self.before - self.after) * self.left
+
+    @property
+    def promised(self) -> float:
+        """The part of an iteration that is saved."""
+        return 1 - self.after / self.before
 
     @property
     def pays(self) -> bool:

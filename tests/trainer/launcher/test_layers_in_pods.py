@@ -1,0 +1,347 @@
+"""Layers move between stages in pods: real launchers, ranks and ingest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from pods import DEADLINE, Job
+
+from pipemorph.exits import TRIAL_ITERATIONS
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+
+ITERATIONS, TOTAL = 60, 6
+OLD, NEW = [3, 3], [4, 2]
+
+SCRIPT = """
+import json, os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+from pipemorph.errors import InputError
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import resuming
+from pipemorph_trainer.state.kept.keeper import Keeper
+
+context = TrainerContext.from_env()
+here, generation, rank = Path(__file__).parent, context.generation, context.rank
+how = context.args["how"]
+LAYER_SECONDS = 0.02
+
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if generation == 0 and rank == 3 and how == "copying":
+    Keeper.seal = killed
+if generation == 1 and rank == 3 and how == "lending":
+    resuming.lent = killed
+if generation == 1 and rank == 1 and how == "borrowing":
+    resuming.receive = killed
+if generation == 1 and rank == 3 and how == "composing":
+    resuming.compose = killed
+if generation == 1 and rank == 3 and how == "keeping the new part":
+    Keeper._keep_new_part = killed
+
+class Stage(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for number in part.layers(context.args["layers"]):
+            # The state of the beginning depends on no split.
+            torch.manual_seed(number)
+            self.layers[str(number)] = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if how == "sleeping":
+            slow = context.coordinate().stage == 1 and (here / "slow").exists()
+            time.sleep(LAYER_SECONDS * len(self.layers) * (2 if slow else 1))
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x))
+        return x
+
+def build(part):
+    if generation == 1 and how == "refusing to build":
+        raise InputError("this builder takes no other split")
+    stage = Stage(part)
+    held = here / f"held-{generation}-{rank}"
+    held.with_suffix(".new").write_text(json.dumps([int(number) for number in stage.layers]))
+    held.with_suffix(".new").rename(held)
+    return stage
+
+def now(what, done):
+    # Whether that is to happen after so many iterations of this generation.
+    try:
+        return done == int((here / f"{what}-{generation}").read_text())
+    except FileNotFoundError:
+        return False
+
+optimizer = lambda stage: torch.optim.Adam(stage.parameters(), 1e-2)
+loss_fn = nn.functional.mse_loss
+with Pipeline(build, context=context, optimizer=optimizer, loss_fn=loss_fn) as pipe:
+    while pipe.iteration < context.job.spec.trainer.iterations:
+        done = pipe.iteration - pipe.start_iteration
+        if now("kill", done) and rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while now("hold", done):
+            (here / f"holds-{generation}-{rank}").touch()
+            time.sleep(0.01)
+        if not (here / "hurry").exists():
+            # Slower and slower, so that there are iterations left however long a pod takes.
+            time.sleep(0.1 if pipe.iteration < 20 else 1.0)
+        draw = torch.Generator().manual_seed(100 * pipe.iteration + context.coordinate().replica)
+        batch = torch.randn(16, 8, generator=draw)
+        pipe.optimizer.zero_grad()
+        began = time.monotonic()
+        pipe.step(batch, target=batch.flip(1))
+        pipe.optimizer.step()
+        if rank == 0:
+            with (here / f"took-{generation}").open("a") as file:
+                print(time.monotonic() - began, file=file)
+"""
+
+
+class LayersJob(Job):
+    """Two pods have a stage each, of two replicas, unless a pod has a whole ``replica``. ``how``:
+    where a rank is killed, see the script."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        spares: int = 0,
+        replica: bool = False,
+        how: str = "",
+        iterations: int = ITERATIONS,
+    ) -> None:
+        cut = {"stages": 2, "replicas": 2, "ranksPerPod": 2, "layers": TOTAL, "spares": spares}
+        self.order = ["dp_replicate", "pp"] if replica else ["pp", "dp_replicate"]
+        spec = {
+            "parallelism": {**cut, "order": self.order},
+            "recovery": {"neighbour": not replica},
+            "adaptation": {"relayout": True},
+        }
+        super().__init__(
+            folder,
+            iterations=iterations,
+            restarts=5,
+            spec=spec,
+            script=SCRIPT,
+            layers=TOTAL,
+            how=how,
+        )
+
+    def at(self, what: str, generation: int, done: int) -> Path:
+        """``hold`` the ranks, or ``kill`` rank 3, in a generation to come when ``done`` iterations
+        of it are finished. Ranks are held until this file is removed."""
+        file = self.folder / f"{what}-{generation}"
+        file.write_text(str(done))
+        return file
+
+    def has(self, generation: int, layers: Sequence[int]) -> bool:
+        """Whether the ranks of a generation have been built, and with these layers."""
+        for rank in range(4):
+            file = self.folder / f"held-{generation}-{rank}"
+            stage = rank // 2 if self.order[0] == "pp" else rank % 2
+            if not file.exists():
+                return False
+            first = sum(layers[:stage])
+            assert json.loads(file.read_text()) == [*range(first, first + layers[stage])]
+        return True
+
+    def took(self, generation: int) -> list[float]:
+        """Seconds of each iteration of a generation, as rank 0 has them."""
+        file = self.folder / f"took-{generation}"
+        return [float(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def on_trial(self, generation: int, layers: Sequence[int]) -> None:
+        """Wait until the ranks of a generation, with layers on trial, are held."""
+        held = [self.folder / f"holds-{generation}-{rank}" for rank in range(4)]
+        self.wait(f"{layers} are on trial", lambda: all(each.exists() for each in held))
+        assert self.has(generation, layers)
+        told = self.recoveries()
+        assert (told.generation, told.layers) == (generation, list(layers)), self
+        assert told.layers_before is not None
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    job = LayersJob(tmp_path_factory.mktemp("layers") / "undisturbed")
+    (job.folder / "hurry").touch()
+    try:
+        assert job.ends() == [0, 0], job
+    finally:
+        job.close()
+    assert len(job.iterations()) == ITERATIONS
+    return job.iterations()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    made: list[LayersJob] = []
+
+    def start(**args: Any) -> LayersJob:
+        made.append(LayersJob(tmp_path / "job", **args))
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.close()
+
+
+def ended(job: LayersJob, undisturbed: dict[int, float]) -> None:
+    """See a job to its end, with the losses of one that nothing has happened to."""
+    (job.folder / "hurry").touch()
+    assert set(job.ends()) == {0}, job
+    assert job.iterations() == undisturbed, job
+    for each in job.recoveries().last:
+        # The first iterations with other layers are not kept. An older copy has a neighbour alone.
+        most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or each.layers else 0
+        # Those that were followed by another loss have not recovered.
+        assert (each.repeated or 0) <= most, each
+
+
+def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
+    started: Any, undisturbed: dict[int, float]
+) -> None:
+    """The ingest is replaced while the new parts are on trial. When they count, a pod is lost."""
+    job = started(spares=1)
+    hold = job.at("hold", 1, done=1)
+    job.wait("pod 2 stands by", lambda: job.recoveries().spares_ready == 1)
+    job.ask(NEW, after=3)
+    job.on_trial(1, NEW)
+    job.ingest.kill()
+    job.ingest.wait(DEADLINE)
+    job.ingest = job.start_ingest()
+    hold.unlink()
+    job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+    job.wait("the ranks go on", lambda: job.recovered(1))
+    (move,) = job.recoveries().last
+    assert move.cause == "layers move between stages: from layers 3, 3 to layers 4, 2"
+    assert (move.layers, move.state, job.recoveries().count) == (NEW, "kept", 0)
+    print(f"from leaving to the next finished iteration: {move.seconds} s")
+    job.kill(1, told=True)
+    job.wait("pod 2 trains in the place of pod 1", lambda: job.recovered(2))
+    told = job.recoveries()
+    assert (told.moved, told.layers, told.layers_before) == (((1, 2),), NEW, None)
+    assert (told.last[1].state, told.last[1].layers) == ("neighbour", []), f"{told}\n{job}"
+    assert job.has(2, NEW)
+    job.pods[1] = job.start_pod(1)
+    ended(job, undisturbed)
+
+
+def test_a_loss_on_trial_goes_back_to_the_layers_before(
+    started: Any, undisturbed: dict[int, float]
+) -> None:
+    """That of a rank, then that of a pod, whose state only a neighbour has. Then an ingest is
+    killed that alone knows what ranks have left for."""
+    job = started()
+    job.at("kill", 1, done=0)
+    job.ask(NEW, after=3)
+    job.wait("the ranks have gone back", lambda: job.recovered(2))
+    told = job.recoveries()
+    assert [each.layers for each in told.last] == [NEW, OLD]
+    assert (told.layers, told.layers_before, told.count) == ([], None, 1)
+    assert told.last[1].state == "kept", told
+    assert job.has(1, NEW) and job.has(2, OLD)
+
+    job.at("hold", 3, done=1)
+    job.ask([2, 4])
+    job.on_trial(3, [2, 4])
+    job.lose(1)
+    job.wait("the ranks have gone back", lambda: job.recovered(4))
+    told = job.recoveries()
+    assert [each.layers for each in told.last[2:]] == [[2, 4], OLD]
+    assert told.last[3].state == "neighbour", f"{told}\n{job}"
+    assert job.has(4, OLD)
+
+    (job.folder / "dies-at-a-move").touch()
+    job.ask([1, 5])
+    job.wait("the ingest is killed", lambda: job.ingest.poll() is not None)
+    job.ingest = job.start_ingest()
+    job.wait("the ranks go on", lambda: job.recovered(5))
+    assert job.has(5, [1, 5]), job
+    ended(job, undisturbed)
+    told = job.recoveries()
+    assert (told.layers, told.layers_before, told.count, told.counted) == ([1, 5], None, 2, 0)
+
+
+def test_a_stage_that_becomes_slow_gets_fewer_layers_by_decision(
+    started: Any, undisturbed: dict[int, float]
+) -> None:
+    """Nobody asks for it: the ingest looks at what is reported. A layer takes 20 ms of a
+    microbatch, and twice as long on stage 1 from some time on."""
+    job = started(how="sleeping", iterations=1000)
+    for name in ("hurry", "decides"):
+        (job.folder / name).touch()
+    job.wait_for_iterations(5)
+    (job.folder / "slow").touch()
+    even = len(job.took(0))
+    job.wait("the ranks go on with other layers", lambda: job.recovered(1))
+    job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+    told = job.recoveries()
+    assert (told.layers, told.last[0].layers, told.count) == (NEW, NEW, 0), job
+    assert job.has(1, NEW)
+    job.wait("some iterations more", lambda: len(job.took(1)) >= 6)
+    slow, now = median(job.took(0)[even + 1 :]), median(job.took(1)[1:])
+    print(f"an iteration took {slow:.3f} s and takes {now:.3f} s; {told.last[0].seconds} s between")
+    assert now < 0.9 * slow
+    both = job.iterations().keys() & undisturbed.keys()
+    assert len(both) > 10
+    assert {each: job.iterations()[each] for each in both} == {
+        each: undisturbed[each] for each in both
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("how", "built"),
+    [
+        ("copying", [OLD, OLD]),
+        ("lending", [OLD, NEW, OLD]),
+        ("borrowing", [OLD, NEW, OLD]),
+        ("composing", [OLD, NEW, OLD]),
+        ("keeping the new part", [OLD, NEW, OLD]),
+        ("refusing to build", [OLD, None, OLD]),
+    ],
+)
+def test_wherever_a_rank_fails_the_old_layers_go_on(
+    started: Any, undisturbed: dict[int, float], how: str, built: list[list[int] | None]
+) -> None:
+    job = started(how=how)
+    job.ask(NEW, after=3)
+    job.wait("the ranks go on", lambda: job.recovered(len(built) - 1))
+    for generation, layers in enumerate(built):
+        assert job.has(generation, layers or NEW) is (layers is not None)
+    told = job.recoveries()
+    assert (told.layers, told.layers_before, told.count) == ([], None, 1)
+    assert told.last[-1].state == "kept", told
+    ended(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pod", [0, 1])
+@pytest.mark.parametrize("trial", [False, True])
+def test_a_pod_that_is_lost_has_its_state_from_a_replica(
+    started: Any, undisturbed: dict[int, float], pod: int, trial: bool
+) -> None:
+    """On trial that of before, and that with the new layers when they count."""
+    job = started(replica=True)
+    hold = job.at("hold", 1, done=1 if trial else TRIAL_ITERATIONS + 2)
+    job.ask(NEW, after=3)
+    if trial:
+        job.on_trial(1, NEW)
+    else:
+        job.wait("the ranks are held", (job.folder / "holds-1-0").exists)
+        job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+    job.lose(pod)
+    hold.unlink()
+    job.wait("the ranks go on", lambda: job.recovered(2))
+    told = job.recoveries()
+    assert told.last[-1].state == "replica", f"{told}\n{job}"
+    assert told.layers == ([] if trial else NEW) and job.has(2, OLD if trial else NEW)
+    ended(job, undisturbed)
