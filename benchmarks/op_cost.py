@@ -138,15 +138,18 @@ def built(revision: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipemorph"
     root = cache / "revisions" / name
     python = root / "bin" / "python"
-    if (root / ".built").exists():
-        return python
-    shutil.rmtree(root, ignore_errors=True)
-    venv.create(root)
+    done = (root / ".built").exists()
+    if not done:
+        shutil.rmtree(root, ignore_errors=True)
+        venv.create(root)
     packages = _output(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     )
-    # Behind its own packages; .pth files there, of an editable install, have no effect.
+    # Behind its own packages; .pth files there, of an editable install, have no effect. Every time,
+    # since another checkout may have built it, with packages that are gone.
     (Path(packages) / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if done:
+        return python
     uv = Path(sys.executable).with_name("uv")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)

@@ -94,7 +94,7 @@ def table(advice: Advice, source: str, measured: float | None) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [f"{source}; memory: activations on the stage that needs most"]
+    lines = [f"{source}; memory: activations on the rank that needs most"]
     for row in rows:
         cells = [
             cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)

@@ -94,6 +94,25 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
     )
 
 
+def exceeding_plan(problem: Problem) -> InterleavedPlan | None:
+    """The best list schedule of policy pipemorph of which activations leave the device; None if no
+    stage needs it."""
+    began = perf_counter()
+    found = list(_exceeding(with_stated_limits(problem)))
+    if not found:
+        return None
+    kept, ran = min(found, key=lambda each: each[1].objective(problem))
+    bound = interleaved_bound(problem, ran.placement)
+    return InterleavedPlan(
+        policy=Policy.PIPEMORPH,
+        problem=kept,
+        schedule=ran.schedule,
+        simulation=ran,
+        lower_bound=min(bound, ran.objective(problem)),
+        planning_seconds=perf_counter() - began,
+    )
+
+
 def online_plans(problem: Problem, routes: Sequence[Route]) -> Iterator[Plan]:
     """Plans for online dispatch whose activations stay on the device, those with the fewest
     microbatches in flight first.

@@ -136,6 +136,31 @@ def host_peak(ops: Iterable[Op], limit: int | None) -> int:
     return peak
 
 
+def rank_peaks(
+    ops: Iterable[tuple[int, OpKind, int]],
+    limits: Sequence[int | None],
+    units: Sequence[float],
+) -> tuple[float, float]:
+    """Most memory of activations at any moment while a rank runs ``ops``, each ``(stage, kind,
+    microbatch)``: on the device, and away from it. Of several stages, what they hold at the same
+    moment.
+
+    ``limits[s]``: device limit of stage *s*; ``units[s]``: memory of one microbatch on it, in any
+    unit.
+    """
+    held: dict[int, Residency] = {}
+    device = away = 0.0
+    for stage, kind, microbatch in ops:
+        mine = held.setdefault(stage, Residency(limits[stage]))
+        before = sum(each.resident * units[s] for s, each in held.items())
+        copies = mine.run(kind, microbatch)
+        # As in device_peak().
+        arrives = units[stage] if kind is OpKind.F or copies else 0.0
+        device = max(device, before + arrives)
+        away = max(away, sum(each.away * units[s] for s, each in held.items()))
+    return device, away
+
+
 def host_limit(in_flight_limit: int | None, device_limit: int | None, microbatches: int) -> int:
     """Most microbatches that can be away at a time, for any order of ops.
 

@@ -14,15 +14,16 @@ from math import ceil
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError
-from pipemorph.planning.analysis.partition import split_layers
+from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
 from pipemorph.planning.analysis.what_if import evened, layers_of, parts, shrunk, split_anew, work
-from pipemorph.planning.ir import Dispatch, Policy, dashed
-from pipemorph.planning.offload import device_peak, host_peak
-from pipemorph.planning.planner import PlannedSchedule, plan
+from pipemorph.planning.interleaved import exceeding_plan, plan_interleaved
+from pipemorph.planning.ir import Policy, Schedule, dashed
+from pipemorph.planning.offload import device_peak, rank_peaks
+from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, describe
 from pipemorph.planning.search.variants import exceeding_variants
-from pipemorph.planning.simulation.lower_bound import lower_bound
-from pipemorph.planning.simulation.simulator import Simulation, simulate
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
+from pipemorph.planning.simulation.simulator import simulate
 
 DEVICE_BUFFERS = 2
 """Microbatches on the device of an offloading stage without a cap: one in use, one being copied."""
@@ -36,9 +37,10 @@ EVEN = 1.02
 class Option:
     """Today's plan, or the plan after one change. Times in the problem's unit.
 
-    ``batch``: batch size relative to today's. ``memory``: largest activation memory of any stage,
+    ``in_flight``: most microbatches on the device of each stage. ``batch``: batch size relative to
+    today's. ``memory``: largest activation memory of any rank, of all its stages at a moment,
     relative to today's; ``activation_bytes``: the same in bytes; ``host_bytes``: largest host
-    memory of any stage used by offload. Bytes are None if no stage gives ``activation_bytes``.
+    memory of any rank used by offload. Bytes are None if no stage gives ``activation_bytes``.
     """
 
     lever: str
@@ -82,19 +84,8 @@ def advise(problem: Problem) -> Advice:
 
     Raises :class:`InputError` if the problem cannot be planned as it is.
     """
-    policy = problem.policy
-    if policy.interleaved:
-        raise InputError(
-            f"policy {policy.value} has several stages per rank, which advise cannot change yet;"
-            " use pipemorph, zero-bubble, 1f1b or gpipe"
-        )
-    if problem.ranks not in (None, problem.stage_count):
-        raise InputError(
-            f"ranks is {problem.ranks} for {problem.stage_count} stages; advise knows one stage per"
-            " rank only, `pipemorph plan` predicts several"
-        )
     problem.check_makespan("advise")
-    advisor = _Advisor(problem, plan(problem, policy))
+    advisor = _Advisor(problem, _planned(problem))
     options, missing = [advisor.today], []
     for lever in (advisor.microbatches, advisor.split, advisor.offload):
         for found in lever():
@@ -105,10 +96,30 @@ def advise(problem: Problem) -> Advice:
     return Advice(tuple(options), tuple(missing))
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """A plan, simulated with the problem's dispatch. ``device_limits``: by stage."""
+
+    makespan: float
+    bubble_fraction: float
+    schedule: InterleavedSchedule
+    device_limits: tuple[int | None, ...]
+
+    @property
+    def per_stage(self) -> Schedule:
+        return self.schedule.per_stage()
+
+    def peaks(self, units: Sequence[float]) -> tuple[float, float]:
+        """Most memory of activations on the device of any rank, and in host memory. ``units``: of
+        one microbatch, by stage."""
+        found = [rank_peaks(ops, self.device_limits, units) for ops in self.schedule.ranks]
+        return max(device for device, _ in found), max(host for _, host in found)
+
+
 class _Advisor:
-    def __init__(self, problem: Problem, planned: PlannedSchedule) -> None:
+    def __init__(self, problem: Problem, ran: _Ran) -> None:
         self.problem = problem
-        ran = _run(planned)
+        self.placement = ran.schedule.placement()
         self.today_makespan = ran.makespan
         known = all(stage.activation_bytes for stage in problem.stages)
         self.sized = known
@@ -116,9 +127,8 @@ class _Advisor:
         self.units = [
             float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
         ]
-        peaks = list(map(device_peak, ran.schedule().stages, planned.problem.device_limits()))
-        self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
-        self.today = self._option("today", "as it is", planned, self.units)
+        self.today_memory, _ = ran.peaks(self.units)
+        self.today = self._option("today", "as it is", ran, self.units)
 
     # --- the changes: options, or a message about missing input -------------------------------
 
@@ -148,15 +158,18 @@ class _Advisor:
     def split(self) -> Iterator[Option | str]:
         """Another split of the layers; without layers, the ideal of equal stages."""
         problem = self.problem
-        totals = [work(stage, problem.policy) for stage in problem.stages]
+        totals = [0.0] * (max(self.placement) + 1)
+        for rank, stage in zip(self.placement, problem.stages, strict=True):
+            totals[rank] += work(stage, problem.policy)
         mean = sum(totals) / len(totals)
         uneven = max(totals) / mean if mean else 1.0
         if problem.layers is None or problem.layer_split is None:
             if uneven <= EVEN:
                 return
+            slowest = "slowest rank" if self._several else "slowest"
             yield from self._plan(
                 "split",
-                f"even stages (slowest is {uneven:.2f}× the mean)",
+                f"even stages ({slowest} is {uneven:.2f}× the mean)",
                 self._changed(problem, stages=evened(problem.stages)),
                 self.units,
                 note="at best",
@@ -174,9 +187,12 @@ class _Advisor:
             max(0.0, work(stage, problem.policy) - sum(times[part]))
             for stage, part in zip(problem.stages, parts(today), strict=True)
         ]
-        counts = split_layers(times, fixed)
+        if self._several:
+            counts, of = split_over_ranks(times, fixed, self.placement), "rank"
+        else:
+            counts, of = split_layers(times, fixed), "stage"
         if counts == tuple(today):
-            yield f"the split {dashed(today, 16)} is the best for its slowest stage"
+            yield f"the split {dashed(today, 16)} is the best for its slowest {of}"
             return
         sized = self.sized and all(layer.activation_bytes for layer in layers)
         stages, units = split_anew(problem, counts, self.units, sized=sized)
@@ -206,7 +222,11 @@ class _Advisor:
         complete = all(stage.offload_copy is not None for stage in problem.stages)
         if not complete:
             yield "give offload_copy of every stage to include the cost of the copies"
-        planned = self._offloaded(problem.model_copy(update={"stages": stages}))
+        try:
+            planned = _offloaded(problem.model_copy(update={"stages": stages}))
+        except InputError as error:
+            yield f"offload: {error}"
+            return
         if planned is None:
             yield "offload saves nothing: no plan needs more microbatches than fit on the device"
             return
@@ -218,24 +238,12 @@ class _Advisor:
             note="copies not overlapped" if complete else "if its copies cost nothing",
         )
 
-    def _offloaded(self, problem: Problem) -> PlannedSchedule | None:
-        """The best plan that offloads; None if no plan does."""
-        if problem.policy is not Policy.PIPEMORPH:
-            return plan(problem, problem.policy)
-        found = list(exceeding_variants(problem, None))
-        if not found:
-            return None
-        quickest = found[-1]
-        return PlannedSchedule(
-            policy=problem.policy,
-            problem=quickest.problem,
-            schedule=quickest.schedule,
-            makespan=quickest.makespan,
-            lower_bound=lower_bound(problem),
-            planning_seconds=0.0,
-        )
-
     # --- planning one change ---------------------------------------------------------------
+
+    @property
+    def _several(self) -> bool:
+        """Whether a rank has several stages."""
+        return len(set(self.placement)) < len(self.placement)
 
     def _changed(self, problem: Problem, **update: object) -> Problem:
         """The problem with changed fields; drops the fixed warm-up, which was chosen for today."""
@@ -253,7 +261,7 @@ class _Advisor:
     ) -> Iterator[Option | str]:
         try:
             checked = Problem.model_validate(problem.model_dump())
-            planned = plan(checked, checked.policy)
+            planned = _planned(checked)
         except ValidationError as error:
             yield f"{lever}, {change}: {describe(error)}"
             return
@@ -266,18 +274,14 @@ class _Advisor:
         self,
         lever: str,
         change: str,
-        planned: PlannedSchedule,
+        ran: _Ran,
         units: Sequence[float],
         *,
         batch: float = 1.0,
         note: str = "",
     ) -> Option:
-        ran = _run(planned)
-        stages, limits = ran.schedule().stages, planned.problem.device_limits()
-        held = list(map(device_peak, stages, limits))
-        away = list(map(host_peak, stages, limits))
-        memory = max(p * u for p, u in zip(held, units, strict=True))
-        host = max(p * u for p, u in zip(away, units, strict=True))
+        held = map(device_peak, ran.per_stage.stages, ran.device_limits)
+        memory, host = ran.peaks(units)
         per_batch = ran.makespan / batch
         today = self.today_makespan
         return Option(
@@ -289,14 +293,47 @@ class _Advisor:
             batch=batch,
             memory=memory / self.today_memory,
             activation_bytes=ceil(memory) if self.sized else None,
-            host_bytes=ceil(host) if self.sized and any(away) else None,
+            host_bytes=ceil(host) if self.sized and host else None,
             gain=1.0 - per_batch / today if today else 0.0,
             note=note,
         )
 
 
-def _run(planned: PlannedSchedule) -> Simulation:
-    """Simulate the plan with the problem's dispatch."""
-    if planned.problem.dispatch is Dispatch.STATIC:
-        return planned.simulation
-    return simulate(planned.schedule, planned.problem, planned.problem.dispatch)
+def _planned(problem: Problem) -> _Ran:
+    """Plan a problem and simulate it. Raises :class:`InputError` if it cannot be planned."""
+    if _is_interleaved(problem):
+        found = plan_interleaved(problem)
+        return _ran_interleaved(found.schedule, found.problem)
+    planned = plan(problem, problem.policy)
+    return _ran(planned.schedule, planned.problem)
+
+
+def _offloaded(problem: Problem) -> _Ran | None:
+    """The best plan that offloads; None if no plan does."""
+    if problem.policy is not Policy.PIPEMORPH:
+        return _planned(problem)
+    if _is_interleaved(problem):
+        found = exceeding_plan(problem)
+        return None if found is None else _ran_interleaved(found.schedule, found.problem)
+    variants = list(exceeding_variants(problem, None))
+    return _ran(variants[-1].schedule, variants[-1].problem) if variants else None
+
+
+def _is_interleaved(problem: Problem) -> bool:
+    """Whether ranks have several stages."""
+    return problem.policy.interleaved or problem.ranks not in (None, problem.stage_count)
+
+
+def _ran(schedule: Schedule, problem: Problem) -> _Ran:
+    ran = simulate(schedule, problem, problem.dispatch)
+    return _Ran(
+        ran.makespan,
+        ran.bubble_fraction,
+        InterleavedSchedule.of(ran.schedule()),
+        problem.device_limits(),
+    )
+
+
+def _ran_interleaved(schedule: InterleavedSchedule, problem: Problem) -> _Ran:
+    ran = simulate_interleaved(schedule, problem, problem.dispatch)
+    return _Ran(ran.makespan, ran.bubble_fraction, ran.schedule, problem.device_limits())

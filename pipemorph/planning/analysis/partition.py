@@ -1,9 +1,9 @@
-"""Splits layers over stages so that the slowest stage is as fast as possible."""
+"""Splits layers over stages so that the slowest stage or rank is as fast as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, permutations
 
 from pipemorph.planning.simulation.costs import INF
 
@@ -45,6 +45,51 @@ def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, .
         counts.append(end - choice[end])
         end = choice[end]
     return tuple(reversed(counts))
+
+
+def split_over_ranks(
+    times: Sequence[float], fixed: Sequence[float], placement: Sequence[int]
+) -> tuple[int, ...]:
+    """Layers per stage, in order, at least one each, where ranks have several stages: a split whose
+    slowest rank no move of one layer from one stage to another makes faster.
+
+    ``times``, ``fixed``: as of :func:`split_layers`; ``placement[i]``: the rank of stage *i*. Of
+    moves that leave the slowest rank as it is, it makes those that even out the others. Raises
+    ValueError if there are fewer layers than stages.
+    """
+    before = [0.0, *accumulate(times)]
+    stages = range(len(fixed))
+
+    def cost(ends: Sequence[int]) -> tuple[float, float]:
+        ranks = [0.0] * (max(placement) + 1)
+        for i in stages:
+            ranks[placement[i]] += fixed[i] + before[ends[i + 1]] - before[ends[i]]
+        return max(ranks), sum(each * each for each in ranks)
+
+    ends = [0, *accumulate(split_layers(times, fixed))]
+    slowest, squares = cost(ends)
+    moved: list[int] | None = ends
+    while moved is not None:
+        ends, moved = moved, None
+        for source, target in permutations(stages, 2):
+            tried = _moved(ends, source, target)
+            if tried is None:
+                continue
+            took, its = cost(tried)
+            faster = took < slowest * (1 - SAME)
+            if faster or (took <= slowest and its < squares * (1 - SAME)):
+                moved, slowest, squares = tried, took, its
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def _moved(ends: Sequence[int], source: int, target: int) -> list[int] | None:
+    """The ends of stages of which ``source`` has a layer less, and ``target`` one more: each stage
+    between them hands one on. None if ``source`` would have none left."""
+    if ends[source + 1] - ends[source] < 2:
+        return None
+    step = -1 if source < target else 1
+    between = range(min(source, target) + 1, max(source, target) + 1)
+    return [end + step if i in between else end for i, end in enumerate(ends)]
 
 
 def spread_layers(layers: int, each: Sequence[float], beside: Sequence[float]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ KINDS = ("forward", "backward_input", "backward_weight")
 
 def work(stage: StageTimes, policy: Policy) -> float:
     """Compute time of a stage per microbatch, with the policy's form of the backward."""
-    if policy in {Policy.GPIPE, Policy.ONE_F_ONE_B}:
+    if policy in {Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ONE_F_ONE_B_INTERLEAVED}:
         return stage.forward + stage.whole_backward
     if policy is Policy.PIPEMORPH:
         return stage.forward + stage.least_backward

@@ -15,14 +15,22 @@ import torch.nn.functional as F
 from launch import run_ranks
 from split_support import Job, Result, assert_equal, output_grads, sequential, split
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
-from pipemorph_trainer import TrainerContext
+from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.compiled import backends, private
 from pipemorph_trainer.executor.split.deferred import run_weight_work
+from pipemorph_trainer.executor.split.report import SplitReport
 from pipemorph_trainer.topology.mesh import join_process_group
 
 DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
@@ -499,3 +507,61 @@ def test_fully_shard_around_compiled_blocks() -> None:
         assert not found["aot_eager"][0]
         deferred, text = found["pipemorph_aot_eager"]
         assert {"0.qkv.weight", "1.down.weight"} <= set(deferred), text
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+def train_spread(context: TrainerContext) -> list[str]:
+    """Two stages, each with a compiled block spread over two ranks and a Linear beside it. Checks
+    losses and gradients against both stages on this rank alone. Returns the report."""
+    join_process_group(context, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    torch.manual_seed(3)
+    whole = nn.Sequential(*(nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+    at = mesh.get_local_rank("pp")
+    stage = copy.deepcopy(whole[at])
+    parallelize_module(stage[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    stage[0].compile(backend="pipemorph_aot_eager")
+    reports = []
+    choose = StageRunner.self_test
+
+    def keep(self: StageRunner) -> SplitReport:
+        reports.append(choose(self))
+        return reports[-1]
+
+    x, target = torch.cat([vectors(0)[0], vectors(1)[0]]), torch.cat([vectors(2)[0], vectors(3)[0]])
+    with patch.object(StageRunner, "self_test", keep), Pipeline(
+        stage, context=context, mesh=mesh, loss_fn=F.mse_loss, microbatches=2,
+        policy="zero-bubble", deadline_seconds=120,
+    ) as pipe:  # fmt: skip
+        for _ in range(3):
+            stage.zero_grad()
+            whole.zero_grad()
+            loss = pipe.step(x, target=target)
+            wanted = F.mse_loss(whole(x), target)
+            wanted.backward()
+            assert loss == pytest.approx(float(wanted), rel=1e-5)
+            for mine, its in zip(stage.parameters(), whole[at].parameters(), strict=True):
+                assert mine.grad is not None and its.grad is not None
+                grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+                torch.testing.assert_close(grad, its.grad)
+    (report,) = reports
+    assert report.deferred and all(name.startswith("1.") for name in report.deferred)
+    return report.lines()
+
+
+@pytest.mark.multiprocess
+@SLOW
+def test_a_compiled_block_of_tensor_parallel_ranks_keeps_its_backward_whole() -> None:
+    """And says why. What is beside it is deferred all the same."""
+    for lines in run_ranks(4, train_spread, timeout=400):
+        text = "\n".join(lines)
+        assert "its compiled code has DTensors" in text, text

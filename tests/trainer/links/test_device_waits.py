@@ -270,8 +270,14 @@ class Send:
 
 @contextmanager
 def sending(
-    monkeypatch: pytest.MonkeyPatch, most: int, deadline: float = LONG
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    deadline: float = LONG,
+    *,
+    asks: bool = True,
+    taken: dict[int, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[DirectOutgoing, list[Send], list[tuple[int, int]]]]:
+    """``asks``: as on a device. ``taken``: what the neighbour says that it has used."""
     monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
     sends: list[Send] = []
     blocked: list[tuple[int, int]] = []
@@ -281,16 +287,36 @@ def sending(
         return sends[-1]
 
     group: Any = SimpleNamespace(send=send)
-    socket: Any = SimpleNamespace(send_note=lambda *_: None)
+    socket: Any = SimpleNamespace(send_note=lambda *_: None, taken=taken or {})
     outgoing = DirectOutgoing(
         group=group, peer=1, direction=Direction.FORWARD, socket=socket,
         hold=LinkFaults([], Direction.FORWARD).hold,
         on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
-        max_outstanding=most, asks=True,
+        max_outstanding=most, asks=asks,
     )  # fmt: skip
     outgoing.begin(Batch(1, 7, 32, (META,)))
     yield outgoing, sends, blocked
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_send_that_the_neighbour_has_used_is_not_waited_for(
+    profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU. Others are, and all are under a profiler, whose records end in these waits."""
+    waited: list[Send] = []
+    monkeypatch.setattr(Send, "wait", lambda self, *_: waited.append(self))
+    monkeypatch.setattr(direct, "profiling", lambda: profiled)
+    taken = {int(Direction.FORWARD): (6, 31), int(Direction.BACKWARD): (7, 9)}
+    with sending(monkeypatch, most=2, asks=False, taken=taken) as (outgoing, sends, _):
+        for m in range(3):
+            outgoing.send(m, [torch.ones(16)])
+        assert waited == sends[:1], "the neighbour has used none of this iteration"
+        taken[Direction.FORWARD] = 7, 2
+        outgoing.send(3, [torch.ones(16)])
+        assert waited == sends[: 2 if profiled else 1]
+        outgoing.send(4, [torch.ones(16)])
+        assert sends[2] in waited, "it has not said that it has used this one"
 
 
 def test_sends_do_not_hold_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:

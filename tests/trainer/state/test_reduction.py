@@ -31,6 +31,9 @@ from pipemorph_trainer.topology.mesh import join_process_group
 
 WIDTH, N, STAGES, REPLICAS = 6, 4, 2, 2
 ITERATIONS = 7
+LATER = 0.08
+"""Seconds by which a forward of the slow replica is longer: far more than any op on a busy machine
+is late."""
 
 
 class Stage(nn.Module):
@@ -282,8 +285,8 @@ class Samples(NoControl):
 
 
 def uneven(context: TrainerContext) -> list[ReductionSample]:
-    """One replica's ops take twice as long."""
-    forward = 0.02 * (1 + context.rank)
+    """One replica's forwards take five times as long."""
+    forward = 0.02 + LATER * context.rank
     told = Samples()
     with Pipeline(
         EmulatedStage(forward, 0.02, 0.02, message_bytes=64, gradient_bytes=1 << 12),
@@ -304,8 +307,9 @@ def test_a_slow_stage_is_no_slow_reduction() -> None:
         assert (mine.seconds, mine.exposed) == (theirs.seconds, theirs.exposed)
         assert (mine.group, theirs.group, theirs.replica) == (0, 0, 1)
         assert mine.bytes == 1 << 12
+        assert mine.exposed == min(mine.waited, theirs.waited), "of the rank that came last"
     waits = median(sample.waited for sample in quick)
-    assert waits > 0.8 * N * 0.02, "for the ops of the other one"
+    assert waits > 0.5 * N * LATER, "for the ops of the other one"
     assert median(sample.seconds for sample in quick) < waits / 2
     assert median(sample.exposed for sample in quick) < waits / 2
 

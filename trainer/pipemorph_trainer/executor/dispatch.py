@@ -24,7 +24,6 @@ from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.call import Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
@@ -40,6 +39,7 @@ from pipemorph_trainer.links.message import (
     gradients_of,
     words,
 )
+from pipemorph_trainer.profiling import profiling
 
 NEVER = float("inf")
 _new_tuple: Callable[[type[TimedOp], Iterable[Any]], TimedOp] = tuple.__new__

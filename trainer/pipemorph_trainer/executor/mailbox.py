@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pipemorph.planning import OpKind, Route
 from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutError
-from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.profiling import profiling
 
 Found = TypeVar("Found")
 

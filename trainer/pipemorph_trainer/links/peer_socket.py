@@ -32,6 +32,7 @@ from pipemorph_trainer.links.message import (
     Note,
     Position,
     TensorMeta,
+    make,
 )
 from pipemorph_trainer.topology.addresses import in_url
 
@@ -234,8 +235,9 @@ class PeerSocket:
             self._buffer = b""
             fields = _NOTE_FRAME.unpack(frame)
             _, direction, _, _, iteration, microbatch = fields[:6]
-            note = Note._make(fields[3:11])
-            self.notes[direction, iteration, microbatch] = ArrivedNote(note, _arrival(extra))
+            note = make(Note, fields[3:11])
+            arrived = make(ArrivedNote, (note, _arrival(extra)))
+            self.notes[direction, iteration, microbatch] = arrived
             self.taken[1 - direction] = fields[11:]
             return True
         if len(frame) < _SHORTEST_FRAME or len(frame) < _frame_bytes(frame):

@@ -27,7 +27,6 @@ from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.stage_profile import offloaded
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -37,6 +36,7 @@ from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
+from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer

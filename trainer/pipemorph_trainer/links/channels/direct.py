@@ -44,10 +44,12 @@ from pipemorph_trainer.links.message import (
     Direction,
     Hold,
     Position,
+    make,
 )
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.topology.accelerator import Accelerator, Stream
 from pipemorph_trainer.topology.groups import abandon
 
@@ -392,7 +394,10 @@ class DirectOutgoing:
         batch = self._batch
         assert batch is not None
         outstanding = self._outstanding
-        while self._asks and outstanding and self._through(outstanding[0]):
+        if self._asks:
+            while outstanding and self._through(outstanding[0]):
+                outstanding.popleft()
+        elif outstanding and self._is_taken(outstanding[0]):
             outstanding.popleft()
         if len(outstanding) >= self._max_outstanding:
             self._finish_oldest()
@@ -419,12 +424,21 @@ class DirectOutgoing:
             works: list[Any] = [send([t], peer, tag) for t in payload]
         except RuntimeError as error:
             raise self._failed(error) from error
-        outstanding.append(_Sent(batch.step, microbatch, held.not_before, works, payload))
+        outstanding.append(
+            make(_Sent, (batch.step, batch.iteration, microbatch, held.not_before, works, payload))
+        )
+
+    def _is_taken(self, sent: _Sent) -> bool:
+        """Whether the neighbour has said that it has used this message: then its send is done, and
+        need not be waited for. It says so only where it could request it again. A profiler's
+        record of a send ends in its wait."""
+        taken = self._socket.taken.get(self._tag)
+        return taken is not None and (sent.iteration, sent.microbatch) < taken and not profiling()
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest send, at most until the deadline."""
         sent = self._outstanding[0]
-        self._on_block(sent.iteration, sent.microbatch)
+        self._on_block(sent.step, sent.microbatch)
         began = time.monotonic()
         try:
             if self._asks:
@@ -483,8 +497,10 @@ def _is_complete(work: Any) -> bool:
 
 
 class _Sent(NamedTuple):
-    """A message that is being sent. Its tensors are kept until the send is done."""
+    """A message that is being sent. Its tensors are kept until the send is done. ``step``: the
+    iteration as users count."""
 
+    step: int
     iteration: int
     microbatch: int
     not_before: float
