@@ -15,8 +15,14 @@ import torch
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.departures import Departure
-from pipemorph_trainer.links.message import ALL_PRESENT, Contents, Direction, Note, TensorMeta
+from pipemorph_trainer.links.message import (
+    ALL_PRESENT,
+    Contents,
+    Departure,
+    Direction,
+    Note,
+    TensorMeta,
+)
 from pipemorph_trainer.topology.device_time import Moment
 
 SECRET = b"the job's secret"

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pipemorph_trainer.topology.device_time import Moment
+
 
 class Direction(IntEnum):
     """Direction along a link: activations go forward, gradients backward."""
@@ -156,6 +158,14 @@ trace holds messages."""
 
 Position = tuple[int, int]
 """A place in the order of one direction's messages: iteration, microbatch."""
+
+
+class Departure(NamedTuple):
+    """A message from a device, and when its tensors were complete there: from then on they could be
+    sent."""
+
+    position: Position
+    moment: Moment
 
 
 class Receives(NamedTuple):

@@ -25,10 +25,10 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError, ShapeError
-from pipemorph_trainer.links.channels.departures import Departure
 from pipemorph_trainer.links.message import (
     NOTE_BYTES,
     Contents,
+    Departure,
     Direction,
     Note,
     Position,

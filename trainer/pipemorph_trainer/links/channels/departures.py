@@ -15,20 +15,13 @@ from collections import deque
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import first_sentence
-from pipemorph_trainer.links.message import Position
+from pipemorph_trainer.links.message import Departure, Position
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
-from pipemorph_trainer.topology.device_time import DeviceTime, Moment
+from pipemorph_trainer.topology.device_time import DeviceTime
 
 log = logging.getLogger("pipemorph.trainer")
 
 JOIN_SECONDS = 5.0
-
-
-class Departure(NamedTuple):
-    """A message, and when its tensors were complete: from then on they could be sent."""
-
-    position: Position
-    moment: Moment
 
 
 class _Marked(NamedTuple):

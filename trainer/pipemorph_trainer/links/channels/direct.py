@@ -37,12 +37,13 @@ from torch import Tensor
 from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, record_arrival
-from pipemorph_trainer.links.channels.departures import Departure, Departures
+from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     DIRECT_QUEUE,
     NOTHING,
     Batch,
+    Departure,
     Direction,
     Hold,
     Note,
