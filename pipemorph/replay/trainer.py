@@ -28,7 +28,8 @@ from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StagePr
 Telemetry = Literal["exact", "python", "device"]
 """How arrivals are observed on the direct route. exact: as they happen. python: a receiver that
 computes sees a message at the end of its op, and says so. device: the same, and it never knows that
-it was idle, as on CUDA. On the delegated route the engine sees all as they happen."""
+it was idle, as on CUDA where events cannot be timed closely enough. On the delegated route the
+engine sees all as they happen."""
 
 WAITED = 0.001
 """Seconds in the queue from which a message counts as held up, as for the ranks' recorders."""

@@ -86,6 +86,8 @@ class SimulatedDevice:
     """See the module. ``register_refuses``: why memory of others cannot be page-locked.
     ``strict``: page-locking waits for everything, at most ``patience`` seconds.
 
+    ``clock``: of the device, seconds, see :meth:`seconds`.
+
     ``prompt``: ops are run by the host as they are launched, as those of torch on the CPU. Then
     the compute stream is where the host is, and to wait in it is to wait on the host.
     """
@@ -99,7 +101,9 @@ class SimulatedDevice:
         prompt: bool = False,
         strict: bool = False,
         patience: float = LONGEST_WAIT,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._prompt = prompt
         self._strict, self._patience = strict, patience
         self.waited_for_all: list[str] = []
@@ -140,7 +144,7 @@ class SimulatedDevice:
         event = SimulatedEvent(self)
 
         def passed() -> None:
-            event.passed_at = time.perf_counter()
+            event.passed_at = self._clock()
 
         self._enqueue(stream, passed)
         return event
@@ -214,7 +218,7 @@ class SimulatedDevice:
 
     def deliver(self, event: SimulatedEvent) -> None:
         with self.progress:
-            event.passed_at = time.perf_counter()
+            event.passed_at = self._clock()
             self.receives = [each for each in self.receives if each[1] is not event]
             self.progress.notify_all()
 
@@ -239,6 +243,10 @@ class SimulatedDevice:
     def launch(self, kernel: Callable[[], None]) -> None:
         """An op on the compute stream. It keeps what it refers to until it has run."""
         self._enqueue(self.compute, kernel)
+
+    def work(self, stream: SimulatedStream, kernel: Callable[[], object]) -> None:
+        """Other work of a stream, in its turn."""
+        self._enqueue(stream, kernel)
 
     def tensor(self, values: Tensor) -> Tensor:
         """Device memory that an op on the compute stream fills: wrong until that has run."""

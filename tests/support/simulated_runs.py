@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from simulated_device import Driver, SimulatedDevice, SimulatedEvent
 
 from pipemorph_trainer.links import rendezvous
-from pipemorph_trainer.links.channels import direct
-from pipemorph_trainer.links.channels.direct import DirectIncoming
+from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.message import Batch
 from pipemorph_trainer.steps import parts
+
+
+class _Send:
+    """A send of gloo that is polled as one of NCCL is: gloo's own is complete once it was waited
+    for."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._failure: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._failure = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def exception(self) -> RuntimeError | None:
+        return self._failure
+
+
+def seat(device: SimulatedDevice) -> None:
+    """Put a device in place of the rank's, for the rest of the process."""
+    for module in (rendezvous, parts):
+        vars(module)["accelerator_of"] = lambda _: device
+    make = DirectOutgoing.__init__
+
+    def made(self: Any, *, group: dist.ProcessGroup, **options: Any) -> None:
+        make(self, group=group, **options)
+        self._group = SimpleNamespace(send=lambda *message: _Send(group.send(*message)))
+
+    DirectOutgoing.__init__ = made  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -23,13 +61,9 @@ def device_with_receives(
     the process. Also the receives that it waits for."""
     device = SimulatedDevice(prompt=True, strict=True, patience=patience)
     driver = Driver(device, seed)
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
-    make, post, wait = DirectIncoming.__init__, DirectIncoming._post, DirectIncoming._wait
+    seat(device)
+    post, wait = DirectIncoming._post, DirectIncoming._wait
     given: dict[int, SimulatedEvent] = {}
-
-    def made(self: Any, **options: Any) -> None:
-        make(self, **options | {"posted": direct.POSTED_ON_DEVICE})
 
     def posted(self: Any, batch: Batch) -> Any:
         found = post(self, batch)
@@ -43,8 +77,7 @@ def device_with_receives(
         device.deliver(event)
         return found
 
-    vars(direct)["DirectIncoming"].__init__ = made
-    vars(direct)["DirectIncoming"]._post = posted
+    DirectIncoming._post = posted  # type: ignore[method-assign]
     DirectIncoming._wait = waited  # type: ignore[method-assign]
     yield device, given
     driver.close()

@@ -178,3 +178,29 @@ def test_what_knows_no_period_says_so() -> None:
         advise(given)
     by_hand = plan(given, Policy.ZERO_BUBBLE)
     assert by_hand.gap == pytest.approx(by_hand.simulation.period / by_hand.lower_bound - 1)
+
+
+@pytest.mark.parametrize("limit", [None, 16, 10])
+@pytest.mark.parametrize("slow", [{}, {0: 60}, {6: 30}], ids=["well", "first", "last"])
+def test_tails_of_all_stages_or_of_the_outer_ones_need_not_be_known(
+    limit: int | None, slow: dict[int, float]
+) -> None:
+    """Such as optimizer steps, which nobody measures: the plan made without them takes no longer
+    than the one that is made for them, and as much longer as the tail of all stages is."""
+    stage = {"forward": 10, "backward_input": 10.5, "backward_weight": 5.5}
+    delays = [1 + slow.get(link, 0) for link in range(7)]
+    unaware = problem(24, 8, delays, stages=[stage | {"in_flight_limit": limit}] * 8)
+    made = plan(unaware).schedule
+
+    def with_tails(tails: list[float]) -> Problem:
+        pairs = zip(unaware.stages, tails, strict=True)
+        stages = tuple(each.model_copy(update={"reduction": tail}) for each, tail in pairs)
+        return unaware.model_copy(update={"stages": stages})
+
+    for tails in ([15.0] * 8, [35.0, *[15.0] * 7], [*[15.0] * 7, 35.0]):
+        aware = with_tails(tails)
+        assert simulate(made, aware).period == pytest.approx(
+            simulate(plan(aware).schedule, aware).period
+        )
+    without = simulate(made, unaware).period
+    assert simulate(made, with_tails([15.0] * 8)).period == pytest.approx(without + 15)

@@ -36,6 +36,7 @@ from pipemorph_trainer.executor import call, dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
+from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import (
@@ -293,7 +294,7 @@ def sending(
         hold=LinkFaults([], Direction.FORWARD).hold,
         on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
-        max_outstanding=most, asks=asks,
+        max_outstanding=most, asks=asks, departures=Departures(SimulatedDevice()),
     )  # fmt: skip
     outgoing.begin(Batch(1, 7, 32, (META,)))
     yield outgoing, sends, blocked

@@ -15,7 +15,15 @@ import torch
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.message import ALL_PRESENT, Contents, Direction, Note, TensorMeta
+from pipemorph_trainer.links.message import (
+    ALL_PRESENT,
+    Contents,
+    Departure,
+    Direction,
+    Note,
+    TensorMeta,
+)
+from pipemorph_trainer.topology.device_time import Moment
 
 SECRET = b"the job's secret"
 SOON = 20.0
@@ -199,3 +207,18 @@ def test_a_note_tells_what_was_taken_and_otherwise_it_is_told_after_some_or_at_t
         comes(other, lambda: other.taken == {Direction.BACKWARD: (7, 7)})
         mine.send_taken(Direction.BACKWARD, (7, 8), last=True)
         comes(other, lambda: other.taken == {Direction.BACKWARD: (7, 8)})
+
+
+def test_departures_cross_whole_however_many() -> None:
+    """More than fit into one frame, in order, and behind a note."""
+    told = [Departure((2, m), Moment(1e9 + m / 8, m / 1024)) for m in range(3000)]
+    with pair() as (mine, other):
+        heard: list[tuple[int, Departure]] = []
+        other.on_departed = lambda direction, some: heard.extend((direction, d) for d in some)
+        mine.send_note(Direction.FORWARD, note(0))
+        sender = threading.Thread(target=mine.send_departed, args=(Direction.BACKWARD, told))
+        sender.start()
+        comes(other, lambda: len(heard) == len(told))
+        sender.join(10)
+        assert heard == [(Direction.BACKWARD, each) for each in told]
+        assert not other.goodbye

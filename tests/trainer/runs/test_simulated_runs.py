@@ -14,6 +14,7 @@ import pytest
 import torch
 from launch import Ranks, run_ranks
 from simulated_device import Driver, SimulatedDevice
+from simulated_runs import seat
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.api.mesh import MeshShape
@@ -24,8 +25,9 @@ from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links.channels.direct import DirectIncoming
 from pipemorph_trainer.start import Start
-from pipemorph_trainer.steps import parts
+from pipemorph_trainer.steps import iteration, parts
 from pipemorph_trainer.topology import mesh
 
 
@@ -33,8 +35,7 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     """Train on a simulated device; also the bytes copied and the threads that were there."""
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, seed + context.rank)
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
+    seat(device)
     record = train(context, job)
     threads = [thread.name for thread in threading.enumerate()]
     driver.close()
@@ -79,8 +80,7 @@ def test_switching_between_routes() -> None:
 def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
     device = SimulatedDevice(prompt=True)
     Driver(device, context.rank)
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
+    seat(device)
     if context.rank == 1:
         copy = device.copy
 
@@ -266,3 +266,35 @@ def test_a_rank_takes_a_gpu_that_it_need_not_share(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(InputError, match="LOCAL_WORLD_SIZE is 'two'"):
         own_device(local_rank)
+
+
+def _direct(context: TrainerContext, job: Job) -> tuple[Record, int, list[str]]:
+    """Train on a simulated device; also how many departures its neighbours told this rank, and the
+    threads that are left."""
+    device = SimulatedDevice(prompt=True)
+    driver = Driver(device, context.rank)
+    seat(device)
+    told, hear = 0, DirectIncoming._departed
+
+    def heard(self: Any, direction: int, departures: Any) -> None:
+        nonlocal told
+        told += len(departures)
+        hear(self, direction, departures)
+
+    DirectIncoming._departed = heard  # type: ignore[method-assign]
+    iteration.PLAN_POLL_SECONDS = 0.0  # The iterations are short.
+    record = train(context, job)
+    threads = [thread.name for thread in threading.enumerate()]
+    driver.close()
+    return record, told, threads
+
+
+@pytest.mark.multiprocess
+def test_ranks_tell_when_messages_of_the_direct_route_left_their_devices() -> None:
+    job = Job(3, 6, policy="1f1b", route="direct", iterations=5)
+    found = run_ranks(3, _direct, job, timeout=100)
+    assert_same([record for record, _, _ in found], reference(job))
+    for rank, (_, told, threads) in enumerate(found):
+        messages = 5 * 6 * (2 if rank == 1 else 1)
+        assert messages / 2 < told <= messages, (rank, told)
+        assert "pipemorph-departures" not in threads

@@ -15,14 +15,13 @@ import pytest
 import torch
 from launch import Ranks, run_ranks
 from simulated_device import Driver, SimulatedDevice
+from simulated_runs import seat
 from test_kept import Case, compare, train
 from torch import Tensor
 
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.state.kept.late import LateCopies
-from pipemorph_trainer.steps import parts
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
 SECONDS = 30.0
@@ -126,8 +125,7 @@ def on_device(
 ) -> dict[str, Any]:
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, context.rank)
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
+    seat(device)
     found = train(context, case, kill)
     driver.close()
     return {**found, "copies": len(device.copied)}

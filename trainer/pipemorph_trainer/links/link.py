@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipemorph.planning import Route
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
+from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectOutgoing
 from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
@@ -113,6 +114,12 @@ class LinkEnd:
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.allow(deadline)
 
+    def tell_departures(self) -> None:
+        """Tell the neighbour when messages of the direct route were complete on the device."""
+        outgoing = self._outgoing.get(Route.DIRECT)
+        if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
+            outgoing.tell_departures()
+
     def finish_sends(self) -> None:
         """Wait until all sends on the direct route are done."""
         outgoing = self._outgoing.get(Route.DIRECT)
@@ -197,6 +204,8 @@ class Links:
     engine: _engine.Engine | None = None
     staging: Staging | None = None
     """Shared by delegated links on a device; None on the CPU."""
+    departures: Departures | None = None
+    """Of messages on direct links between devices; None without any."""
 
     def gone(self) -> str | None:
         """Text: which neighbour is lost, and how, after a connection broke; None if none is."""

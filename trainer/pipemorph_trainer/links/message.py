@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pipemorph_trainer.topology.device_time import Moment
+
 Record = TypeVar("Record")
 make: Callable[[type[Record], Iterable[Any]], Record] = tuple.__new__  # type: ignore[assignment]
 """Makes a named tuple of all its fields. Of one that is made for each message its own constructor,
@@ -170,6 +172,14 @@ trace holds messages."""
 
 Position = tuple[int, int]
 """A place in the order of one direction's messages: iteration, microbatch."""
+
+
+class Departure(NamedTuple):
+    """A message from a device, and when its tensors were complete there: from then on they could be
+    sent."""
+
+    position: Position
+    moment: Moment
 
 
 class Receives(NamedTuple):

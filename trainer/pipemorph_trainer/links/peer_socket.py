@@ -1,8 +1,8 @@
 """The control socket between two neighbouring ranks.
 
-A plain TCP connection beside the data. It carries the note of every direct message, the step token
-that starts an iteration, shapes when they change, which direct messages were taken, which plans the
-stages below hold, and a goodbye.
+A plain TCP connection beside the data. It carries the note of every direct message, when messages
+were complete on a device, the step token that starts an iteration, shapes when they change, which
+direct messages were taken, which plans the stages below hold, and a goodbye.
 If it ends without a goodbye, the neighbour has died. It carries no tensors.
 """
 
@@ -20,7 +20,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.links.message import (
     NOTE_BYTES,
     Contents,
+    Departure,
     Direction,
     Note,
     Position,
@@ -35,12 +36,14 @@ from pipemorph_trainer.links.message import (
     make,
 )
 from pipemorph_trainer.topology.addresses import in_url
+from pipemorph_trainer.topology.device_time import Moment
 
 log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<IIIIII")
 _POSITION = struct.Struct("<qI")
+_DEPARTURE = struct.Struct("<IIdd")
 _LEAST_BYTES = NOTE_BYTES + _POSITION.size
 """Frames are padded to this length behind their header, so that one call reads any frequent one."""
 _NOTE_FRAME = struct.Struct("<BBHIIIIddddqI")
@@ -53,8 +56,9 @@ _NONCE_BYTES = 16
 _CLIENT_SECONDS = 10.0
 _MOST_CLIENTS = 256
 _MOST_LOGGED = 100
-_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING, _HELD = 1, 2, 3, 4, 5, 6, 7
+_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING, _HELD, _DEPARTED = 1, 2, 3, 4, 5, 6, 7, 8
 _MOST_BYTES = (1 << 16) - 1
+_MOST_DEPARTURES = _MOST_BYTES // _DEPARTURE.size
 _SO_TIMESTAMPNS = 35
 """Linux's SO_TIMESTAMPNS, which Python does not name: with what is received, the kernel says when
 it came. On the few architectures with other numbers it does not, and notes have no arrival time."""
@@ -77,6 +81,10 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 def _nobody() -> None:
     """Does nothing: plans do not change."""
+
+
+def _nobody_asked(direction: int, departures: Sequence[Departure]) -> None:
+    """Does nothing: this route takes messages from no device."""
 
 
 class StepToken(NamedTuple):
@@ -126,6 +134,8 @@ class PeerSocket:
         """Plan versions that the neighbour and all stages below it hold."""
         self.on_held: Callable[[], None] = _nobody
         """Called after :attr:`held` has changed."""
+        self.on_departed: Callable[[int, Sequence[Departure]], None] = _nobody_asked
+        """Called with a direction, and departures of its messages by the neighbour's clock."""
         self.goodbye = False
         self.lost: str | None = None
         """Why the connection ended; None while it is up."""
@@ -175,6 +185,13 @@ class PeerSocket:
     def send_held(self, versions: frozenset[int]) -> None:
         """Say which plans this stage and all stages below hold."""
         self._send(_HELD, 0, struct.pack(f"<{len(versions)}I", *sorted(versions)))
+
+    def send_departed(self, direction: Direction, departures: Sequence[Departure]) -> None:
+        """Say when messages of the direct route were complete on this rank's device."""
+        for first in range(0, len(departures), _MOST_DEPARTURES):
+            some = departures[first : first + _MOST_DEPARTURES]
+            body = b"".join([_DEPARTURE.pack(*position, *moment) for position, moment in some])
+            self._send(_DEPARTED, direction, body)
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:
         self._write(_HEADER.pack(kind, direction, len(body)) + body.ljust(_LEAST_BYTES, b"\0"))
@@ -279,6 +296,12 @@ class PeerSocket:
         elif kind == _HELD:
             self.held = frozenset(struct.unpack(f"<{len(body) // 4}I", body))
             self.on_held()
+        elif kind == _DEPARTED:
+            found = [
+                Departure((iteration, microbatch), Moment(at, within))
+                for iteration, microbatch, at, within in _DEPARTURE.iter_unpack(body)
+            ]
+            self.on_departed(direction, found)
         else:
             self.goodbye = True
 

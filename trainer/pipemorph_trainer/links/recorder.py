@@ -41,6 +41,11 @@ class LinkRecorder:
         self.paused = False
         """Whether messages are left out, such as those of an evaluation."""
 
+    @property
+    def route(self) -> Route:
+        """Of the messages that are collected."""
+        return self._route
+
     def begin(
         self, route: Route, transport: Transport, iteration: int, *, failed_over: bool = False
     ) -> LinkSample | None:

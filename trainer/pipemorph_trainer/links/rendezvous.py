@@ -23,6 +23,7 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
+from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import (
     MAX_OUTSTANDING,
     OUTSTANDING_ON_DEVICE,
@@ -110,22 +111,27 @@ class LinkConfig:
         return {"on_block": on_block, "on_unblock": self.end_wait}
 
     def direct_channels(
-        self, end: LinkEnd, groups: Mapping[Direction, dist.ProcessGroup]
+        self,
+        end: LinkEnd,
+        groups: Mapping[Direction, dist.ProcessGroup],
+        departures: Departures | None,
     ) -> tuple[DirectIncoming, DirectOutgoing]:
-        """Both directions of the direct route of a link, with one group each."""
-        usual = OUTSTANDING_ON_DEVICE if self.cuda else MAX_OUTSTANDING
+        """Both directions of the direct route of a link, with one group each. ``departures``: of
+        this rank's messages; None on the CPU."""
+        accelerator = accelerator_of(self.device)
+        usual = MAX_OUTSTANDING if accelerator is None else OUTSTANDING_ON_DEVICE
         return (
             DirectIncoming(
                 group=groups[end.receives], peer=end.peer_rank, direction=end.receives,
                 socket=end.socket, poller=self.poller, op_clock=self.op_clock,
                 peer_clock=end.peer_clock, recorder=end.recorder, device=self.device,
-                accelerator=accelerator_of(self.device) if self.cuda else None,
-                posted=POSTED_ON_DEVICE if self.cuda else None,
+                accelerator=accelerator,
+                posted=None if accelerator is None else POSTED_ON_DEVICE,
             ),
             DirectOutgoing(
                 group=groups[end.sends], peer=end.peer_rank, direction=end.sends,
                 socket=end.socket, hold=end.faults.hold, deadline=self.deadline,
-                device=self.device, asks=self.cuda, **self.told_of_sends(end),
+                device=self.device, departures=departures, **self.told_of_sends(end),
                 max_outstanding=usual if self.max_sends is None else self.max_sends,
             ),
         )  # fmt: skip
@@ -169,6 +175,7 @@ class Rendezvous:
         self._peers: list[_Peer] = []
         self._engine: _engine.Engine | None = None
         self._staging: Staging | None = None
+        self._departures: Departures | None = None
         self._queues: dict[int, SharedQueue] = {}
         self._edges: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
@@ -212,7 +219,7 @@ class Rendezvous:
         if self._engine is not None:
             for reason in self._engine.refused():
                 log.warning("%s: engine refused a connection: %s", place, reason)
-        return Links(of, ends, self._engine, self._staging)
+        return Links(of, ends, self._engine, self._staging, self._departures)
 
     def find_host(self) -> str:
         """Exchange machines and addresses. Returns the address to listen on: loopback if
@@ -223,16 +230,17 @@ class Rendezvous:
         return addresses.everywhere(self._mine.address)
 
     def make_shared(self, host: str) -> None:
-        """Create what the links of this rank share, the engine and staging, and the queues of half
-        duplex."""
-        config = self._config
+        """Create what the links of this rank share, the engine, staging and departures, and the
+        queues of half duplex."""
+        config, accelerator = self._config, accelerator_of(self._config.device)
+        if accelerator is not None:
+            self._departures = Departures(accelerator)
         self._engine = make_engine(
             config.engine, self._coordinate,
             secret=config.secret, host=host, device=config.device,
         )  # fmt: skip
         if self._engine is not None:
             config.poller.watch_eventfd(self._engine.bell_fd)
-            accelerator = accelerator_of(config.device)
             if accelerator is not None:
                 self._staging = Staging(
                     accelerator, wake=config.poller.wake, deadline=config.deadline
@@ -272,7 +280,9 @@ class Rendezvous:
                 dials=lower, timeout=SETUP_SECONDS,
             )  # fmt: skip
         groups = self._edges.get(link)
-        direct: Any = None if groups is None else config.direct_channels(end, groups)
+        direct: Any = (
+            None if groups is None else config.direct_channels(end, groups, self._departures)
+        )
         delegated = None
         if end.engine_link is not None:
             faults.cut = partial(self._cut, end, direct[0] if direct is not None else None)

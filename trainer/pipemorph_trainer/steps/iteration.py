@@ -108,6 +108,7 @@ class Iterations:
         self._world, self._coordinate = world, world.coordinate
         self._ends, self._stages, self._plans = links.ends, stages, plans
         self._cutting = [end.faults for end in links.ends if end.faults.cuts]
+        self._on_device = links.ends if links.departures is not None else []
         # All stages of a job are of one kind.
         first = next(iter(stages.values()))
         self._several = len(stages) > 1
@@ -509,6 +510,8 @@ class Iterations:
         self._loss.between_ops()
         self._rounds.advance()
         self.arriving.take(page_lock=False)
+        for end in self._on_device:
+            end.tell_departures()
         self._reporter.between_ops()
 
     def ask(self, asked: Callable[[], bool], to_move: Callable[[], bool]) -> None:

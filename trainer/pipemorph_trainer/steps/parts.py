@@ -387,6 +387,8 @@ class Parts:
             self.agent.close()
         if self.keeper is not None:
             self.keeper.close(goodbye=goodbye)
+        if self.links.departures is not None:
+            self.links.departures.close()
         if self.links.staging is not None:
             self.links.staging.close(abandon=not goodbye)
         if self.links.engine is not None:

@@ -13,10 +13,10 @@ while it is waited for.
 On CUDA the payload is sent by NCCL, with one communicator per direction (a shared one would
 serialise the two directions). The receiver thread has its own stream, since a wait for a message in
 the compute stream would delay every op launched after it. Sends are ordered behind the ops in the
-compute stream, so only the device knows when one starts: wire times count from its launch, and are
-reported as upper bounds. The compute stream does not wait for sends: a message is kept until its
-send is done, and the host waits if too many are kept. NCCL needs one GPU per rank; no test of this
-repository has run it.
+compute stream, so only the device knows when one can start: events say when, at both ends
+(:mod:`pipemorph_trainer.links.channels.departures`). The compute stream does not wait for sends: a
+message is kept until its send is done, and the host waits if too many are kept. NCCL needs one GPU
+per rank; no test of this repository has run it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, record_arrival
+from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     DIRECT_QUEUE,
     NOTHING,
     Batch,
+    Departure,
     Direction,
     Hold,
+    Note,
     Position,
     make,
 )
@@ -50,7 +54,8 @@ from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.profiling import profiling
-from pipemorph_trainer.topology.accelerator import Accelerator, Stream
+from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
+from pipemorph_trainer.topology.device_time import DeviceTime, Moment
 from pipemorph_trainer.topology.groups import abandon
 
 MAX_OUTSTANDING = 2
@@ -69,6 +74,9 @@ the deadlines; if one is over, the receive is aborted."""
 ENOUGH_POSTED = 2
 """Posted receives with which the receiver thread has until the next arrival to post more."""
 JOIN_SECONDS = 5.0
+EXACT_WITHIN = 0.0005
+"""Error of a wire time, seconds, with which it is exact: a quarter of the least delay that links
+are judged by, unless a job says otherwise."""
 
 
 class DirectIncoming:
@@ -101,15 +109,22 @@ class DirectIncoming:
         self._device = device
         self._accelerator = accelerator
         self._side: Stream | None = None
+        self._device_time: DeviceTime | None = None
         if accelerator is not None:
             self._side = accelerator.new_stream()
+            self._device_time = DeviceTime(accelerator)
+            socket.on_departed = self._departed
+        self._taken_from: dict[Position, _Taken] = {}
+        """Messages that were taken, and whose departures are not known yet."""
+        self._departures: dict[Position, Moment] = {}
+        """Departures of messages that were not taken yet."""
         self._most_posted = posted
         # Protects the state that decides what may be posted, in both threads.
         self._posting = threading.Lock()
         self._next = self._sent = self._taken = self._ran = 0
         self._under_way = 0
         self._posted: queue.SimpleQueue[_Posted | RuntimeError | _Due | None] = queue.SimpleQueue()
-        self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
+        self._arrived: dict[Position, _Arrived] = {}
         self.error: str | None = None
         """Why this route has failed; None while it is up."""
         self._came: Position = -1, 0
@@ -124,6 +139,7 @@ class DirectIncoming:
                 daemon=True,
             )
             self._thread.start()
+        self._give_up_departures(batch.iteration)
         with self._posting:
             self._batch = batch
             self._next = self._sent = self._taken = 0
@@ -173,7 +189,7 @@ class DirectIncoming:
         assert self._batch is not None
         batch = self._batch
         iteration = batch.iteration
-        tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
+        tensors, came, exact, posted_at = self._arrived.pop((iteration, microbatch))
         note, noted_at = self._socket.notes.pop((self.direction, iteration, microbatch))
         self._taken = microbatch + 1
         if self._under_way < ENOUGH_POSTED:
@@ -183,12 +199,13 @@ class DirectIncoming:
                 f"message of microbatch {microbatch}, iteration {batch.step} belongs to "
                 f"shape generation {note.generation}; expected {batch.generation}"
             )
-        record_arrival(
-            self._recorder, note, self._peer_clock, stamp, batch.nbytes, exact=exact,
-            # NCCL may take another way than the control socket.
-            noted_at=noted_at if self._accelerator is None else None,
-        )  # fmt: skip
-        if self._accelerator is not None:
+        if self._accelerator is None:
+            record_arrival(
+                self._recorder, note, self._peer_clock, came.at, batch.nbytes, exact=exact,
+                noted_at=noted_at,
+            )  # fmt: skip
+        else:
+            self._take_time((iteration, microbatch), _Taken(note, came, posted_at, batch.nbytes))
             compute = self._accelerator.compute_stream()
             for tensor in tensors:
                 self._accelerator.keep(tensor, compute)
@@ -197,6 +214,57 @@ class DirectIncoming:
         if note.present == NOTHING:
             return None
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
+
+    def _take_time(self, position: Position, taken: _Taken) -> None:
+        """Record the wire time of a message from a device, now or when its departure is told."""
+        departed = self._departures.pop(position, None)
+        if self._recorder.paused:
+            return
+        if departed is not None:
+            self._record(taken, departed)
+        else:
+            self._taken_from[position] = taken
+
+    def _departed(self, direction: int, departures: Sequence[Departure]) -> None:
+        """The sender tells when messages were complete on its device."""
+        if direction != self.direction:
+            return
+        for position, moment in departures:
+            taken = self._taken_from.pop(position, None)
+            if taken is not None:
+                self._record(taken, moment)
+            else:
+                self._departures[position] = moment
+
+    def _record(self, taken: _Taken, departed: Moment | None) -> None:
+        """Record the wire time of a message from a device: from the moment at which its tensors
+        were complete.
+
+        That is exact to within :data:`EXACT_WITHIN`, if this end was ready for it by then. Else it
+        is an upper bound: whether NCCL sends before, depends on its network. So it is, from the
+        launch, for a message that a fault holds, since it does from then on, and without a
+        departure."""
+        if self._recorder.route is not Route.DIRECT:
+            return  # The window of its route is closed.
+        note, exact = taken.note, False
+        if departed is not None and not note.not_before:
+            within = departed.within + taken.came.within
+            posted_at = taken.posted_at - self._peer_clock.offset
+            exact = within <= EXACT_WITHIN and posted_at <= departed.at
+            start = departed.at if exact else max(note.started_at, departed.at - within)
+            note = note._replace(posted_at=start, started_at=start)
+        # NCCL may take another way than the control socket, so the time of the note says nothing.
+        record_arrival(
+            self._recorder, note, self._peer_clock, taken.came.at, taken.nbytes, exact=exact
+        )
+
+    def _give_up_departures(self, iteration: int) -> None:
+        """What was not told in the iteration before ``iteration`` will not be."""
+        last = iteration - 1
+        for position in [each for each in self._departures if each[0] < last]:
+            del self._departures[position]
+        for position in [each for each in self._taken_from if each[0] < last]:
+            self._record(self._taken_from.pop(position), None)
 
     def close(self, *, abandon: bool = False) -> None:
         """End the receiver thread, and wait for it: if it is inside torch when the interpreter
@@ -253,9 +321,11 @@ class DirectIncoming:
                 if isinstance(posted, _Due):
                     self._post_due()
                     continue
-                iteration, microbatch, contents = posted
+                iteration, microbatch, contents, posted_at = posted
                 del posted
-                self._arrived[iteration, microbatch] = self._wait(contents)
+                tensors, came, exact = self._wait(contents)
+                self._arrived[iteration, microbatch] = _Arrived(tensors, came, exact, posted_at)
+                del tensors
                 self._came = iteration, microbatch + 1
                 with self._posting:
                     self._under_way -= 1
@@ -280,7 +350,8 @@ class DirectIncoming:
                     return
                 contents = [(tensors, works)]
                 del tensors, works
-                self._posted.put(_Posted(self._batch.iteration, self._next, contents))
+                posted_at = time.time() if self._device_time is not None else 0.0
+                self._posted.put(_Posted(self._batch.iteration, self._next, contents, posted_at))
                 self._next += 1
                 self._under_way += 1
 
@@ -301,17 +372,18 @@ class DirectIncoming:
 
     def _wait(
         self, contents: list[tuple[list[Tensor], list[Any]]]
-    ) -> tuple[list[Tensor], float, bool]:
-        """Wait for one message. This thread keeps no reference to it, since the stage could
-        otherwise not offload its memory."""
+    ) -> tuple[list[Tensor], Moment, bool]:
+        """Wait for one message. Returns its tensors, when they arrived, and on the CPU whether no
+        op has delayed this thread. It keeps no reference to them, since the stage could otherwise
+        not offload their memory."""
         tensors, works = contents.pop()
-        if self._accelerator is None:
-            for work in works:
-                work.wait(NO_DEADLINE)
-        else:
-            self._synchronize(self._accelerator, works)
+        if self._accelerator is not None and self._device_time is not None:
+            event = self._synchronize(self._accelerator, works)
+            return tensors, self._device_time.of(event), False
+        for work in works:
+            work.wait(NO_DEADLINE)
         stamp = time.time()
-        return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
+        return tensors, Moment(stamp, 0.0), self._op_clock.observed(stamp)
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
         with self._beside():
@@ -321,15 +393,18 @@ class DirectIncoming:
             ]
         return tensors, works
 
-    def _synchronize(self, accelerator: Accelerator, works: list[Any]) -> None:
-        """Wait for the data itself: with NCCL, ``wait`` only makes the side stream wait."""
+    def _synchronize(self, accelerator: Accelerator, works: list[Any]) -> Event:
+        """Wait for the data itself: with NCCL, ``wait`` only makes the side stream wait. Returns
+        the event behind it."""
+        assert self._side is not None
         for work in works:
             work.wait()
-        if self._side is not None:
-            accelerator.record(self._side).synchronize()
+        event = accelerator.record(self._side, timed=True)
+        event.synchronize()
         for work in works:
             if not _is_complete(work):
                 raise RuntimeError("a receive was given up")
+        return event
 
 
 class _Due:
@@ -338,11 +413,30 @@ class _Due:
 
 class _Posted(NamedTuple):
     """A posted receive. ``contents``: a list with one item, the tensors of the message and their
-    works; emptied when they are used."""
+    works; emptied when they are used. ``posted_at``: on a device, wall clock."""
 
     iteration: int
     microbatch: int
     contents: list[tuple[list[Tensor], list[Any]]]
+    posted_at: float
+
+
+class _Arrived(NamedTuple):
+    """A message that has arrived. ``exact``: whether its time is, on the CPU."""
+
+    tensors: list[Tensor]
+    came: Moment
+    exact: bool
+    posted_at: float
+
+
+class _Taken(NamedTuple):
+    """What is known of a message from a device, but for its departure."""
+
+    note: Note
+    came: Moment
+    posted_at: float
+    nbytes: int
 
 
 class DirectOutgoing:
@@ -361,11 +455,14 @@ class DirectOutgoing:
         deadline: float,
         device: torch.device,
         max_outstanding: int = MAX_OUTSTANDING,
-        asks: bool = False,
+        departures: Departures | None = None,
     ) -> None:
-        """``asks``: poll sends instead of waiting for them, since on a device ``wait`` makes the
-        compute stream wait."""
-        self._max_outstanding, self._asks = max_outstanding, asks
+        """``departures``: of a rank on a device; None on the CPU. On a device, sends are polled
+        instead of waited for, since ``wait`` makes the compute stream wait."""
+        self._max_outstanding, self._asks = max_outstanding, departures is not None
+        self._departures = departures
+        self._departed: deque[Departure] = deque()
+        """Those that the receiver has not been told."""
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
@@ -419,6 +516,8 @@ class DirectOutgoing:
             self.direction,
             (batch.generation, batch.iteration, microbatch, present, posted, *held),
         )
+        if self._departures is not None:
+            self._departures.mark((batch.iteration, microbatch), self._departed)
         send, peer, tag = self._group.send, self._peer_in_group, self._tag
         try:
             works: list[Any] = [send([t], peer, tag) for t in payload]
@@ -434,6 +533,13 @@ class DirectOutgoing:
         record of a send ends in its wait."""
         taken = self._socket.taken.get(self._tag)
         return taken is not None and (sent.iteration, sent.microbatch) < taken and not profiling()
+
+    def tell_departures(self) -> None:
+        """Tell the receiver which messages have become complete on the device, and when."""
+        departed = self._departed
+        if departed:
+            known = [departed.popleft() for _ in range(len(departed))]
+            self._socket.send_departed(self.direction, known)
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest send, at most until the deadline."""

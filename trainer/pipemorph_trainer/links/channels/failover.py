@@ -220,6 +220,10 @@ class FailoverOutgoing:
         if self._batch is not None:
             self._delegated.begin(self._batch)
 
+    def tell_departures(self) -> None:
+        """Tell the receiver which direct messages have become complete on the device, and when."""
+        self._direct.tell_departures()
+
     def finish(self) -> None:
         """Wait until all sends on the direct route are done."""
         if self._failover.broken is None:
