@@ -15,6 +15,7 @@
 #include "planner/lower_bound.hpp"
 #include "planner/online.hpp"
 #include "planner/search.hpp"
+#include "planner/valid.hpp"
 #include "planner/windows.hpp"
 
 namespace nb = nanobind;
@@ -174,18 +175,62 @@ Ran to_ran(const Execution& execution) {
     return all;
 }
 
+Rules to_rules(const Costs& costs, bool exact_warmup, std::vector<bool> fused,
+               std::vector<int> slots) {
+    expect(!costs.warmup.empty(), "expected a warm-up per stage");
+    expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
+    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
+    return {costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
+}
+
 Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
            bool exact_warmup, std::vector<bool> fused, std::vector<int> slots,
            const std::vector<std::vector<int>>& stages_of, DelayAt delay_at, DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
-    expect(!costs.warmup.empty(), "expected a warm-up per stage");
-    expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
-    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
-    const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
+    const Rules rules = to_rules(costs, exact_warmup, std::move(fused), std::move(slots));
     check_placed(stages_of, costs);
     FirstReady execution(costs, rules, stages_of);
     execution.run(std::move(delay_at), std::move(transfer_at));
     return to_ran(execution);
+}
+
+// What online dispatch runs, without its times: its order, and the end of the iteration.
+std::pair<std::vector<nb::bytes>, double> online_order(
+    const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup, bool exact_warmup,
+    std::vector<bool> fused, std::vector<int> slots,
+    const std::vector<std::vector<int>>& stages_of) {
+    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
+    const Rules rules = to_rules(costs, exact_warmup, std::move(fused), std::move(slots));
+    check_placed(stages_of, costs);
+    FirstReady execution(costs, rules, stages_of);
+    {
+        const nb::gil_scoped_release release;
+        execution.run();
+    }
+    std::vector<nb::bytes> order;
+    double makespan = 0.0;
+    for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+        const auto& ran = execution.ran()[rank];
+        order.emplace_back(ran.codes.data(), ran.codes.size());
+        if (!ran.end.empty()) makespan = std::max(makespan, ran.end.back() + costs.after[rank]);
+    }
+    return {std::move(order), makespan};
+}
+
+void check_whole(const Order& order, const std::vector<std::vector<int>>& stages_of,
+                 const Costs& costs) {
+    for (size_t rank = 0; rank < stages_of.size(); ++rank)
+        for (size_t place = 0; place < stages_of[rank].size(); ++place) {
+            const auto count = [&](int kind) {
+                return std::count(order[rank].begin(), order[rank].end(),
+                                  static_cast<unsigned char>(4 * place + kind));
+            };
+            const long whole = count(kFused);
+            expect(count(kForward) == costs.microbatches &&
+                       count(kBackward) + whole == costs.microbatches &&
+                       count(kWeight) + whole == costs.microbatches,
+                   "expected each kind once per microbatch in the order");
+        }
 }
 
 // The order and what limits ops out of turn, checked.
@@ -195,20 +240,12 @@ Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vecto
     expect(waits.size() == stages_of.size(), "expected for every rank where it waits");
     expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
     Guide guide{to_ranks(order, stages_of, costs), {}, costs.caps, std::move(slots)};
-    for (size_t rank = 0; rank < stages_of.size(); ++rank)
-        for (size_t place = 0; place < stages_of[rank].size(); ++place) {
-            const auto count = [&](int kind) {
-                return std::count(guide.order[rank].begin(), guide.order[rank].end(),
-                                  static_cast<unsigned char>(4 * place + kind));
-            };
-            const long whole = count(kFused);
-            expect(count(kForward) == costs.microbatches &&
-                       count(kBackward) + whole == costs.microbatches &&
-                       count(kWeight) + whole == costs.microbatches,
-                   "expected each kind once per microbatch in the order");
-        }
-    for (const auto& positions : waits)
-        guide.waits.emplace_back(positions.begin(), positions.end());
+    check_whole(guide.order, stages_of, costs);
+    for (size_t rank = 0; rank < waits.size(); ++rank)
+        for (const int position : waits[rank])
+            expect(position >= 0 && static_cast<size_t>(position) < guide.order[rank].size(),
+                   "expected waits at positions of the rank's order");
+    guide.waits = waits;
     return guide;
 }
 
@@ -234,6 +271,17 @@ double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& or
     return execution.makespan();
 }
 
+std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vector<nb::bytes>& order,
+                                       const std::vector<int>& peaks,
+                                       const std::vector<std::vector<int>>& stages_of) {
+    const Costs costs = to_costs(given);
+    expect(peaks.size() == costs.caps.size(), "expected for every stage how many are in flight");
+    const Order ranks = to_ranks(order, stages_of, costs);
+    check_whole(ranks, stages_of, costs);
+    const nb::gil_scoped_release release;
+    return planned_waits(costs, ranks, stages_of, peaks);
+}
+
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<nb::bytes>& order,
                                          const std::vector<std::vector<int>>& waits,
@@ -245,6 +293,21 @@ std::array<double, 2> jittered_makespans(const CostsTuple& given,
     expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
     const nb::gil_scoped_release release;
     return jittered(costs, guide, stages_of, most, draws);
+}
+
+bool valid(int microbatches, const std::vector<nb::bytes>& stages,
+           const std::vector<std::vector<int>>& numbers, const std::vector<int>& caps,
+           const std::vector<int>& device_limits) {
+    expect(numbers.size() == stages.size() && caps.size() == stages.size() &&
+               device_limits.size() == stages.size(),
+           "expected numbers and limits for every stage");
+    Order order;
+    for (size_t stage = 0; stage < stages.size(); ++stage) {
+        const auto* data = static_cast<const unsigned char*>(stages[stage].data());
+        order.emplace_back(data, data + stages[stage].size());
+        expect(numbers[stage].size() == order.back().size(), "expected a number for every op");
+    }
+    return is_valid(microbatches, order, numbers, caps, device_limits);
 }
 
 Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
@@ -322,14 +385,19 @@ NB_MODULE(_planner, module) {
     module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
                "fused"_a, "slots"_a, "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+    module.def("online_order", &planner::online_order, "costs"_a, "caps"_a, "warmup"_a,
+               "exact_warmup"_a, "fused"_a, "slots"_a, "stages_of"_a);
     module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
                "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("guided_makespan", &planner::guided_makespan, "costs"_a, "order"_a, "waits"_a,
                "caps"_a, "slots"_a, "stages_of"_a);
+    module.def("waits", &planner::waits_of, "costs"_a, "order"_a, "peaks"_a, "stages_of"_a);
     module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
                "slots"_a, "stages_of"_a, "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
+    module.def("is_valid", &planner::valid, "microbatches"_a, "stages"_a, "numbers"_a, "caps"_a,
+               "device_limits"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
     module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
                "effort"_a);

@@ -146,13 +146,18 @@ class Core {
         if (idle_[rank] && at < agenda_.at(rank)) agenda_.set<kEnds>(rank, at, false);
     }
 
+    // Whether arrivals follow from the sender alone, so that they are known as soon as an op has
+    // begun.
+    bool foresees() const { return !delay_at_ && !costs_.shares_queues(); }
+
     // In order of time. `chooser` has choose(core, rank, now) and is told of each op, by
     // began(core, rank, op, now, end) and ended(rank, free). With kForesees, ranks know when the
     // messages of ops in progress will arrive, for which the directions of all links count as
-    // independent. False if the chooser gave up.
-    template <class Chooser>
+    // independent: half as many events. Of a chooser that does not look at later arrivals the
+    // result is the same. False if the chooser gave up.
+    template <bool kForesees, class Chooser>
     bool run_in_time(Chooser& chooser) {
-        constexpr bool kEnds = !Chooser::kForesees;
+        constexpr bool kEnds = !kForesees;
         reset();
         agenda_.reset();
         for (int rank = 0; rank < ranks(); ++rank)
@@ -189,6 +194,7 @@ class Core {
             chooser.began(*this, rank, op, now, end);
             if constexpr (!kEnds) {
                 const double free = std::max(end, clear(its, op.microbatch));
+                chooser.ended(rank, free);
                 if (const double arrival = announce(its, op.microbatch, free); its.to >= 0)
                     wake<kEnds>(its.to, arrival);
                 agenda_.set<kEnds>(rank, free, false);

@@ -30,13 +30,28 @@ Guided::Guided(const Costs& costs, const Guide& guide, std::vector<std::vector<i
             }
             ops.push_back({of, kind, done[of][counted]++});
         }
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+        ranks_[rank].waits.resize(ranks_[rank].ops.size());
+        for (const int position : guide.waits[rank]) ranks_[rank].waits[position] = true;
+    }
 }
 
 void Guided::run(DelayAt delay_at, DelayAt transfer_at) {
     for (Rank& rank : ranks_) rank.next = 0;
-    for (auto& ran : ran_) ran = {};
+    for (size_t rank = 0; rank < ran_.size(); ++rank) {
+        const size_t ops = ranks_[rank].ops.size();
+        ran_[rank].codes.clear();
+        ran_[rank].codes.reserve(ops);
+        for (auto* times : {&ran_[rank].start, &ran_[rank].end, &ran_[rank].free}) {
+            times->clear();
+            times->reserve(ops);
+        }
+    }
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
-    core_.run_in_time(*this);
+    if (core_.foresees())
+        core_.run_in_time<true>(*this);
+    else
+        core_.run_in_time<false>(*this);
 }
 
 Choice Guided::choose(const Core& core, int rank, double now) {
@@ -47,8 +62,7 @@ Choice Guided::choose(const Core& core, int rank, double now) {
     if (its.next == size) return {};
     const Op& turn = its.ops[its.next];
     // Where the device has no room for it, a W has to make some.
-    const bool waits =
-        guide_.waits[rank].count(its.next) && core.fits(turn.stage, turn.kind, turn.microbatch);
+    const bool waits = its.waits[its.next] && core.fits(turn.stage, turn.kind, turn.microbatch);
 
     int first = std::numeric_limits<int>::max();
     Op found{};
@@ -117,6 +131,56 @@ double Guided::makespan() const {
         const auto& ends = ran_[rank].end;
         if (ends.size() < guide_.order[rank].size()) return std::numeric_limits<double>::infinity();
         if (!ends.empty()) found = std::max(found, ends.back() + core_.costs().after[rank]);
+    }
+    return found;
+}
+
+std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
+                                            const std::vector<std::vector<int>>& stages_of,
+                                            const std::vector<int>& peaks) {
+    InOrder ran(costs, stages_of);
+    ran.run(order);
+    const Core& core = ran.core();
+    const int n = costs.microbatches;
+    std::vector<std::vector<int>> found(order.size());
+    for (size_t rank = 0; rank < order.size(); ++rank) {
+        const std::vector<int>& mine = stages_of[rank];
+        std::vector<std::vector<int>> backwards(mine.size());  // the kind of each
+        for (const unsigned char code : order[rank])
+            if (const int kind = code & 3; kind == kBackward || kind == kFused)
+                backwards[code >> 2].push_back(kind);
+        std::vector<std::array<int, kKinds>> done(mine.size());
+        double idle_since = 0.0;
+        for (int position = 0; position < ran.ran(rank); ++position) {
+            const size_t its = order[rank][position] >> 2;
+            const int kind = order[rank][position] & 3, stage = mine[its];
+            const int forwards = done[its][kForward];
+            const double start = ran.start(rank, position);
+            const int sends =
+                kind == kForward && stage < costs.stages - 1 ? costs.outstanding[stage] : 0;
+            const double taken = sends && forwards >= sends
+                                     ? core.arrival(kForward, stage + 1, forwards - sends)
+                                     : 0.0;
+            if (start > idle_since || taken > start) {
+                double other = kNever;
+                for (size_t place = 0; place < mine.size(); ++place) {
+                    const auto [f, b, w] = done[place];
+                    const int here = place == its ? kind : -1;
+                    if (here != kForward && f < n && f - w < peaks[mine[place]])
+                        other = std::min(other, core.arrival(kForward, mine[place], f));
+                    const bool splits = b < f && (backwards[place][b] == kBackward || w == b);
+                    if (here != kBackward && here != kFused && splits)
+                        other = std::min(other, core.arrival(kBackward, mine[place], b));
+                    if (here != kWeight && w < b) other = idle_since;
+                }
+                if (std::max(other, idle_since) < start || taken > start)
+                    found[rank].push_back(position);
+            }
+            idle_since = ran.free(rank, position);
+            done[its][kForward] += kind == kForward;
+            done[its][kBackward] += kind == kBackward || kind == kFused;
+            done[its][kWeight] += kind == kWeight || kind == kFused;
+        }
     }
     return found;
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <set>
 
 #include "planner/in_order.hpp"
 #include "planner/online.hpp"
@@ -14,8 +13,8 @@ namespace pipemorph::planner {
 // `slots` per link.
 struct Guide {
     Order order;
-    std::vector<std::set<int>> waits;  // positions before which nothing runs in their turn
-    std::vector<int> caps;             // F out of turn only while fewer are in flight
+    std::vector<std::vector<int>> waits;  // positions before which nothing runs in their turn
+    std::vector<int> caps;                // F out of turn only while fewer are in flight
     std::vector<int> slots;  // ... only while fewer of its messages are unused; empty: no limit
 };
 
@@ -31,7 +30,6 @@ class Guided {
     double makespan() const;
 
     // As the core's chooser.
-    static constexpr bool kForesees = false;
     Choice choose(const Core& core, int rank, double now);
     void began(Core& core, int rank, const Op& op, double now, double end);
     void ended(int rank, double free) { ran_[rank].free.push_back(free); }
@@ -44,7 +42,8 @@ class Guided {
     };
     struct Rank {
         std::vector<Op> ops;
-        int next = 0;  // position of the first op that has not run
+        std::vector<unsigned char> waits;  // whether nothing runs in its turn, by position
+        int next = 0;                      // position of the first op that has not run
     };
 
     const Guide& guide_;
@@ -55,6 +54,13 @@ class Guided {
     std::vector<Rank> ranks_;
     std::vector<FirstReady::Ran> ran_;
 };
+
+// Where ranks wait for an op of the order though another could run, or for a link to take a
+// message, if messages take as long as `costs` says: per rank, the positions of these ops. `peaks`:
+// most microbatches in flight, by stage. The same as in pipemorph/planning/simulation/waits.py.
+std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
+                                            const std::vector<std::vector<int>>& stages_of,
+                                            const std::vector<int>& peaks);
 
 // Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
 // message between ranks comes up to `most` late, at random by the moment of its send.

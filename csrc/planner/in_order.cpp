@@ -28,7 +28,7 @@ double InOrder::run(const Order& order, const std::vector<double>& delay, const 
                     double limit) {
     begin(order);
     core_.set_delay(delay);
-    if (core_.costs().shares_queues()) return finish(core_.run_in_time(*this));
+    if (core_.costs().shares_queues()) return finish(core_.run_in_time<false>(*this));
     const auto row_of = [&](int rank) -> Row& { return rows_[rank]; };
     return finish(core_.run_as_known(row_of, tail, limit));
 }
@@ -36,7 +36,7 @@ double InOrder::run(const Order& order, const std::vector<double>& delay, const 
 double InOrder::run(const Order& order, DelayAt delay_at, DelayAt transfer_at) {
     begin(order);
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
-    const double makespan = finish(core_.run_in_time(*this));
+    const double makespan = finish(core_.run_in_time<false>(*this));
     core_.set_delay_at(nullptr);
     return makespan;
 }

@@ -60,7 +60,6 @@ class InOrder {
     };
 
     // As the core's chooser.
-    static constexpr bool kForesees = false;
     Choice choose(const Core& core, int rank, double now) const {
         Choice choice;
         const Row& row = rows_[rank];

@@ -4,7 +4,6 @@ namespace pipemorph::planner {
 namespace {
 
 struct Chooser {
-    static constexpr bool kForesees = true;
     const Costs& costs;
     const Times& tail;
     const Times& urgent;
@@ -95,7 +94,7 @@ double MostUrgent::run(const Times& tail, const Times& urgency, const Tuning& tu
                    costs_.after[i];
     }
     Chooser chooser{costs_, tail, urgency, tuning, bound, order_, left_};
-    const bool finished = core_.run_in_time(chooser);
+    const bool finished = core_.run_in_time<true>(chooser);
     ops_run_ = chooser.ops_run;
     const long all = static_cast<long>(kKinds) * costs_.microbatches * costs_.stages;
     return finished && ops_run_ == all ? chooser.makespan : kNever;

@@ -12,7 +12,10 @@ FirstReady::FirstReady(const Costs& costs, const Rules& rules,
 
 void FirstReady::run(DelayAt delay_at, DelayAt transfer_at) {
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
-    core_.run_in_time(*this);
+    if (core_.foresees())
+        core_.run_in_time<true>(*this);
+    else
+        core_.run_in_time<false>(*this);
 }
 
 Choice FirstReady::choose(const Core& core, int rank, double now) const {

@@ -31,7 +31,6 @@ class FirstReady {
     const std::vector<Ran>& ran() const { return ran_; }
 
     // As the core's chooser.
-    static constexpr bool kForesees = false;
     Choice choose(const Core& core, int rank, double now) const;
     void began(Core& core, int rank, const Op& op, double now, double end);
     void ended(int rank, double free) { ran_[rank].free.push_back(free); }

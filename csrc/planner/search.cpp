@@ -113,10 +113,16 @@ class Search {
         const bool refuted = windows.refute(shorter);
         narrowing_ = windows.effort_left();
         narrowed_at_ = found_.makespan;
-        if (refuted)
+        if (refuted) {
             found_.bound = shorter;
-        else
-            narrowed_ = windows.tails();
+            return;
+        }
+        narrowed_ = windows.tails();
+        // Where near is enough, it may be that nothing is much shorter.
+        const double much = found_.makespan / (1 + effort_.near) * (1 - kSame);
+        if (effort_.near > kSame && much > found_.bound && windows.refute(much))
+            found_.bound = much;
+        narrowing_ = windows.effort_left();
     }
 
     // Sums of times in the order the simulator takes them.

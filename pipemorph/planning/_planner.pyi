@@ -49,6 +49,17 @@ def online(
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.online`. ``slots``: empty for no limit."""
 
+def online_order(
+    costs: Costs,
+    caps: Sequence[int],
+    warmup: Sequence[int],
+    exact_warmup: bool,
+    fused: Sequence[bool],
+    slots: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
+) -> tuple[list[bytes], float]:
+    """The order that :func:`online` runs, and its end. Releases the interpreter's lock."""
+
 def guided(
     costs: Costs,
     order: Sequence[bytes],
@@ -71,6 +82,14 @@ def guided_makespan(
 ) -> float:
     """The end of what :func:`guided` runs; infinity if ranks wait for each other. Releases the
     interpreter's lock."""
+
+def waits(
+    costs: Costs,
+    order: Sequence[bytes],
+    peaks: Sequence[int],
+    stages_of: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """See :func:`pipemorph.planning.simulation.waits.waits_of`. Releases the interpreter's lock."""
 
 def jittered(
     costs: Costs,
@@ -97,6 +116,16 @@ def search(
     """Order per stage, makespan and lower bound. ``warmup``: exact number of F before the first B,
     or empty. ``start``: an order that the result must not be longer than, or empty.
     ``near``: above the bound, as a fraction, where the search stops."""
+
+def is_valid(
+    microbatches: int,
+    stages: Sequence[bytes],
+    numbers: Sequence[Sequence[int]],
+    caps: Sequence[int],
+    device_limits: Sequence[int],
+) -> bool:
+    """Whether :func:`pipemorph.planning.validator.validate` accepts a schedule. ``numbers``: the
+    microbatch of each op; ``caps`` and ``device_limits``: 0 for no limit."""
 
 def lower_bound(costs: Costs, caps: Sequence[int]) -> float:
     """Lower bound of the makespan of all schedules."""

@@ -246,6 +246,9 @@ class Problem(_Model):
 
     def under(self, plan: Plan) -> Problem:
         """The same problem with the limits of a plan in place of its own."""
+        own = (self.in_flight_limits(), self.device_limits(), self.recompute())
+        if own == (plan.in_flight_limits, plan.device_limits, plan.recompute):
+            return self
         limits = zip(
             self.stages, plan.in_flight_limits, plan.device_limits, plan.recompute, strict=True
         )

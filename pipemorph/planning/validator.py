@@ -17,6 +17,11 @@ from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import Residency
 
+try:
+    from pipemorph.planning import _planner as compiled
+except ImportError:  # Sources without a build, as in an image without compiler.
+    compiled = None  # type: ignore[assignment, unused-ignore]
+
 
 class ScheduleError(InputError):
     """An invalid schedule. ``stage`` and ``position`` locate the offending op."""
@@ -50,6 +55,8 @@ def validate(
         )
     if len(device_limits) not in (0, schedule.stage_count):
         raise InputError(f"{len(device_limits)} device limits for {schedule.stage_count} stages")
+    if _is_valid(schedule, in_flight_limits, device_limits):
+        return
     forwards_before = [
         check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
     ]
@@ -61,6 +68,26 @@ def validate(
     for i, limit in enumerate(device_limits):
         if limit is not None:
             check_device(i, schedule.stages[i], limit)
+
+
+def _is_valid(
+    schedule: Schedule,
+    in_flight_limits: Sequence[int | None] | None,
+    device_limits: Sequence[int | None],
+) -> bool:
+    """Whether a schedule is known to be valid: the walk that finds the op which is not takes a
+    hundred times as long."""
+    caps = in_flight_limits or (None,) * schedule.stage_count
+    devices = device_limits or (None,) * schedule.stage_count
+    if compiled is None or any(limit is not None and limit < 1 for limit in (*caps, *devices)):
+        return False
+    return compiled.is_valid(
+        schedule.microbatches,
+        schedule.codes,
+        [[op.microbatch for op in ops] for ops in schedule.stages],
+        [cap or 0 for cap in caps],
+        [limit or 0 for limit in devices],
+    )
 
 
 def check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:

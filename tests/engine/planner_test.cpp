@@ -146,7 +146,7 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
         for (const auto& ops : guide.order) {
             guide.waits.emplace_back();
             for (size_t at = 0; at < ops.size(); ++at)
-                if (rng.below(4) == 0) guide.waits.back().insert(static_cast<int>(at));
+                if (rng.below(4) == 0) guide.waits.back().push_back(static_cast<int>(at));
         }
         guide.caps = costs.caps;
         if (rng.below(2))

@@ -6,7 +6,7 @@ cancel in the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -48,6 +48,7 @@ from pipemorph.planning.simulation.interleaved import (
     simulate_interleaved,
     validate_interleaved,
 )
+from pipemorph.planning.simulation.lower_bound import tight_lower_bound
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.planning.simulation.waits import planned_waits
 
@@ -59,6 +60,8 @@ fewer orders; and the largest number of stages × microbatches for which a plan 
 0.2 s with it. Plan 0 takes the usual one, since all ranks compute it."""
 NEAR = 0.005
 """More effort ends where a plan is so near to the lower bound, as a fraction."""
+PROOF_EFFORT = 400_000
+"""Of the lower bound that is looked for before that, about 4 ms."""
 STRAIN = 0.15
 """By how much more a delay may turn out to be than it was measured to be, as a fraction."""
 
@@ -236,13 +239,34 @@ class Outlook:
         return Forecast(self.rules, self.situation).of(self.running).seconds
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What has been found out about one situation. A decision asks for the same again and again,
+    each time by a walk over all ops: problems, and their lower bounds, by the routes in force;
+    seconds by what ranks run."""
+
+    problems: dict[tuple[Route, ...], Problem] = field(default_factory=dict)
+    bounds: dict[tuple[Route, ...], float] = field(default_factory=dict)
+    seconds: dict[Hashable, float] = field(default_factory=dict)
+
+
 class Forecast:
     """Predictions for one situation of one job."""
 
-    def __init__(self, spec: Rules, situation: Situation, dispatch: Dispatch | None = None) -> None:
-        """``dispatch``: of new plans, as far as the spec leaves it open; None: static."""
+    def __init__(
+        self,
+        spec: Rules,
+        situation: Situation,
+        dispatch: Dispatch | None = None,
+        *,
+        beside: Forecast | None = None,
+    ) -> None:
+        """``dispatch``: of new plans, as far as the spec leaves it open; None: static. ``beside``:
+        predictions for another situation of the same job, to know what is known there."""
         self._spec = spec
         self._situation = situation
+        self._all_known: dict[Situation, _Known] = {} if beside is None else beside._all_known
+        self._known = self._all_known.setdefault(situation, _Known())
         self._dispatch = spec.schedule.dispatch_kind
         if spec.schedule.dispatch == "auto" and dispatch is Dispatch.GUIDED:
             self._dispatch = dispatch
@@ -255,7 +279,9 @@ class Forecast:
 
     def under(self, situation: Situation) -> Forecast:
         """Predictions for another situation of the same job."""
-        return Forecast(self._spec, situation, self._dispatch)
+        if situation is self._situation:
+            return self
+        return Forecast(self._spec, situation, self._dispatch, beside=self)
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[int, ...], Situation], ...]:
@@ -281,8 +307,14 @@ class Forecast:
 
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
+        routes = self._situation.carried(routes)
+        known = self._known.problems
+        if routes not in known:
+            known[routes] = self._problem(routes)
+        return known[routes]
+
+    def _problem(self, routes: tuple[Route, ...]) -> Problem:
         situation, cut = self._situation, self._spec.parallelism
-        routes = situation.carried(routes)
         transfers = [situation.transfer(i) for i in range(len(routes))]
         problem = problem_for(
             self._spec.schedule.microbatches,
@@ -319,6 +351,17 @@ class Forecast:
 
     def _seconds(self, plan: Plan) -> float:
         """Of the replicas that run this plan, without those that run another."""
+        # All that the prediction depends on: each kind of op runs in microbatch order.
+        runs = (
+            plan.schedule.codes, plan.dispatch, plan.waits, plan.turns, plan.routes,
+            plan.in_flight_limits, plan.device_limits, plan.recompute,
+        )  # fmt: skip
+        known = self._known.seconds
+        if runs not in known:
+            known[runs] = self._predicted(plan)
+        return known[runs]
+
+    def _predicted(self, plan: Plan) -> float:
         problem = self._within(plan)
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
@@ -362,7 +405,7 @@ class Forecast:
         or recomputation; and the same with other dispatch where the spec leaves it open. None if
         all are known to take longer than ``within`` seconds. ``effort``: of the search. Raises
         :class:`InputError` if there is no plan."""
-        if self._is_simple and lower_bound(self.problem(routes)) > within:
+        if self._is_simple and self._bound(routes) > within:
             return []
         made = self._planned(routes, effort)
         if self._varying is not None:
@@ -409,10 +452,22 @@ class Forecast:
         cells = problem.stage_count * problem.microbatches
         if problem.ranks is not None or has_variants(problem) or cells > THOROUGH_CELLS:
             return []
-        if self._is_simple and best.seconds <= lower_bound(problem) * (1 + NEAR):
-            return []
+        if self._is_simple:
+            if best.seconds <= self._bound(routes) * (1 + NEAR):
+                return []
+            # A proof takes a fraction of the search, and is found for every second plan.
+            bound = tight_lower_bound(problem, best.seconds, PROOF_EFFORT)
+            if best.seconds <= bound * (1 + NEAR):
+                return []
         made = self.fresh(routes, effort=min(MOST_EFFORT, max(EFFORT, cells // 64)))
         return [option for option in made if option.seconds < best.seconds]
+
+    def _bound(self, routes: tuple[Route, ...]) -> float:
+        """A lower bound of all plans with links on ``routes``."""
+        routes, known = self._situation.carried(routes), self._known.bounds
+        if routes not in known:
+            known[routes] = lower_bound(self.problem(routes))
+        return known[routes]
 
     @property
     def _is_simple(self) -> bool:
@@ -441,16 +496,25 @@ class Forecast:
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
-            return [self.of(self._as_open(made.to_plan(0, routes, dispatch)))]
+            found = self._as_open(made.to_plan(0, routes, dispatch))
+            if self._as_planned(found):
+                return [Option(found, made.makespan)]
+            return [self.of(found)]
         problem = problem.model_copy(update={"dispatch": dispatch})
         found = [
             (self._as_open(each.to_plan(0, routes, dispatch)), each.makespan)
             for each in variants(problem)
         ]
+        return [
+            Option(each, seconds) if self._as_planned(each) else self.of(each)
+            for each, seconds in found
+        ]
+
+    def _as_planned(self, plan: Plan) -> bool:
+        """Whether a new plan for this situation takes as long as the planner says: guided dispatch
+        keeps to its order, too, while messages come as planned."""
         alike = self._varying is None and not self.parts
-        if dispatch is not Dispatch.ONLINE and self._situation.barrier and alike:
-            return [Option(*each) for each in found]
-        return [self.of(each) for each, _ in found]
+        return plan.dispatch is not Dispatch.ONLINE and self._situation.barrier and alike
 
     def excess(self, plan: Plan) -> Excess | None:
         """The first stage on which the plan exceeds its limits; None if there is none."""

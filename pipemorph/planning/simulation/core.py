@@ -60,10 +60,14 @@ class Ran(NamedTuple):
 def decode(codes: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
     """The schedule of one stage per rank. Its stages share the op objects."""
     ops = [[Op(kind, m) for m in range(microbatches)] for kind in KINDS]
-    stages = [
-        tuple([ops[kind][m] for kind, m in zip(kinds, microbatches_of(kinds), strict=True)])
-        for kinds in codes
-    ]
+    stages = []
+    for kinds in codes:
+        if _BW in kinds:
+            turns = zip(kinds, microbatches_of(kinds), strict=True)
+            stages.append(tuple([ops[kind][m] for kind, m in turns]))
+        else:
+            left = [iter(each) for each in ops]
+            stages.append(tuple([next(left[kind]) for kind in kinds]))
     return Schedule(microbatches, tuple(stages))
 
 
@@ -149,15 +153,40 @@ def online(
             )
         )
     for codes, mine in zip(ran.codes, stages_of, strict=True):
-        for place, stage in enumerate(mine):
-            counts = [codes.count(4 * place + code) for code in range(4)]
-            if counts[2] + counts[3] < costs.microbatches:
-                raise InputError(
-                    f"stage {stage} waits forever after {counts[0]} F, {counts[1] + counts[3]} B"
-                    f" and {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
-                    f" {list(rules.caps)}"
-                )
+        _check_online(codes, mine, costs, rules)
     return ran
+
+
+def _check_online(codes: bytes, mine: Sequence[int], costs: Costs, rules: Rules) -> None:
+    """Raise :class:`InputError` unless a rank has run all ops of its stages ``mine``."""
+    for place, stage in enumerate(mine):
+        counts = [codes.count(4 * place + code) for code in range(4)]
+        if counts[2] + counts[3] < costs.microbatches:
+            raise InputError(
+                f"stage {stage} waits forever after {counts[0]} F, {counts[1] + counts[3]} B"
+                f" and {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
+                f" {list(rules.caps)}"
+            )
+
+
+def online_order(costs: Costs, rules: Rules) -> tuple[Sequence[bytes], float]:
+    """The order that :func:`online` runs, with one stage per rank, and the end of the iteration."""
+    if compiled is None:
+        ran = online(costs, rules)
+        return ran.codes, ran.makespan(costs.after)
+    stages_of = one_stage_each(costs.stage_count)
+    order, makespan = compiled.online_order(
+        costs.packed(),
+        rules.caps,
+        rules.warmup,
+        rules.exact_warmup,
+        rules.fused,
+        rules.slots or (),
+        stages_of,
+    )
+    for codes, mine in zip(order, stages_of, strict=True):
+        _check_online(codes, mine, costs, rules)
+    return order, makespan
 
 
 def guided(

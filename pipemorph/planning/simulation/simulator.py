@@ -197,7 +197,7 @@ def predict(
         return makespan_of(schedule, costs)
     if dispatch_mode is Dispatch.GUIDED:
         return core.guided_makespan(costs, guide_of(schedule, problem, waits))
-    return _runner(schedule, problem, dispatch_mode, waits)(costs, None, None).makespan(costs.after)
+    return core.online_order(costs, _rules(schedule, problem, schedule.warmup()))[1]
 
 
 def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:

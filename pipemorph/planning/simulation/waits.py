@@ -46,6 +46,8 @@ def waits_of(
 ) -> Waits:
     """The same per rank, for orders as :func:`core.in_order` takes them: positions in the order of
     the rank. ``peaks``: most microbatches in flight by stage."""
+    if core.compiled is not None:
+        return tuple(map(tuple, core.compiled.waits(costs.packed(), codes, peaks, stages_of)))
     ran = core.in_order(costs, codes, stages_of)
     return tuple(_waits(costs, ran, rank, mine, peaks) for rank, mine in enumerate(stages_of))
 

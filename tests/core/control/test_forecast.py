@@ -414,6 +414,11 @@ def test_the_controller_searches_longer_than_plan_0(monkeypatch: pytest.MonkeyPa
     assert searched() == [1], "near the bound"
     monkeypatch.setattr(module, "NEAR", -1.0)
     assert searched() == [1, module.EFFORT]
+    monkeypatch.setattr(module, "NEAR", 0.0)
+    assert searched() == [1, module.EFFORT]
+    monkeypatch.setattr(module, "tight_lower_bound", lambda _, seconds, effort: seconds)
+    assert searched() == [1], "a proof says that nothing is shorter"
+    monkeypatch.setattr(module, "NEAR", -1.0)
     monkeypatch.setattr(module, "THOROUGH_CELLS", STAGES * 24 - 1)
     assert searched() == [1]
 

@@ -16,6 +16,7 @@ from pipemorph.planning.simulation import core, reference
 from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.waits import waits_of
 
 
 def uneven(rng: random.Random, problem: Problem) -> Costs:
@@ -102,6 +103,9 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
             )
         ),
     )
+    at_once = core.online(costs, rules)
+    order, makespan = core.online_order(costs, rules)
+    assert (list(order), makespan) == (list(at_once.codes), at_once.makespan(costs.after))
     schedule = core.decode(ran.codes, problem.microbatches)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
     assert not exact or all(
@@ -132,6 +136,13 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
     ran = core.in_order(costs, codes, stages_of)
     same(ran, Ran(*reference.in_order(costs, codes, stages_of, None, None)))
     assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
+    if any(len(row) < len(ops) for row, ops in zip(ran.end, codes, strict=True)):
+        return
+    peaks = [rng.randint(1, n) for _ in problem.stages]
+    with pytest.MonkeyPatch.context() as without:
+        waits = waits_of(costs, codes, stages_of, peaks)
+        without.setattr(core, "compiled", None)
+        assert waits == waits_of(costs, codes, stages_of, peaks)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

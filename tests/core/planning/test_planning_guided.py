@@ -65,6 +65,8 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
         assert list(getattr(ran, field)) == list(getattr(plain, field)), field
     at_once = core.guided(costs, guide)
     assert core.guided_makespan(costs, guide) == at_once.makespan(costs.after)
+    late_by_nothing = core.guided(costs, guide, lambda link, _: costs.delay[link])
+    assert at_once == late_by_nothing, "whether or not arrivals are known ahead"
     assert schedule.in_flight_peak() == tuple(map(in_flight_peak, schedule.stages))
     order = core.decode(ran.codes, problem.microbatches)
     validate(order, schedule.in_flight_peak(), within.device_limits())

@@ -10,7 +10,7 @@ from planning_strategies import random_schedule
 from schedule_text import schedule_of
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Schedule, ScheduleError, validate, validate_online
+from pipemorph.planning import Schedule, ScheduleError, validate, validate_online, validator
 
 
 def check(stages: list[str], microbatches: int, limits: list[int | None] | None = None) -> None:
@@ -74,6 +74,53 @@ def test_refuses_what_is_no_schedule(
 ) -> None:
     with pytest.raises(InputError, match=words):
         validate(schedule, limits)
+
+
+def test_the_compiled_check_and_the_one_that_names_the_op_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of limits, of microbatches out of order, and of ops that are missing or too many."""
+
+    def accepted(schedule: Schedule, *limits: list[int | None]) -> bool:
+        try:
+            validate(schedule, *limits)
+        except ScheduleError:
+            return False
+        return True
+
+    rng, seen = random.Random(5), {True: 0, False: 0}
+    assert validator.compiled is not None
+    for _ in range(2000):
+        stages, n = rng.randint(1, 3), rng.randint(1, 4)
+        schedule = random_schedule(rng, stages, n)
+        if rng.random() < 0.3:
+            rows = [list(ops) for ops in schedule.stages]
+            row = rng.choice(rows)
+            i, k = rng.randrange(len(row)), rng.randrange(len(row))
+            match rng.randrange(4):
+                case 0:
+                    row[i], row[k] = row[k], row[i]
+                case 1:
+                    row[i] = row[i]._replace(microbatch=rng.randint(0, n))
+                case 2:
+                    row.insert(i, row[k])
+                case 3:
+                    del row[i]
+            schedule = Schedule(n, tuple(map(tuple, rows)))
+        limits: list[list[int | None]] = [
+            [rng.choice((None, rng.randint(0, n + 1))) for _ in range(stages)] for _ in range(2)
+        ]
+        with monkeypatch.context() as without:
+            without.setattr(validator, "compiled", None)
+            valid = accepted(schedule, *limits)
+        assert accepted(schedule, *limits) == valid, (schedule.encode(), limits)
+        with monkeypatch.context() as alone:
+            # A valid one needs no walk.
+            alone.setattr(validator, "check_stage", None)
+            if valid and all(limit is None or limit > 0 for row in limits for limit in row):
+                validate(schedule, *limits)
+        seen[valid] += 1
+    assert min(seen.values()) > 200, seen
 
 
 def test_deadlock_criterion_equals_exhaustive_execution() -> None:
