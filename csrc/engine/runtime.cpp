@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "os/clock.hpp"
 #include "os/numa.hpp"
 #include "os/processors.hpp"
@@ -65,6 +66,8 @@ const char* name_of(Transport transport) {
             return "shm";
         case Transport::rdma:
             return "rdma";
+        case Transport::libfabric:
+            return "libfabric";
     }
     return "?";
 }
@@ -89,6 +92,15 @@ Runtime::Runtime(Config c)
         rails_trouble = "payloads over RDMA have no MAC, and integrity is " +
                         std::string(name_of(config.integrity));
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
+    // Only to load the library may change a process (see docs/decisions/0043), so where nobody has
+    // asked for it there has to be a device that nothing else can use.
+    if (config.transport == Transport::libfabric ||
+        (config.transport == Transport::any && rails.empty() && has_efa("/sys"))) {
+        FabricSearch found = find_fabric_devices(config.fabric_provider);
+        fabrics = std::move(found.devices);
+        if (fabrics.size() > kMaxRails) fabrics.resize(kMaxRails);
+        if (fabrics.empty()) rails_trouble = before_more(rails_trouble) + found.trouble;
+    }
     place();
     if (config.require_rdma && rails.empty())
         throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 
 #include "base/error.hpp"
 
@@ -85,6 +86,16 @@ FabricSearch find_fabric_devices(const std::string& named) {
                          providers + "; " + instead + ")";
     }
     return search;
+}
+
+bool has_efa(const std::string& sysfs) {
+    std::error_code none;
+    for (const auto& entry :
+         std::filesystem::directory_iterator(sysfs + "/class/infiniband", none)) {
+        const auto driver = std::filesystem::read_symlink(entry.path() / "device/driver", none);
+        if (!none && driver.filename() == "efa") return true;
+    }
+    return false;
 }
 
 FabricEndpoint::FabricEndpoint(std::shared_ptr<FabricDevice> device, uint32_t sends,

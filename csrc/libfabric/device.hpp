@@ -50,6 +50,9 @@ struct FabricSearch {
 // says.
 FabricSearch find_fabric_devices(const std::string& provider);
 
+// Whether the kernel shows a device of EFA.
+bool has_efa(const std::string& sysfs);
+
 // One endpoint with its domain, its queue of completions and memory for messages, all on one
 // thread. The fabric reaches no memory but that.
 class FabricEndpoint {
