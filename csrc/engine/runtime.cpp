@@ -50,7 +50,7 @@ void Config::check() const {
     require(integrity == Integrity::crc || transport != Transport::rdma,
             "integrity " + std::string(name_of(integrity)) +
                 " contradicts transport rdma, whose payloads have no MAC: use integrity crc, or "
-                "transport auto, shm or tcp");
+                "transport auto, shm, tcp or libfabric");
     require(rdma.service_level <= 15, "service_level must be between 0 and 15");
     require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
             "peer_deadline must be between 0.1 and 86400 seconds");
