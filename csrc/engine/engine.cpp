@@ -293,16 +293,23 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         return;
     }
     HelloReply reply;
-    if (same_host && !either(Transport::tcp) && !either(Transport::rdma)) {
+    const bool same_fabric = !runtime_->fabrics.empty() && h.fabrics > 0 &&
+                             h.fabric == runtime_->fabrics.front()->provider();
+    if (same_host && !either(Transport::tcp) && !either(Transport::rdma) &&
+        !either(Transport::libfabric)) {
         reply.transport = Transport::shm;
         reply.unix_name = unix_name_;
-    } else if (pairs > 0 && !either(Transport::tcp)) {
+    } else if (pairs > 0 && !either(Transport::tcp) && !either(Transport::libfabric)) {
         reply.transport = Transport::rdma;
+    } else if (same_fabric && !either(Transport::tcp) && !either(Transport::rdma)) {
+        reply.transport = Transport::libfabric;
+        reply.fabrics = static_cast<uint8_t>(std::min<size_t>(h.fabrics, runtime_->fabrics.size()));
     }
     reply.sockets =
         require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
-    if (pairs > 0 && !either(Transport::tcp)) reply.rails = rail_gids(rails);
+    if (pairs > 0 && !either(Transport::tcp) && !either(Transport::libfabric))
+        reply.rails = rail_gids(rails);
 
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
@@ -310,6 +317,7 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}};
     terms.address = greeting->from().with_port(h.listen_port);
     if (!reply.rails.empty()) terms.rails.resize(pairs);
+    terms.fabrics = reply.fabrics;
     link->set_terms(std::move(terms));
     link->on_settled = [this, weak = std::weak_ptr(link)](const std::string& why) {
         if (const auto settled = weak.lock()) link_settled(settled, why);
@@ -416,6 +424,8 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.sockets = static_cast<uint16_t>(c.sockets);
             h.rails = static_cast<uint16_t>(runtime_->rails.size());
             h.require_rdma = c.require_rdma;
+            h.fabrics = static_cast<uint16_t>(runtime_->fabrics.size());
+            if (h.fabrics > 0) h.fabric = runtime_->fabrics.front()->provider();
             h.listen_port = runtime_->listen_port;
             // A parked connection waits for accept(), so one attempt may use all the time left. It
             // ends by itself then, and only it knows what it was waiting for.
@@ -491,6 +501,8 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     std::string error;
     Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
     if (!reply.rails.empty()) terms.rails = pair_rails(rail_gids(runtime_->rails), reply.rails);
+    terms.fabrics =
+        static_cast<uint32_t>(std::min<size_t>(reply.fabrics, runtime_->fabrics.size()));
     if (transport == Transport::shm) {
         const Fd probe = start_connect(abstract_unix(reply.unix_name));
         if (!probe) {

@@ -126,6 +126,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         // Of the peer's engine. The acceptor dials it only to see whether anybody is left.
         Address address;
         std::string unix_name;
+        uint32_t fabrics = 0;  // endpoints of libfabric, each on the device of its number
     };
     void set_terms(Terms terms);
     // A control connection is authenticated; `peer_received` says where to resume.
@@ -268,6 +269,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string paths_text() const;
     std::string missing_rail(int64_t now_ns) const;
     RdmaPath::Settings rdma_settings() const;
+    std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
+                                               const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock
     void paths_closed(State state);                    // no lock

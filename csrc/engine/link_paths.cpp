@@ -5,6 +5,7 @@
 #include "engine/link.hpp"
 #include "os/clock.hpp"
 #include "os/socket.hpp"
+#include "path/fabric_path.hpp"
 #include "path/shm_path.hpp"
 #include "path/tcp_path.hpp"
 
@@ -46,7 +47,10 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
         if (over()) return;
         Reactor& reactor = runtime_->data(path);
         std::optional<uint32_t> local_thread;
-        if (core_.paths()[path].kind == Transport::shm) {
+        const Transport kind = core_.paths()[path].kind;
+        if (kind == Transport::libfabric) {
+            now = make_fabric_path(path, epoch, std::move(fd), keys);
+        } else if (kind == Transport::shm) {
             now = std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
                                             keys, runtime_->config.integrity);
         } else {
@@ -55,11 +59,23 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
             now = std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
                                             keys, runtime_->config.integrity);
         }
-        if (!core_.attach(path, epoch, local_thread, steady_ns())) return;
+        // Over libfabric a message has to be taken first.
+        const bool carries = kind != Transport::libfabric;
+        if (!core_.attach(path, epoch, local_thread, steady_ns(), carries)) return;
         held_[path].connections.push_back(now);
         act();
     }
     now->start();
+}
+
+std::shared_ptr<DataPath> Link::make_fabric_path(uint32_t path, uint32_t epoch, Fd fd,
+                                                 const ConnectionKeys& keys) {
+    set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
+    const FabricPath::Settings settings{runtime_->config.chunk_bytes,
+                                        runtime_->peer_deadline_ns / 4};
+    return std::make_shared<FabricPath>(runtime_->data(path), shared_from_this(), path, epoch,
+                                        std::move(fd), keys, runtime_->config.integrity,
+                                        runtime_->fabrics[path], settings);
 }
 
 void Link::kick_paths() {

@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "os/clock.hpp"
 #include "os/numa.hpp"
 #include "os/processors.hpp"
@@ -49,7 +50,7 @@ void Config::check() const {
     require(integrity == Integrity::crc || transport != Transport::rdma,
             "integrity " + std::string(name_of(integrity)) +
                 " contradicts transport rdma, whose payloads have no MAC: use integrity crc, or "
-                "transport auto, shm or tcp");
+                "transport auto, shm, tcp or libfabric");
     require(rdma.service_level <= 15, "service_level must be between 0 and 15");
     require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
             "peer_deadline must be between 0.1 and 86400 seconds");
@@ -65,6 +66,8 @@ const char* name_of(Transport transport) {
             return "shm";
         case Transport::rdma:
             return "rdma";
+        case Transport::libfabric:
+            return "libfabric";
     }
     return "?";
 }
@@ -89,6 +92,15 @@ Runtime::Runtime(Config c)
         rails_trouble = "payloads over RDMA have no MAC, and integrity is " +
                         std::string(name_of(config.integrity));
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
+    // Only to load the library may change a process (see docs/decisions/0043), so where nobody has
+    // asked for it there has to be a device that nothing else can use.
+    if (config.transport == Transport::libfabric ||
+        (config.transport == Transport::any && rails.empty() && has_efa("/sys"))) {
+        FabricSearch found = find_fabric_devices(config.fabric_provider);
+        fabrics = std::move(found.devices);
+        if (fabrics.size() > kMaxRails) fabrics.resize(kMaxRails);
+        if (fabrics.empty()) rails_trouble = before_more(rails_trouble) + found.trouble;
+    }
     place();
     if (config.require_rdma && rails.empty())
         throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +

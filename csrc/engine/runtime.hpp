@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "libfabric/device.hpp"
 #include "os/reactor.hpp"
 #include "verbs/rail.hpp"
 #include "wire/handshake.hpp"
@@ -26,7 +27,9 @@ struct Config {
     double peer_deadline = 10.0;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
-    int numa_node = -1;         // of the GPU whose tensors travel; -1: not known
+    // Whose devices transport libfabric uses. Empty: EFA's, which auto uses, too.
+    std::string fabric_provider;
+    int numa_node = -1;  // of the GPU whose tensors travel; -1: not known
 
     void check() const;  // throws EngineError naming the setting
 };
@@ -58,7 +61,9 @@ class Runtime {
     std::string boot_id;       // empty: cannot be read, so "same host" cannot be proved
     uint16_t listen_port = 0;  // told to authenticated peers only
     std::vector<std::shared_ptr<Rail>> rails;
-    std::string rails_trouble;  // why there are none, or fewer than there could be
+    // Devices of libfabric, where links may use them.
+    std::vector<std::shared_ptr<FabricDevice>> fabrics;
+    std::string rails_trouble;  // why there are none of either, or fewer than there could be
     int memory_node = -1;       // NUMA node of slots and data threads; -1: wherever they fall
 
     Reactor control;

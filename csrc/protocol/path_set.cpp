@@ -17,12 +17,12 @@ constexpr int64_t kLongestPauseOfRail = 2 * kSecond;
 }  // namespace
 
 void PathSet::assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
-                     size_t count) {
+                     size_t count, Transport kind) {
     paths_.clear();
     rails_ = static_cast<uint32_t>(rails.size());
     for (const auto& [ours, theirs] : rails) {
         Path& p = paths_.emplace_back();
-        p.kind = Transport::rdma;
+        p.kind = kind;
         p.machine = PathMachine(kLongestPauseOfRail);
         p.our_rail = ours;
         p.peer_rail = theirs;
@@ -54,12 +54,12 @@ void PathSet::dial_failed(uint32_t path, uint32_t epoch, const std::string& why,
 }
 
 void PathSet::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
-                     int64_t now) {
+                     int64_t now, bool carries) {
     Path& p = paths_[path];
     if (p.machine.epoch() != epoch) p.machine.take(epoch);
     p.current = true;
     p.local_thread = local_thread;
-    p.machine.connected(epoch, now);
+    if (carries) p.machine.connected(epoch, now);
 }
 
 std::optional<uint32_t> PathSet::replace(uint32_t path) {
@@ -105,8 +105,8 @@ bool PathSet::may_carry(uint32_t path, uint32_t epoch, const Outbox& out, int64_
     if (!is_current(path, epoch) || !carries(p)) return false;
     if (rails_ > 0) {
         // A barred one is up until its own thread has heard of it.
-        if (p.kind == Transport::rdma ? barred(p) || leave_to_other_rails(path, out, now)
-                                      : !sockets_may_carry(now))
+        if (path < rails_ ? barred(p) || leave_to_other_rails(path, out, now)
+                          : !sockets_may_carry(now))
             return false;
     }
     return !stands_by(path);

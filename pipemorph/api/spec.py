@@ -231,10 +231,12 @@ class Transport(SpecModel):
         "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
         "send waits for the neighbour's sends. half is for comparisons, on CPU.",
     )
-    engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
+    engine: Literal["auto", "tcp", "shm", "rdma", "libfabric"] = Field(
         default="auto",
         description="Transport of the transfer engine. auto: shm within a host, rdma if both "
-        "ends have a device, else tcp; rdma falls back to tcp while no device works.",
+        "ends have a device, libfabric if both have one of EFA, else tcp; rdma and libfabric fall "
+        "back to tcp while no device works. libfabric: EFA's devices, or those of the provider that "
+        "FI_PROVIDER names in the pod template's env.",
     )
     require: Literal["rdma"] | None = Field(
         default=None, description="rdma: fail instead of falling back to tcp."
@@ -261,7 +263,7 @@ class Transport(SpecModel):
             raise FieldError(
                 "integrity",
                 f"is {self.integrity}, but engine is rdma, whose payloads have no MAC; use engine "
-                "auto, tcp or shm, or integrity crc",
+                "auto, tcp, shm or libfabric, or integrity crc",
             )
         return self
 

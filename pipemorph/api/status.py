@@ -389,7 +389,7 @@ class TrainingStatus(StatusModel):
     )
     transports: list[str] = _at_most(
         MAX_STAGES,
-        "Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
+        "Transport of each link, as reported: gloo, nccl, tcp, shm, rdma or libfabric; joined "
         "by + if replicas or directions differ, empty if unknown.",
     )
     fallen_link_count: int = _number("Links that fell back from the agreed transport.")

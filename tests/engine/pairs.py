@@ -1,6 +1,7 @@
 """Two engines for the tests: in one process, or with the peer in a process of its own."""
 
 import contextlib
+import ctypes.util
 import hashlib
 import inspect
 import multiprocessing
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 from pipemorph_trainer._engine import Engine, Link
 
 SECRET = b"the job's secret"
@@ -23,6 +25,23 @@ TIMEOUT = 30.0
 still for some seconds breaks no link: where a test is about a peer's silence, it says how long."""
 HEAR_TIMEOUT = 3 * TIMEOUT
 """For a process to say what it is to say, be it after it has been started from a cold disk."""
+
+os.environ.setdefault("FI_PROVIDER", "tcp")
+"""Whose devices links over libfabric use here: those of its own provider for TCP."""
+TRANSPORTS = pytest.mark.parametrize(
+    "transport",
+    [
+        "tcp",
+        "shm",
+        pytest.param(
+            "libfabric",
+            marks=pytest.mark.skipif(
+                ctypes.util.find_library("fabric") is None,
+                reason="libfabric is not installed (Debian: libfabric-dev)",
+            ),
+        ),
+    ],
+)
 
 Key = tuple[int, int, int, int, int]
 

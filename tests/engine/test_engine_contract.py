@@ -18,7 +18,6 @@ from pipemorph_trainer import _engine
 from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout
 
 MIB = 1 << 20
-TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 def all_up(link):
@@ -53,7 +52,7 @@ def test_the_module_has_what_its_contract_names():
     assert issubclass(EngineTimeout, EngineError)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_slots_go_to_the_node_that_is_asked_for(transport):
     """Node 0 there is everywhere; which one is asked of the kernel is in numa_test.cpp."""
     with pairs.in_process(transport=transport, high={"numa_node": 0}) as p:
@@ -66,7 +65,7 @@ def test_slots_go_to_the_node_that_is_asked_for(transport):
         pairs.engine(0, numa_node=1024)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_message_carries_its_key_note_and_times(transport):
     with pairs.in_process(transport=transport) as p:
         assert p.dialled.transport == p.accepted.transport == transport
@@ -93,7 +92,7 @@ def test_a_message_carries_its_key_note_and_times(transport):
         assert p.accepted.stats().slots_in_use == 0
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_an_empty_message_needs_no_slot(transport):
     with pairs.in_process(transport=transport) as p:
         ticket = p.dialled.send((0, 0, 0, 1, 0), b"", b"only a note")
@@ -244,7 +243,7 @@ def test_a_message_posted_before_slots_are_known_to_be_too_small_fails_by_its_ti
             p.dialled.wait_sent(ticket, pairs.TIMEOUT)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
     with pairs.in_process(transport=transport) as p:
         data = bytearray(b"x" * 1000)
@@ -256,7 +255,7 @@ def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
         pairs.eventually(lambda: resizable(p.dialled, data))
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_posted_destination_receives_the_message(transport):
     with pairs.in_process(transport=transport, chunk_bytes=64 << 10) as p:
         p.accepted.reserve(0, 2, MIB)
@@ -279,7 +278,7 @@ def test_a_posted_destination_receives_the_message(transport):
         pairs.eventually(lambda: resizable(p.accepted, into[0]))
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_destination_posted_after_arrival_is_filled_by_receive(transport):
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, 1, MIB)
@@ -413,7 +412,7 @@ def descriptors():
     return {f.name for f in pathlib.Path("/proc/self/fd").iterdir()}
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_nothing_is_left_after_close(transport):
     def use():
         with pairs.in_process(transport=transport) as p:

@@ -17,7 +17,6 @@ from gate import same_bits
 from pipemorph_trainer._engine import EngineError
 
 MIB = 1 << 20
-TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 SIZES = [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB + 17, 16 * MIB, 40 * 10**6]
 
 
@@ -41,7 +40,7 @@ def echo_digests(link, connection, count, size):
     assert connection.recv() == "done"
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_every_size_arrives_unharmed(transport):
     sizes = SIZES + [random.Random(1).randrange(3 * MIB) for _ in range(10)]
     with pairs.with_peer(echo_digests, len(sizes), max(sizes), transport=transport) as peer:
@@ -68,7 +67,7 @@ def echo_rounds(link, connection, count, size):
     connection.send(link.stats().messages_received)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_cut_connections_in_mid_transfer_lose_and_repeat_nothing(transport):
     count, size = 8, 4 * MIB
     with pairs.with_peer(echo_rounds, count, size, transport=transport) as peer:
@@ -170,7 +169,7 @@ def named_memory(pid):
     return "/dev/shm/" in maps, "/memfd:pipemorph-slots" in maps
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 @pytest.mark.parametrize("peer_rank", [0, 1])
 def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
     deadline = 3.0
