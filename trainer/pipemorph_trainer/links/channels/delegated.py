@@ -104,7 +104,8 @@ class DelegatedIncoming:
         """Grant slots in advance: for ``messages`` messages ahead of their ops, and for ``used``
         whose tensors ops still need. Raises :class:`PipelineError` if the link is dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
-        if largest < LARGE_BYTES:
+        # On rails slots are locked memory, of which there may be little.
+        if largest < LARGE_BYTES or self._link.transport == "rdma":
             used = 0
         parts = max(1, len(batch.metas))
         slots = (messages + used) * parts
