@@ -138,12 +138,27 @@ class PyMessage {
         return nb::steal(PyMemoryView_FromObject(holder.ptr()));
     }
 
+    // Of the message itself, which is kept by it: the slot is granted when the last one is gone.
+    static int buffer(PyObject* self, Py_buffer* view, int flags) {
+        const auto* message = nb::inst_ptr<PyMessage>(self);
+        if (message->released_) {
+            PyErr_SetString(PyExc_BufferError, "the message has been released already");
+            view->obj = nullptr;
+            return -1;
+        }
+        const Arrived& a = message->arrived_;
+        return PyBuffer_FillInfo(view, self, a.data != nullptr ? a.data : &empty_,
+                                 static_cast<Py_ssize_t>(a.info.bytes), 0, flags);
+    }
+
     void copy_into(nb::handle destination) const {
         check();
         const Buffer to(destination, PyBUF_WRITABLE);
         if (to.size() != arrived_.info.bytes) throw wrong_size(to.size());
         const nb::gil_scoped_release no_gil;
-        if (to.size() > 0) copy_past_caches(to.data(), arrived_.data, to.size());
+        if (to.size() == 0) return;
+        copy_past_caches(to.data(), arrived_.data, to.size());
+        link_.link->copied_in(to.size());
     }
 
     std::tuple<double, double> move_to(uintptr_t address, size_t bytes, bool at_once) {
@@ -155,6 +170,7 @@ class PyMessage {
             std::optional<nb::gil_scoped_release> no_gil;
             if (bytes >= kCopyWithoutGil) no_gil.emplace();
             copy_past_caches(reinterpret_cast<uint8_t*>(address), arrived_.data, bytes);
+            link_.link->copied_in(bytes);
         }
         release(at_once);
         return {to_seconds(arrived_.info.started_ns), to_seconds(arrived_.arrived_ns)};
@@ -184,6 +200,11 @@ class PyMessage {
     bool released_ = false;
 };
 
+PyType_Slot message_slots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(PyMessage::buffer)},
+    {0, nullptr},
+};
+
 // Memory for a payload. Views of it keep it, also after it was sent.
 class PyLease {
   public:
@@ -205,7 +226,8 @@ class PyLease {
         info.key = key_;
         info.note = checked(note);
         info.bytes = lease_.bytes;
-        const uint64_t ticket = link.send(std::move(info), lease_.data, lease_.hold, lease_.slot);
+        const uint8_t* data = lease_.memory();
+        const uint64_t ticket = link.send(std::move(info), data, lease_.hold, lease_.slot);
         over_ = "sent";
         return ticket;
     }
@@ -217,14 +239,20 @@ class PyLease {
     }
 
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
-        const auto* lease = nb::inst_ptr<PyLease>(self);
+        auto* lease = nb::inst_ptr<PyLease>(self);
         if (lease->over_) {
             PyErr_Format(PyExc_BufferError, "the memory was %s already", lease->over_);
             view->obj = nullptr;
             return -1;
         }
-        return PyBuffer_FillInfo(view, self, lease->lease_.data,
-                                 static_cast<Py_ssize_t>(lease->lease_.bytes), 0, flags);
+        try {
+            return PyBuffer_FillInfo(view, self, lease->lease_.memory(),
+                                     static_cast<Py_ssize_t>(lease->lease_.bytes), 0, flags);
+        } catch (const std::bad_alloc&) {
+            PyErr_NoMemory();
+            view->obj = nullptr;
+            return -1;
+        }
     }
 
   private:
@@ -314,9 +342,10 @@ void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_byte
     link.reserve(direction, static_cast<uint32_t>(slots), static_cast<uint64_t>(slot_bytes));
 }
 
-std::vector<std::tuple<uintptr_t, size_t>> slot_memory(const PyLink& self) {
+std::vector<std::tuple<uintptr_t, size_t>> places(
+    const std::vector<std::shared_ptr<Memory>>& memories) {
     std::vector<std::tuple<uintptr_t, size_t>> out;
-    for (const auto& memory : self.use().slot_memory())
+    for (const auto& memory : memories)
         out.emplace_back(reinterpret_cast<uintptr_t>(memory->data()), memory->size());
     return out;
 }
@@ -464,7 +493,8 @@ NB_MODULE(_engine, m) {
 
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));
 
-    nb::class_<PyMessage>(m, "Message", nb::is_final())
+    nb::class_<PyMessage>(m, "Message", nb::is_final(), nb::type_slots(message_slots),
+                          nb::is_weak_referenceable())
         .def_prop_ro("key", [](const PyMessage& self) { return to_tuple(self.info().key); })
         .def_prop_ro("note",
                      [](const PyMessage& self) {
@@ -512,6 +542,8 @@ NB_MODULE(_engine, m) {
         .def_ro("messages_received", &LinkStats::messages_received)
         .def_ro("bytes_sent", &LinkStats::bytes_sent)
         .def_ro("bytes_received", &LinkStats::bytes_received)
+        .def_ro("bytes_copied_out", &LinkStats::bytes_copied_out)
+        .def_ro("bytes_copied_in", &LinkStats::bytes_copied_in)
         .def_ro("chunks_resent", &LinkStats::chunks_resent)
         .def_ro("duplicate_chunks", &LinkStats::duplicate_chunks)
         .def_ro("stale_chunks", &LinkStats::stale_chunks)
@@ -566,7 +598,8 @@ NB_MODULE(_engine, m) {
                     static_cast<int>(bounded(direction, "direction", 0, 1)));
             },
             "direction"_a)
-        .def("slot_memory", &slot_memory)
+        .def("slot_memory", [](const PyLink& self) { return places(self.use().slot_memory()); })
+        .def("peer_memory", [](const PyLink& self) { return places(self.use().peer_memory()); })
         .def("drain_telemetry", &drain_telemetry)
         .def("stats", [](const PyLink& self) { return self.use().stats(); })
         .def(

@@ -6,6 +6,7 @@
 // and received without it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -44,6 +45,8 @@ struct LinkStats {
     uint64_t messages_received = 0;
     uint64_t bytes_sent = 0;
     uint64_t bytes_received = 0;
+    uint64_t bytes_copied_out = 0;  // by the engine, from memory to memory
+    uint64_t bytes_copied_in = 0;
     uint64_t chunks_resent = 0;
     uint64_t duplicate_chunks = 0;
     uint64_t stale_chunks = 0;
@@ -85,6 +88,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
                   const std::optional<SlotGrant>& leased = std::nullopt);
     // Memory for a payload, to be filled and then sent.
     struct Lease {
+        // Where no slot of the peer's is leased, memory of our own, sent as any other. There is
+        // none before it is asked for: who does not want it has not paid for it.
+        uint8_t* memory();
+
         uint8_t* data = nullptr;
         uint64_t bytes = 0;
         std::shared_ptr<void> hold;     // keeps `data` mapped
@@ -104,6 +111,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as the link lives.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
+    // What the peer's slots lie in, as far as it is mapped here, for as long as the link lives:
+    // where leases may be. Over shared memory only.
+    std::vector<std::shared_ptr<Memory>> peer_memory() const;
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
     // two grants wait for that.
@@ -154,6 +164,13 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void finish_chunk(const ChunkSink& sink, bool intact) override;
     void refused() override;
     void stale_chunk() override;
+    void copied_out(uint64_t bytes) override {
+        bytes_copied_out_.fetch_add(bytes, std::memory_order_relaxed);
+    }
+    // Also what the application has had copied out of a slot.
+    void copied_in(uint64_t bytes) override {
+        bytes_copied_in_.fetch_add(bytes, std::memory_order_relaxed);
+    }
     void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
     void protocol_error(const std::string& why) override;
     std::optional<Segment> next_segment_to_offer() override;
@@ -322,6 +339,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     uint64_t reconnects_ = 0;
     uint64_t frames_refused_ = 0;
+    // Without the lock: one more for every chunk would be felt.
+    std::atomic<uint64_t> bytes_copied_out_{0};
+    std::atomic<uint64_t> bytes_copied_in_{0};
 };
 
 }  // namespace pipemorph

@@ -94,7 +94,10 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
     a.copy_to.reset();
     const bool fits = to.bytes == a.info.bytes;
     lock.unlock();
-    if (fits && to.bytes > 0) copy_past_caches(to.data, a.data, to.bytes);
+    if (fits && to.bytes > 0) {
+        copy_past_caches(to.data, a.data, to.bytes);
+        copied_in(to.bytes);
+    }
     lock.lock();
     if (a.slot) give_back(*a.slot, a.serial, true);
     a.slot.reset();

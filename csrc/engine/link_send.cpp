@@ -7,33 +7,39 @@
 
 namespace pipemorph {
 
-// Where there is no slot of the peer's to write into, it is memory of our own, sent as any other.
+uint8_t* Link::Lease::memory() {
+    if (data == nullptr) {
+        auto own = std::make_shared_for_overwrite<uint8_t[]>(bytes);
+        data = own.get();
+        hold = std::move(own);
+    }
+    return data;
+}
+
 Link::Lease Link::lease(int direction, uint64_t bytes) {
     Lease out;
     out.bytes = bytes;
-    {
-        const Lock lock(mu_);
-        if (ended()) throw_over();
-        if (bytes > 0 && terms_.transport == Transport::shm)
-            out.slot = core_.lease(direction, bytes);
-        if (out.slot) {
-            const auto segment = peer_segments_.find(out.slot->segment);
-            const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
-            const bool mapped =
-                out.slot->offset < size && out.slot->bytes <= size - out.slot->offset;
-            if (mapped) {
-                out.data = segment->second->data() + out.slot->offset;
-                out.hold = segment->second;
-                return out;
-            }
-            // Whoever sends into it says so: a broken promise of the peer's.
-            core_.end_lease(*std::exchange(out.slot, std::nullopt));
-            act();
-        }
+    const Lock lock(mu_);
+    if (ended()) throw_over();
+    if (bytes > 0 && terms_.transport == Transport::shm) out.slot = core_.lease(direction, bytes);
+    if (!out.slot) return out;
+    const auto segment = peer_segments_.find(out.slot->segment);
+    const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
+    if (out.slot->offset < size && out.slot->bytes <= size - out.slot->offset) {
+        out.data = segment->second->data() + out.slot->offset;
+        out.hold = segment->second;
+        return out;
     }
-    auto own = std::make_shared_for_overwrite<uint8_t[]>(bytes);
-    out.data = own.get();
-    out.hold = std::move(own);
+    // Whoever sends into it says so: a broken promise of the peer's.
+    core_.end_lease(*std::exchange(out.slot, std::nullopt));
+    act();
+    return out;
+}
+
+std::vector<std::shared_ptr<Memory>> Link::peer_memory() const {
+    const Lock lock(mu_);
+    std::vector<std::shared_ptr<Memory>> out;
+    for (const auto& [_, memory] : peer_segments_) out.push_back(memory);
     return out;
 }
 

@@ -84,6 +84,8 @@ LinkStats Link::stats() const {
     s.messages_received = counters.messages_received;
     s.bytes_sent = core_.out().bytes_sent;
     s.bytes_received = counters.bytes_received;
+    s.bytes_copied_out = bytes_copied_out_.load(std::memory_order_relaxed);
+    s.bytes_copied_in = bytes_copied_in_.load(std::memory_order_relaxed);
     s.chunks_resent = core_.out().chunks_resent;
     s.duplicate_chunks = counters.duplicate_chunks;
     s.stale_chunks = counters.stale_chunks;

@@ -30,6 +30,9 @@ class PathHost {
     // A chunk of a fenced epoch came in and was dropped.
     virtual void stale_chunk() = 0;
     virtual void path_lost(uint32_t path, uint32_t epoch, const std::string& why) = 0;
+    // Bytes of payloads that the engine itself moved from memory to memory, which is counted.
+    virtual void copied_out(uint64_t) {}
+    virtual void copied_in(uint64_t) {}
     // The peer says what it must never say: nothing it sends can be trusted any more.
     virtual void protocol_error(const std::string& why) = 0;
 

@@ -311,7 +311,10 @@ void RdmaPath::chunk_received(uint32_t immediate, uint32_t bytes) {
     }
     if (sink.verdict != ChunkSink::Verdict::take) return;
     // It is in the slot already. Only a destination of the application's own needs a copy.
-    if (sink.data != sink.slot_data) copy_past_caches(sink.data, sink.slot_data, header.length());
+    if (sink.data != sink.slot_data) {
+        copy_past_caches(sink.data, sink.slot_data, header.length());
+        host_->copied_in(header.length());
+    }
     host_->finish_chunk(sink, true);
 }
 
@@ -353,6 +356,7 @@ bool RdmaPath::send_chunk() {
     uint8_t* const staged =
         staging_->data() + size_t{block} * (settings_.chunk_bytes + kHeaderRoom);
     std::memcpy(staged, task->data, task->bytes);
+    host_->copied_out(task->bytes);
     block_bytes_[block] = static_cast<uint32_t>(task->bytes);
 
     const uint64_t message = task->message->info.id;

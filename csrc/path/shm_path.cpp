@@ -80,20 +80,23 @@ StreamPath::Sent ShmPath::send_some() {
     if (!task) return Sent::nothing;
     const SlotGrant& slot = *task->message->slot;
     const auto segment = host_->peer_segment(slot.segment);
-    const uint64_t at = slot.offset + task->header.offset();
-    if (!segment || at + task->bytes > segment->size()) {
+    const uint64_t mapped = segment ? segment->size() : 0;
+    // Without a sum of what the peer says, which might wrap around.
+    const uint64_t room = slot.offset <= mapped ? mapped - slot.offset : 0;
+    const uint64_t first = task->header.offset();
+    if (first > room || task->bytes > room - first) {
         host_->protocol_error("a slot was granted outside of the memory that is mapped for it");
         return Sent::nothing;
     }
-    uint8_t* const to = segment->data() + at;
+    uint8_t* const to = segment->data() + slot.offset + first;
     // A large message does not fit the caches together with what else goes through them. What is
     // written there would take each line from the receiver's, to which it belonged last.
-    if (task->data == to) {
-        // The application wrote it there.
-    } else if (task->message->chunks > 1) {
-        copy_past_caches(to, task->data, task->bytes);
-    } else {
-        std::memcpy(to, task->data, task->bytes);
+    if (task->data != to) {  // otherwise the application wrote it there
+        if (task->message->chunks > 1)
+            copy_past_caches(to, task->data, task->bytes);
+        else
+            std::memcpy(to, task->data, task->bytes);
+        host_->copied_out(task->bytes);
     }
     task->header.processor = current_processor();
     return send_header(task->header, {task->data, task->bytes});
@@ -202,6 +205,7 @@ bool ShmPath::header_received() {
                 step_aside(header->processor))
                 next_aside_ns_ = steady_ns() + kAsideEvery;
             copy_past_caches(sink.data, sink.slot_data, header->length());
+            host_->copied_in(header->length());
         }
         // Of the copy, if there is one: the peer, or who was handed its memory, may still write to
         // the slot.

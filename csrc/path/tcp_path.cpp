@@ -97,6 +97,7 @@ const uint8_t* TcpPath::guard(size_t from, size_t& to) {
     } else if (from == guarded_) {
         encrypted_.resize(kPiece);
         guard_out_.store(encrypted_.data(), {task_->data + from, to - from});
+        host_->copied_out(to - from);
         piece_at_ = from;
         guarded_ = to;
     }
@@ -162,7 +163,10 @@ bool TcpPath::consume(Bytes ahead) {
         const uint64_t missing = chunk_ ? chunk_->length() - payload_have_ : 0;
         if (missing > 0) {
             const Bytes part = ahead.first(std::min<uint64_t>(missing, ahead.size()));
-            if (sink_.data != nullptr) guard_in_.store(sink_.data + payload_have_, part);
+            if (sink_.data != nullptr) {
+                guard_in_.store(sink_.data + payload_have_, part);
+                host_->copied_in(part.size());
+            }
             payload_have_ += part.size();
             ahead = ahead.subspan(part.size());
             continue;
@@ -195,6 +199,7 @@ void TcpPath::payload_received(size_t bytes) {
         // Dropped, or the trailer and the next header only.
     } else if (lands()) {
         guard_in_.store(sink_.data + payload_have_, {landing().data(), bytes}, true);
+        host_->copied_in(bytes);
     } else {
         uint8_t* const here = sink_.data + payload_have_;
         guard_in_.store(here, {here, bytes});

@@ -496,9 +496,9 @@ TEST(link_wakes_who_reads_when_it_ends) {
 
 namespace {
 
-uint64_t fill_and_send(Link& link, const Link::Lease& lease, const Key& key) {
+uint64_t fill_and_send(Link& link, Link::Lease lease, const Key& key) {
     const auto content = payload(key.microbatch * 2 + key.direction, lease.bytes);
-    std::copy(content.begin(), content.end(), lease.data);
+    std::copy(content.begin(), content.end(), lease.memory());
     MessageInfo info;
     info.key = key;
     info.bytes = lease.bytes;
@@ -525,6 +525,11 @@ TEST(link_leases_the_slot_that_the_receiver_reads) {
         lease.data[0] ^= 1;  // one memory
         CHECK((arrived.data[0] ^ lease.data[0]) == 0);
         lease.data[0] ^= 1;
+        const auto mapped = two.dialled->peer_memory();
+        CHECK(mapped.size() == 1 && lease.data >= mapped[0]->data());
+        CHECK(lease.data + kBytes <= mapped[0]->data() + mapped[0]->size());
+        CHECK(two.dialled->stats().bytes_copied_out == 0);
+        CHECK(two.accepted->stats().bytes_copied_in == 0);
         check_and_release(*two.accepted, arrived, kBytes);
         until("granted", [&] { return two.dialled->send_slots(0) == 2; });
     }
@@ -537,6 +542,7 @@ TEST(link_never_leases_the_last_slot_and_takes_back_what_is_not_sent) {
     const Link::Lease first = two.dialled->lease(0, 100);
     const Link::Lease second = two.dialled->lease(0, 100);
     CHECK(first.slot && !second.slot && !two.dialled->lease(0, 5000).slot);
+    CHECK(second.data == nullptr);  // nobody has asked for it yet
     // Whatever is leased, the others are sent.
     for (int64_t i = 0; i < 3; ++i) {
         send(*two.dialled, {0, 0, i, 0, 0}, 4096);

@@ -41,11 +41,13 @@ struct FakeHost final : PathHost {
     int finished = 0;
     int intact = 0;
     int refusals = 0;
+    uint64_t copied = 0;  // out of its source
     std::string lost;
+    std::string broken;  // by the peer: the protocol
 
-    void send(uint64_t bytes) {
+    void send(uint64_t bytes, uint64_t slot_at = 0) {
         const std::lock_guard lock(mu);
-        message->slot = SlotGrant{0, 0, 1, 0, 0, 4 * kChunk};
+        message->slot = SlotGrant{0, 0, 1, 0, slot_at, 4 * kChunk};
         message->info.id = 1;
         message->info.bytes = to_send = bytes;
         message->chunks = static_cast<uint32_t>((bytes + kChunk - 1) / kChunk);
@@ -91,7 +93,15 @@ struct FakeHost final : PathHost {
         lost = why;
         changed.notify_all();
     }
-    void protocol_error(const std::string&) override {}
+    void protocol_error(const std::string& why) override {
+        const std::lock_guard lock(mu);
+        broken = why;
+        changed.notify_all();
+    }
+    void copied_out(uint64_t bytes) override {
+        const std::lock_guard lock(mu);
+        copied += bytes;
+    }
     std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
     void segment_offered(uint32_t, uint64_t, Fd) override {}
     std::shared_ptr<Memory> peer_segment(uint32_t) override { return memory; }
@@ -198,6 +208,22 @@ TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
             at += h.length();
         }
         CHECK(wire.host->memory->data()[bytes] == 0);
+        const std::lock_guard lock(wire.host->mu);
+        CHECK(wire.host->copied == bytes);
+    }
+}
+
+TEST(shm_path_writes_nothing_outside_of_what_is_mapped_for_a_slot) {
+    // The last two end before they begin, if sums are allowed to wrap around.
+    for (const uint64_t at :
+         {uint64_t{kChunk} * 2, uint64_t{kChunk} * 4, ~uint64_t{0} - kChunk + 1, ~uint64_t{0}}) {
+        Wire wire;
+        wire.host->send(uint64_t{3} * kChunk, at);
+        wire.path->kick();
+        std::unique_lock lock(wire.host->mu);
+        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        CHECK(wire.host->changed.wait_until(lock, end, [&] { return !wire.host->broken.empty(); }));
+        CHECK(wire.host->broken.find("outside of the memory that is mapped") != std::string::npos);
     }
 }
 

@@ -109,7 +109,10 @@ def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
         ("tcp", "gloo"): 1.3,
         ("shm", "gloo"): 2.0,
         ("shm", "memcpy"): 0.8,
+        ("copied", "trainer"): 3.0,
     }
+    copies = {row["way"]: row["engine_copies"] for row in said["handover"]}
+    assert copies == {"copied": 2, "leased": 0, "trainer": 0, "trainer, from its tensor on": 0}
     for c in said["checks"]:
         verdict = "holds" if c["holds"] else "DOES NOT HOLD"
         assert (

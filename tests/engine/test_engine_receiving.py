@@ -60,6 +60,72 @@ def test_the_receiver_reads_a_lease_where_it_was_written():
         assert view[7] == 1
 
 
+def test_a_message_is_held_by_whatever_shows_its_memory():
+    with pairs.in_process(transport="shm") as p:
+        p.accepted.reserve(0, 1, 100)
+        data = pairs.payload(1, 100)
+        p.dialled.send((0, 0, 0, 0, 0), data)
+        message = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        known, view = weakref.ref(message), memoryview(message)
+        del message
+        assert view == data and not view.readonly
+        assert p.accepted.stats().slots_in_use == 1 and known() is not None
+        view.release()
+        assert p.accepted.stats().slots_in_use == 0 and known() is None
+        p.dialled.send((0, 0, 1, 0, 0), b"x")
+        message = p.accepted.receive((0, 0, 1, 0, 0), pairs.TIMEOUT)
+        message.release()
+        with pytest.raises(BufferError, match="released already"):
+            memoryview(message)
+
+
+AHEAD = 16 << 10
+"""Bytes that may have been read from a socket before it was known where they go."""
+COPIES = {
+    # transport, integrity: bytes copied out and in per byte, for each way to receive
+    ("shm", "crc"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
+    ("shm", "mac"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
+    ("tcp", "crc"): (0, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
+    ("tcp", "aead"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
+}
+
+
+@pytest.mark.parametrize(("transport", "integrity"), COPIES)
+def test_what_the_engine_copies_is_counted(transport, integrity):
+    out, ways = COPIES[transport, integrity]
+    size = 300_000
+    with pairs.in_process(transport=transport, integrity=integrity) as p:
+        p.accepted.reserve(0, 2, size)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
+        into = bytearray(size)
+        address = ctypes.addressof((ctypes.c_char * size).from_buffer(into))
+        for i, (way, copied_in) in enumerate(ways.items()):
+            key, data = (0, 0, i, 0, 0), pairs.payload(i, size)
+            before = p.dialled.stats().bytes_copied_out, p.accepted.stats().bytes_copied_in
+            if way == "posted":
+                p.accepted.post_receive(key, into)
+            if way == "leased":
+                lease = p.dialled.lease(key, size)
+                memoryview(lease)[:] = data
+                ticket = lease.send()
+            else:
+                ticket = p.dialled.send(key, data)
+            message = p.accepted.receive(key, pairs.TIMEOUT)
+            if way == "copy_into":
+                message.copy_into(into)
+            elif way == "move_to":
+                message.move_to(address, size, True)
+            assert (message.view() if way in ("leased", "view") else into) == data
+            message.release()
+            p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+            after = p.dialled.stats().bytes_copied_out, p.accepted.stats().bytes_copied_in
+            spared = way == "leased" and transport == "shm"
+            assert after[0] - before[0] == (0 if spared else out * size), way
+            ahead = AHEAD if transport == "tcp" and way != "posted" else 0
+            assert 0 <= after[1] - before[1] - copied_in * size <= ahead, way
+            pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
+
+
 @TRANSPORTS
 def test_a_lease_that_is_over_shows_no_memory_and_is_not_sent_again(transport):
     with pairs.in_process(transport=transport) as p:

@@ -45,6 +45,21 @@ class Rig:
     def batch(self, *metas: TensorMeta, iteration: int = 0, microbatches: int = 8) -> Batch:
         return Batch(1, iteration, microbatches, metas)
 
+    def lease(self, batch: Batch, slots: int = 8) -> None:
+        """Reserve slots, as many and one more, and page-lock them where they are leased."""
+        self.incoming.reserve(slots, batch)
+        until(lambda: self.free_slots() == slots + 1, "the slots are granted")
+        self.out.page_lock_leases()
+
+    def free_slots(self) -> int:
+        """Slots that the sender may use."""
+        return int(self.outgoing.link.send_slots(int(Direction.FORWARD)))
+
+    def copied(self) -> tuple[int, int]:
+        """Bytes that the engine has copied on the host, at the sender and at the receiver."""
+        ends = self.outgoing.link.stats(), self.incoming._link.stats()
+        return ends[0].bytes_copied_out, ends[1].bytes_copied_in
+
     def begin(self, batch: Batch, slots: int = 8) -> None:
         if slots:
             self.incoming.reserve(slots, batch)
@@ -70,13 +85,8 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rigged(
-    transport: str = "tcp",
-    deadline: float = TIMEOUT,
-    register_refuses: str | None = None,
-    devices: tuple[Any, Any] | None = None,
-) -> Iterator[Rig]:
-    """``devices``: accelerators of sender and receiver; simulated ones if not given."""
+def linked(transport: str) -> Iterator[tuple[Any, Any]]:
+    """The two ends of an engine link, which is number 4: of rank 0, that sends, and of rank 1."""
     module = engine_module()
     assert module is not None
     engines = [
@@ -94,7 +104,32 @@ def rigged(
         peer_rank=1, link_id=4, host="127.0.0.1", port=engines[1].port, timeout=TIMEOUT
     )
     thread.join()
-    (high,) = links
+    try:
+        yield low, links[0]
+    finally:
+        for engine in engines:
+            engine.close(0.0)
+
+
+@contextlib.contextmanager
+def rigged(
+    transport: str = "tcp",
+    deadline: float = TIMEOUT,
+    register_refuses: str | None = None,
+    devices: tuple[Any, Any] | None = None,
+) -> Iterator[Rig]:
+    """``devices``: accelerators of sender and receiver; simulated ones if not given."""
+    with linked(transport) as (low, high):
+        yield from _rigged(low, high, deadline, register_refuses, devices)
+
+
+def _rigged(
+    low: Any,
+    high: Any,
+    deadline: float,
+    register_refuses: str | None,
+    devices: tuple[Any, Any] | None,
+) -> Iterator[Rig]:
     rings: list[str] = []
     if devices is None:
         devices = SimulatedDevice(), SimulatedDevice(register_refuses=register_refuses)
@@ -130,5 +165,3 @@ def rigged(
             device.fail("the test is over")
     out.close(abandon=True)
     into.close(abandon=True)
-    for engine in engines:
-        engine.close(0.0)

@@ -29,8 +29,13 @@ def libfabric_devices() -> tuple[str, str, list[tuple[str, str, str]]]:
     """
 
 @final
-class Message:
-    """A complete message that has arrived. It occupies a slot until it is released."""
+class Message(Buffer):
+    """A complete message that has arrived. It occupies a slot until it is released.
+
+    ``torch.frombuffer(message)`` and ``memoryview(message)`` show its ``nbytes`` writable bytes in
+    the slot and keep the message: without :meth:`release`, the slot is granted to the sender again
+    when the last of them is gone. After :meth:`release` there are no new ones.
+    """
 
     @property
     def key(self) -> tuple[int, int, int, int, int]: ...
@@ -122,6 +127,13 @@ class LinkStats:
     messages_received: int
     bytes_sent: int
     bytes_received: int
+    bytes_copied_out: int
+    """Bytes of payloads that the engine copied from memory to memory before they left: into a slot
+    (``shm``), into staging memory (``rdma``), or to encrypt them. What the kernel or a device moves
+    does not count, nor what the application has written into a :class:`Lease`."""
+    bytes_copied_in: int
+    """The same after they arrived: into posted memory, and by :meth:`Message.copy_into` and
+    :meth:`Message.move_to`."""
     chunks_resent: int
     duplicate_chunks: int
     stale_chunks: int
@@ -175,7 +187,8 @@ class Link:
         Over shared memory it is a slot of the receiver's, if one is free: the message is sent
         without a copy, and ``Message.view`` shows it there. The lease uses the slot until it is
         sent or released, but never the last free one of its size, so other messages still go
-        through. Otherwise it is memory of this process, which is sent as any other payload.
+        through. Otherwise (``in_place`` is false) it is memory of this process, allocated when it
+        is first shown, which is sent as any other payload.
         """
     def send_memory(
         self,
@@ -211,6 +224,9 @@ class Link:
     def slot_memory(self) -> list[tuple[int, int]]:
         """Address and bytes of each memory block with receive slots, for example for
         ``cudaHostRegister``. The memory stays mapped as long as this object lives."""
+    def peer_memory(self) -> list[tuple[int, int]]:
+        """The same of the peer's slots, as far as they are mapped here: leases over shared memory
+        are in there. Grows some time after the peer has reserved slots."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
         """Per message acknowledged since the last call: (key, bytes, queue_seconds, wire_seconds).
         Wire time is from the first byte out to the acknowledgement in, without the queue."""

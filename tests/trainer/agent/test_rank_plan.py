@@ -21,7 +21,7 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph_trainer.agent import frames, receives
-from pipemorph_trainer.agent.rank_plan import RankPlan, cut
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage, cut
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
@@ -78,6 +78,22 @@ def test_a_change_of_a_large_job_takes_at_most_20_megabytes() -> None:
     """64 stages of 160 replicas, 128 microbatches: all that leaves the agent's host."""
     sent = sum(len(frames.frame(part.body())) for part in cut(healthy(64, 128), MeshShape(64, 160)))
     assert 160 * sent <= 20e6, f"{160 * sent / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize(
+    ("ops", "used"),
+    [
+        ("FFFBBB", (3, 1)),
+        ("FFBFBB", (2, 1)),
+        # Gradients are needed until W.
+        ("FFIFIWIWW", (3, 2)),
+        ("FFFIIIWWW", (3, 3)),
+        ("FIWFB", (1, 1)),
+        ("", (0, 0)),
+    ],
+)
+def test_how_many_microbatches_ops_use_at_one_time(ops: str, used: tuple[int, int]) -> None:
+    assert RankStage(stage=0, ops=ops, warmup=1).used == used
 
 
 def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:

@@ -113,9 +113,81 @@ def test_a_message_is_on_the_device_before_the_op_that_runs_is_over(rig: Rig) ->
 def test_messages_come_straight_from_the_slots(rig: Rig) -> None:
     meta = TensorMeta((MEBI,), torch.float32)
     rig.begin(rig.batch(meta))
-    assert len(rig.into._regions) == 1
+    assert [region.leased for region in rig.into._regions] == [False]
     assert not rig.into._refused
     assert rig.into._regions[0].memory.is_pinned()
+
+
+@pytest.fixture
+def leasing() -> Iterator[Rig]:
+    devices = CudaAccelerator(DEVICE), CudaAccelerator(DEVICE)
+    with rigged("shm", devices=devices) as made:
+        yield made
+        torch.cuda.synchronize()
+
+
+def test_messages_are_copied_by_the_device_alone(leasing: Rig) -> None:
+    """Into a slot of the receiver's, which is page-locked where it is mapped at the sender, too."""
+    rig, meta = leasing, TensorMeta((4 * MEBI + 3,), torch.bfloat16)
+    rig.lease(rig.batch(meta))
+    (region,) = (r for r in rig.out._regions if r.leased)
+    assert region.memory.is_pinned() and not rig.out._refused
+    for iteration in range(3):
+        rig.begin(rig.batch(meta, iteration=iteration), slots=0)
+        for microbatch in range(8):
+            wanted = 8.0 * iteration + microbatch
+            rig.outgoing.send(
+                microbatch, [torch.full(meta.shape, wanted, device=DEVICE).bfloat16()]
+            )
+            torch.full(meta.shape, -1.0, device=DEVICE)
+        for microbatch in range(8):
+            (came,) = rig.arrived(microbatch)
+            assert came is not None
+            assert bool((came == 8.0 * iteration + microbatch).all()), (iteration, microbatch)
+        del came
+        until(lambda: rig.free_slots() == 9, "all slots are granted again")
+    assert rig.copied() == (0, 0)
+
+
+def test_a_lease_waits_neither_for_its_op_nor_for_its_copy(leasing: Rig) -> None:
+    rig, meta = leasing, TensorMeta((4 * MEBI,), torch.float32)
+    exchange_one(rig, meta)
+    rig.lease(rig.batch(meta))
+    rig.begin(rig.batch(meta, iteration=1), slots=0)
+    sent, copied = rig.sent, rig.copied()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.monotonic()
+        busy(0.5)
+        tensor = torch.full(meta.shape, 3.0, device=DEVICE)
+        rig.outgoing.send(0, [tensor])
+        del tensor
+        torch.full(meta.shape, 4.0, device=DEVICE)
+        took = time.monotonic() - began
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert took < 0.4, f"the executor was held up for {took:.2f} s"
+    assert rig.sent == sent and rig.free_slots() == 8
+    (came,) = rig.arrived(0)
+    assert came is not None
+    assert bool((came == 3.0).all())
+    assert rig.copied() == copied, "it was leased"
+
+
+def test_leased_slots_are_unlocked_before_they_are_unmapped(leasing: Rig) -> None:
+    rig, meta = leasing, TensorMeta((MEBI,), torch.float32)
+    rig.lease(rig.batch(meta))
+    rig.begin(rig.batch(meta), slots=0)
+    rig.outgoing.send(0, [torch.full(meta.shape, 3.0, device=DEVICE)])
+    (came,) = rig.arrived(0)
+    assert came is not None and bool((came == 3.0).all())
+    (region,) = (r for r in rig.out._regions if r.leased)
+    rig.outgoing.close()
+    rig.out.close()
+    # Whoever page-locks it anew is not told that it is page-locked already.
+    device = rig.out.accelerator
+    assert device.register(region.address, region.memory.numel()) is None
+    device.unregister(region.address)
 
 
 def test_many_messages_keep_their_content(rig: Rig) -> None:
@@ -124,6 +196,7 @@ def test_many_messages_keep_their_content(rig: Rig) -> None:
         size = (1, 3 * MEBI + 17, 1000)[iteration % 3]
         meta = TensorMeta((size,), torch.float32)
         rig.begin(rig.batch(meta, meta, iteration=iteration), slots=4)
+        rig.out.page_lock_leases()
         for microbatch in range(8):
             tensors = [
                 torch.full((size,), 100.0 * iteration + microbatch + k, device=DEVICE)

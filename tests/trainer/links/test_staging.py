@@ -296,13 +296,151 @@ def test_awkward_tensors(rig: Rig) -> None:
     until(lambda: rig.slots_in_use() == 0, "all slots are free")
 
 
+# --- leases --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leasing() -> Iterator[Rig]:
+    with rigged("shm") as made:
+        yield made
+
+
+def test_a_tensor_is_copied_straight_into_the_receivers_slot(leasing: Rig) -> None:
+    rig, batch = leasing, leasing.batch(META)
+    rig.lease(batch)
+    for iteration in range(3):
+        rig.begin(rig.batch(META, iteration=iteration), slots=0)
+        rig.outgoing.send(0, [rig.sender.tensor(values(iteration, 64))])
+        assert rig.free_slots() == 8, "the slot is taken when the copy is launched"
+        rig.sender.run(rig.out.to_host.stream)
+        assert rig.sent == iteration, "it was sent before its op ran"
+        rig.sender.run()
+        (came,) = rig.arrived(0)
+        rig.receiver.run()
+        assert came is not None
+        same_bits(came, values(iteration, 64))
+        until(lambda: rig.free_slots() == 9, "the slot is granted again")
+    assert rig.copied() == (0, 0)
+    assert rig.sender.ever_registered and not rig.sender.pinned_blocks
+    assert rig.sender.copied == [(rig.out.to_host.stream.name, 256)] * 3
+
+
+def test_what_finds_no_slot_to_lease_goes_through_memory_of_the_sender(leasing: Rig) -> None:
+    """Slots that are not page-locked here yet, or none that is free but the last one."""
+    rig, batch = leasing, leasing.batch(META)
+    rig.begin(batch, slots=2)
+    until(lambda: rig.free_slots() == 3, "the slots are granted")
+    give(rig, 0, values(0, 64))
+    for microbatch in range(5):
+        (came,) = rig.arrived(microbatch)
+        rig.receiver.run()
+        assert came is not None
+        same_bits(came, values(microbatch, 64), f"microbatch {microbatch}")
+        if microbatch:
+            continue
+        until(lambda: rig.free_slots() == 3, "the slot is granted again")
+        assert rig.copied() == (256, 0)
+        rig.out.page_lock_leases()
+        for ahead in range(1, 5):  # of which the first two find one
+            rig.outgoing.send(ahead, [rig.sender.tensor(values(ahead, 64))])
+        rig.sender.run()
+    until(lambda: rig.free_slots() == 3, "all slots are granted again")
+    assert rig.copied() == (3 * 256, 0)
+
+
+def test_leases_are_sent_once_although_their_paths_are_lost(leasing: Rig) -> None:
+    size = 700_000  # of several chunks
+    meta = TensorMeta((size,), torch.float32)
+    rig, batch = leasing, leasing.batch(meta)
+    rig.lease(batch)
+    rig.begin(batch, slots=0)
+    for microbatch in range(6):
+        rig.outgoing.send(microbatch, [rig.sender.tensor(values(microbatch, size))])
+    rig.sender.run()
+    rig.outgoing.link.sever_data_path()
+    rig.incoming._link.sever_data_path()
+    for microbatch in range(6):
+        (came,) = rig.arrived(microbatch)
+        rig.receiver.run()
+        assert came is not None
+        same_bits(came, values(microbatch, size), f"microbatch {microbatch}")
+    until(lambda: rig.free_slots() == 9, "all slots are granted again")
+    assert rig.copied() == (0, 0)
+    stats = rig.incoming._link.stats()
+    assert (stats.messages_received, stats.bytes_received) == (6, 6 * meta.nbytes)
+
+
+def test_a_lease_whose_copy_cannot_be_launched_is_given_back(
+    leasing: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, batch = leasing, leasing.batch(META)
+    rig.lease(batch)
+    rig.begin(batch, slots=0)
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    tensor = rig.sender.tensor(values(0, 64))
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.sender, "copy", refuses)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rig.outgoing.send(0, [tensor])
+    gc.collect()
+    assert rig.free_slots() == 9
+
+
+def test_slots_of_the_receiver_that_cannot_be_page_locked_cost_a_copy_and_a_warning(
+    leasing: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, batch = leasing, leasing.batch(META)
+    rig.sender.register_refuses = "operation not supported"
+    with caplog.at_level(logging.WARNING, "pipemorph.trainer"):
+        rig.lease(batch)
+        rig.out.page_lock_leases()
+    (record,) = caplog.records
+    assert "slots of the receiver" in record.getMessage()
+    rig.begin(batch, slots=0)
+    give(rig, 0, values(1, 64))
+    (came,) = rig.arrived(0)
+    rig.receiver.run()
+    assert came is not None
+    same_bits(came, values(1, 64))
+    assert rig.copied() == (256, 0)
+    until(lambda: rig.free_slots() == 9, "all slots are granted again")
+
+
+def test_leased_memory_stays_page_locked_while_what_is_given_up_may_reach_it(leasing: Rig) -> None:
+    rig, batch = leasing, leasing.batch(META)
+    rig.lease(batch)
+    rig.begin(batch, slots=0)
+    give(rig, 0, values(0, 64))
+    assert len(rig.sender.registered) == 1
+    rig.outgoing.send(1, [rig.sender.tensor(values(1, 64))])
+    with rig.sender.progress:  # Whoever waits is told, and the work is left.
+        rig.sender.broken = "the device hangs"
+        rig.sender.progress.notify_all()
+    rig.out.close(abandon=True)
+    assert len(rig.sender.registered) == 1, "a copy to it is under way"
+
+
+def test_closing_unlocks_leased_memory(leasing: Rig) -> None:
+    rig, batch = leasing, leasing.batch(META)
+    rig.lease(batch)
+    rig.begin(batch, slots=0)
+    give(rig, 0, values(0, 64))
+    rig.outgoing.close()
+    rig.out.close()
+    assert not rig.sender.registered
+
+
 # --- any order -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_the_streams_work(seed: int, transport: str) -> None:
-    """Messages of changing shapes; tensors are dropped at once, and their memory used again."""
+    """Messages of changing shapes; tensors are dropped at once, and their memory used again. Over
+    shared memory some are leased, and some find no slot."""
     rng = random.Random(seed)
     with rigged(transport) as rig:
         drivers = [Driver(device, seed) for device in (rig.sender, rig.receiver)]
@@ -311,6 +449,7 @@ def test_any_order_of_the_streams_work(seed: int, transport: str) -> None:
             meta = TensorMeta((size,), torch.float32)
             batch = rig.batch(meta, meta, iteration=iteration, microbatches=10)
             rig.begin(batch, slots=rng.choice((1, 3, 10)))
+            rig.out.page_lock_leases()
             seen: list[bytes] = []
             wanted: list[bytes] = []
             sent = 0

@@ -73,6 +73,19 @@ class RankStage(WireModel):
         return Schedule.decode(len(self.ops), [self.ops]).stages[0]
 
     @cached_property
+    def used(self) -> tuple[int, int]:
+        """Most microbatches whose activations from above, and whose gradients from below, ops need
+        at one time in this order: from F, or from B, to W."""
+        now, most = [0, 0], [0, 0]
+        for op in self.order:
+            now[0] += op.kind is OpKind.F
+            now[1] += op.kind in (OpKind.B, OpKind.BW)
+            most = [max(pair) for pair in zip(now, most, strict=True)]
+            if op.kind in (OpKind.W, OpKind.BW):
+                now = [each - 1 for each in now]
+        return most[0], most[1]
+
+    @cached_property
     def fused(self) -> bool:
         """Whether its backwards are fused."""
         return not any(op.kind is OpKind.B for op in self.order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
@@ -11,7 +12,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.agent.receives import SPARE
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.message import Batch, TensorMeta
+from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
 
 # --- checks whether a plan may run on this rank -------------------------------------------
 
@@ -84,8 +85,8 @@ class PlanBook:
         self._no_offload, self._no_recompute = dict(no_offload), dict(no_recompute)
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
         """Tensors received per link and microbatch, if their shapes are known."""
-        self._reserved: dict[int, int] = {}
-        """Messages per link for which slots of these shapes are reserved."""
+        self._reserved: dict[int, _Slots] = {}
+        """Per link, what slots of these shapes are reserved for."""
         check_routes(first, ends)
         self._plans = {first.version: first}
         self.in_force = first
@@ -176,21 +177,36 @@ class PlanBook:
             self._reserve(end, plan)
 
     def _reserve(self, end: LinkEnd, plan: RankPlan) -> None:
-        messages = self._lacks(end, plan)
-        if not messages:
+        lacks = self._lacks(end, plan)
+        if lacks is None:
             return
         assert end.delegated is not None
-        end.expect(messages)
+        end.expect(lacks.messages)
         batch = Batch(0, 0, plan.microbatches, self._metas[end.link])
-        end.delegated.reserve(messages, batch)
-        self._reserved[end.link] = messages
+        end.delegated.reserve(lacks.messages, batch, lacks.used)
+        self._reserved[end.link] = lacks
 
-    def _lacks(self, end: LinkEnd, plan: RankPlan) -> int:
-        """Messages for which a link needs slots under ``plan``; 0 if it has them, or needs none."""
+    def _lacks(self, end: LinkEnd, plan: RankPlan) -> _Slots | None:
+        """What a link needs slots for under ``plan`` and those before it; None if it has them, or
+        needs none."""
         # On a device, slots are page-locked: too slow to do when a direct route breaks.
         planned = plan.by_link[end.link]
         delegated = Route.DELEGATED in (planned.route, end.route) or end.staged
         if not self._metas.get(end.link) or end.delegated is None or not delegated:
-            return 0
+            return None
+        has = self._reserved.get(end.link, _Slots(0, 0))
         messages = min(plan.microbatches, max(0, planned.slack) + SPARE)
-        return messages if messages > self._reserved.get(end.link, 0) else 0
+        used = 0
+        if not end.staged:  # On a device, ops use tensors of its own.
+            upper = end.receives is Direction.FORWARD
+            used = plan.by_stage[end.link + upper].used[end.receives]
+        wants = _Slots(max(messages, has.messages), max(used, has.used))
+        return wants if wants != has else None
+
+
+class _Slots(NamedTuple):
+    """What slots of a link are reserved for. ``messages``: ahead of their ops; ``used``: needed by
+    ops, which read them where they are."""
+
+    messages: int
+    used: int

@@ -107,6 +107,7 @@ class Iterations:
     ) -> None:
         self._world, self._coordinate = world, world.coordinate
         self._ends, self._stages, self._plans = links.ends, stages, plans
+        self._staging = links.staging
         self._cutting = [end.faults for end in links.ends if end.faults.cuts]
         self._on_device = links.ends if links.departures is not None else []
         # All stages of a job are of one kind.
@@ -213,6 +214,9 @@ class Iterations:
         self._mail.call = name_call(iteration, evaluation=False)
         self._rounds.begin(iteration, at=monotonic())
         self.arriving.take(page_lock=True)
+        if self._staging is not None:
+            # Receivers may have added slots in the meantime.
+            self._staging.page_lock_leases()
         self._steps.begin()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]

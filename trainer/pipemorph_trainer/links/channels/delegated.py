@@ -3,11 +3,17 @@
 A send returns at once; K queues per direction take the messages in turn, and receivers grant slots
 in advance. So compute never waits for a send. Tensors of a device go through
 :mod:`pipemorph_trainer.links.channels.staging`.
+
+Large tensors are copied once on the CPU at most. The receiver does not copy them: its tensors lie
+in the slots, and a slot is granted to the sender again when the last tensor in it is gone. Over
+shared memory the sender leases a slot of the receiver's and copies the tensor there itself, so that
+the engine has nothing to copy.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +28,7 @@ from pipemorph_trainer.links.message import (
     Direction,
     Hold,
     Note,
+    TensorMeta,
     pack_note,
     presence,
 )
@@ -34,6 +41,8 @@ Key = tuple[int, int, int, int, int]
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of which it is known where their elements are."""
+LARGE_BYTES = 1 << 16
+"""From this size on, a copy costs more than leasing a slot or granting it by itself does."""
 GRANT_SECONDS = 10.0
 """Longest wait for larger slots after a change of shapes."""
 
@@ -61,6 +70,15 @@ def payload_of(tensor: Tensor) -> Tensor | memoryview:
     return bytes_of(tensor.detach()).numpy().data
 
 
+def tensor_in(memory: _engine.Message | _engine.Lease, meta: TensorMeta) -> Tensor:
+    """A tensor in the engine's memory, which it keeps. ``meta``: of at least one element."""
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    # Not a view: what autograd allows in place should not depend on where a tensor is.
+    tensor: Tensor = torch.empty(0, dtype=meta.dtype)
+    tensor.set_(storage, 0, meta.shape)  # type: ignore[call-overload]
+    return tensor
+
+
 class DelegatedIncoming:
     """Receiving end. Looks up messages by key; arrival times come from the engine."""
 
@@ -77,16 +95,27 @@ class DelegatedIncoming:
         self._batch: Batch | None = None
         self._here: dict[int, list[_engine.Message]] = {}
         self._notes: dict[int, Note] = {}
+        self._in_place: weakref.WeakSet[_engine.Message] = weakref.WeakSet()
+        """Those with tensors in their slots."""
+        self._places = 0
+        """Most of these. The other slots go round whatever the tensors are kept for."""
 
-    def reserve(self, messages: int, batch: Batch) -> None:
-        """Grant slots for ``messages`` messages in advance. Raises :class:`PipelineError` if the
-        link is dead."""
+    def reserve(self, messages: int, batch: Batch, used: int = 0) -> None:
+        """Grant slots in advance: for ``messages`` messages ahead of their ops, and for ``used``
+        whose tensors ops still need. Raises :class:`PipelineError` if the link is dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
-        slots = messages * max(1, len(batch.metas))
+        # On rails slots are locked memory, of which there may be little.
+        if largest < LARGE_BYTES or self._link.transport == "rdma":
+            used = 0
+        parts = max(1, len(batch.metas))
+        slots = (messages + used) * parts
+        if self._link.transport == "shm":
+            slots += 1  # One is never leased.
         try:
             self._link.reserve(int(self._direction), slots, max(1, largest))
         except RuntimeError as error:
             raise PipelineError(str(error)) from error
+        self._places = used * parts
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -137,6 +166,11 @@ class DelegatedIncoming:
         last = microbatch == batch.microbatches - 1
         for k, (message, meta) in enumerate(zip(parts, batch.metas, strict=True)):
             if note.present >> k & 1:
+                if self._stays(message, batch.sizes[k]):
+                    self._in_place.add(message)
+                    began, came = message.started_at, message.arrived_at
+                    tensors.append(tensor_in(message, meta))
+                    continue
                 tensor = meta.empty(CPU)
                 # A message of another size is an error.
                 began, came = message.move_to(tensor.data_ptr(), batch.sizes[k], last)
@@ -157,6 +191,11 @@ class DelegatedIncoming:
             started_at=started,
         )
         return None if note.present == NOTHING else tensors
+
+    def _stays(self, message: _engine.Message, nbytes: int) -> bool:
+        """Whether a message of ``nbytes`` bytes may stay in its slot as long as its tensor is
+        needed."""
+        return LARGE_BYTES <= nbytes == message.nbytes and len(self._in_place) < self._places
 
     receiving = False
 
@@ -184,6 +223,7 @@ class DelegatedOutgoing:
         self._hold = hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
+        self._leases = link.transport == "shm"
         self._turn = 0
         self._batch: Batch | None = None
 
@@ -198,8 +238,36 @@ class DelegatedOutgoing:
         assert batch is not None
         note = self.note(batch, microbatch, presence(tensors))
         for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
-            payload = None if tensor is None else payload_of(tensor)
-            self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
+            key = key_of(batch, microbatch, self.direction, k)
+            if tensor is not None and self._send_leased(key, tensor, note):
+                continue
+            self._hand_over(key, None if tensor is None else payload_of(tensor), note)
+
+    def lease(self, key: Key, nbytes: int) -> _engine.Lease | None:
+        """A slot of the receiver's for one tensor; None if none is free, or if the link has none to
+        lease. Raises :class:`PipelineError` if the link is dead."""
+        if not self._leases or not nbytes:
+            return None
+        try:
+            lease = self.link.lease(key, nbytes)
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+        return lease if lease.in_place else None
+
+    def _send_leased(self, key: Key, tensor: Tensor, note: bytes) -> bool:
+        """Send a tensor from a slot of the receiver's, if one is free and the tensor is worth
+        it."""
+        known = type(tensor) in PLAIN and tensor.is_cpu
+        lease = self.lease(key, tensor.nbytes) if known and tensor.nbytes >= LARGE_BYTES else None
+        if lease is None:
+            return False
+        # Whatever its strides are: its elements are written in order.
+        tensor_in(lease, TensorMeta.of(tensor)).copy_(tensor.detach())
+        try:
+            lease.send(note)
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+        return True
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is given to the next queue now."""

@@ -3,7 +3,8 @@
 *Out:* an event on the compute stream marks when a message's tensors are complete. A side stream
 waits for it and copies them to page-locked memory. After the copies, a thread gives the memory to
 the engine, which keeps it until the receiver has acknowledged it. Then it returns to the
-accelerator's pool.
+accelerator's pool. Over shared memory it is a slot of the receiver's, if one is free: then nothing
+is copied on the host.
 
 *In:* a message arrives in one of the engine's slots. The slots are page-locked, so another side
 stream copies directly from them, concurrently to ops, and as soon as the message has arrived. The
@@ -36,7 +37,7 @@ from pipemorph_trainer.links.channels.delegated import (
     key_of,
 )
 from pipemorph_trainer.links.message import NOTHING, Batch, Note, TensorMeta, presence
-from pipemorph_trainer.topology.accelerator import Accelerator, Event
+from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
 
 if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
@@ -49,11 +50,13 @@ in their slots, so that early messages do not increase a stage's memory."""
 
 
 class _Region(NamedTuple):
-    """Page-locked memory of the engine. ``memory``: uint8 (bytes,)."""
+    """Page-locked memory of the engine. ``memory``: uint8 (bytes,); ``leased``: to be sent from,
+    not to be received in."""
 
     address: int
     memory: Tensor
     owner: _engine.Link
+    leased: bool
 
     def holds(self, address: int) -> bool:
         return self.address <= address < self.address + self.memory.numel()
@@ -76,6 +79,7 @@ class Staging:
         self.to_host = CopyStream("pipemorph-to-host", accelerator, self._failed)
         self.to_device = CopyStream("pipemorph-to-device", accelerator, self._failed)
         self.incoming: list[StagedIncoming] = []
+        self.outgoing: list[StagedOutgoing] = []
         self._regions: list[_Region] = []
         self._refused: set[int] = set()
 
@@ -91,30 +95,42 @@ class Staging:
 
     def page_lock(self, link: _engine.Link) -> None:
         """Page-lock the current slots of ``link``, so that the device can copy from them."""
+        self._page_lock(link, link.slot_memory(), leased=False)
+
+    def page_lock_leases(self) -> None:
+        """Page-lock the receivers' slots that are mapped here, so that the device can copy to them.
+        This may wait for the device, so not between ops."""
+        for link in {outgoing.link for outgoing in self.outgoing}:
+            self._page_lock(link, link.peer_memory(), leased=True)
+
+    def _page_lock(
+        self, link: _engine.Link, memory: Sequence[tuple[int, int]], *, leased: bool
+    ) -> None:
         known = {region.address for region in self._regions} | self._refused
-        for address, nbytes in link.slot_memory():
+        for address, nbytes in memory:
             if address in known:
                 continue
             why = self.accelerator.register(address, nbytes)
             if why is not None:
                 self._refused.add(address)
                 log.warning(
-                    "receive slots (%d bytes) cannot be page-locked: %s; messages in them are "
-                    "copied once more on the host", nbytes, why,
+                    "%s (%d bytes) cannot be page-locked: %s; messages in them are "
+                    "copied once more on the host",
+                    "slots of the receiver" if leased else "receive slots", nbytes, why,
                 )  # fmt: skip
                 continue
             array = (ctypes.c_uint8 * nbytes).from_address(address)
-            memory = torch.frombuffer(array, dtype=torch.uint8)
-            self._regions.append(_Region(address, memory, link))
+            whole = torch.frombuffer(array, dtype=torch.uint8)
+            self._regions.append(_Region(address, whole, link, leased))
 
-    def slot_of(self, message: _engine.Message) -> Tensor | None:
-        """The message in its slot, uint8 (bytes,); None if the slot is not page-locked."""
-        view = np.frombuffer(message.view(), dtype=np.uint8)
+    def page_locked(self, memory: _engine.Message | _engine.Lease) -> Tensor | None:
+        """The slot of a message, uint8 (bytes,); None if it is not page-locked."""
+        view = np.frombuffer(memoryview(memory), dtype=np.uint8)
         address: int = view.__array_interface__["data"][0]
         for region in self._regions:
             if region.holds(address):
                 at = address - region.address
-                return region.memory[at : at + message.nbytes]
+                return region.memory[at : at + memory.nbytes]
         return None
 
     def pump(self, asking: StagedIncoming) -> None:
@@ -140,14 +156,18 @@ class Staging:
         ``abandon``: drop messages that the engine does not have yet.
         """
         self._wake = _nobody
-        self.to_host.close(abandon=abandon)
+        ended = self.to_host.close(abandon=abandon)
         # Copies to the device do not depend on peers, so they end even after a failure. If the
         # device hangs, its memory stays page-locked.
         if not self.to_device.close():
             log.warning("copies to the device have not ended; their memory stays page-locked")
             return
+        # Nor does what is given up: it may still be on its way to a lease.
+        sent = ended and (not abandon or _is_idle(self.to_host.stream))
         while self._regions:
-            self.accelerator.unregister(self._regions.pop().address)
+            region = self._regions.pop()
+            if sent or not region.leased:
+                self.accelerator.unregister(region.address)
 
     def _failed(self) -> None:
         self._wake()
@@ -155,6 +175,13 @@ class Staging:
 
 def _nobody() -> None:
     """Does nothing: the executor has ended."""
+
+
+def _is_idle(stream: Stream) -> bool:
+    try:
+        return stream.query()
+    except RuntimeError:  # The device has failed.
+        return False
 
 
 class StagedOutgoing(DelegatedOutgoing):
@@ -165,6 +192,7 @@ class StagedOutgoing(DelegatedOutgoing):
         self._staging, self._name = staging, name
         self._expected = 0
         self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
+        staging.outgoing.append(self)
 
     def expect(self, messages: int) -> None:
         """Reserve page-locked memory for ``messages`` messages: at once if their shapes are known,
@@ -199,16 +227,20 @@ class StagedOutgoing(DelegatedOutgoing):
         # Made contiguous in the compute stream, so before the event.
         sources = [None if t is None else bytes_of(t.detach().contiguous()) for t in tensors]
         accelerator.wait(staging.to_host.stream, accelerator.record(accelerator.compute_stream()))
-        payload: list[Tensor | None] = []
-        for source in sources:
+        payload: list[Tensor | _engine.Lease | None] = []
+        for k, source in enumerate(sources):
             if source is None:
                 payload.append(None)
                 continue
-            pinned = accelerator.pinned_empty((source.numel(),), torch.uint8)
+            lease = self.lease(key_of(batch, microbatch, self.direction, k), source.numel())
+            to = None if lease is None else staging.page_locked(lease)
+            if lease is None or to is None:
+                lease = None  # Given back.
+                to = accelerator.pinned_empty((source.numel(),), torch.uint8)
             if source.numel():
-                accelerator.copy(staging.to_host.stream, pinned, source)
+                accelerator.copy(staging.to_host.stream, to, source)
                 accelerator.keep(source, staging.to_host.stream)
-            payload.append(pinned)
+            payload.append(to if lease is None else lease)
         letter = self.direction.letter
         staging.to_host.follow(
             _HandOver(self, batch, microbatch, present, payload),
@@ -229,7 +261,7 @@ class _HandOver:
         batch: Batch,
         microbatch: int,
         present: int,
-        payload: list[Tensor | None],
+        payload: list[Tensor | _engine.Lease | None],
     ) -> None:
         self._end, self._batch, self._microbatch = end, batch, microbatch
         self._present, self._payload = present, payload
@@ -243,11 +275,14 @@ class _HandOver:
             # Its time in the queue starts now, when it is complete on the host.
             self._note = end.note(batch, self._microbatch, self._present)
         while self._next < len(self._payload):
-            tensor = self._payload[self._next]
-            memory = b"" if tensor is None else tensor.numpy().data
-            key = key_of(batch, self._microbatch, end.direction, self._next)
+            payload = self._payload[self._next]
             try:
-                end.link.send(key, memory, self._note)
+                if payload is None or isinstance(payload, Tensor):
+                    key = key_of(batch, self._microbatch, end.direction, self._next)
+                    memory = b"" if payload is None else payload.numpy().data
+                    end.link.send(key, memory, self._note)
+                else:
+                    payload.send(self._note)
             except RuntimeError as error:
                 # If shapes have just grown, the receiver may not have granted larger slots yet.
                 now = time.monotonic()
@@ -282,7 +317,8 @@ class StagedIncoming(DelegatedIncoming):
         self._next = 0
         staging.incoming.append(self)
 
-    def reserve(self, messages: int, batch: Batch) -> None:
+    def reserve(self, messages: int, batch: Batch, used: int = 0) -> None:
+        # The device has tensors of its own.
         super().reserve(messages, batch)
         self._staging.page_lock(self._link)
 
@@ -336,7 +372,7 @@ class StagedIncoming(DelegatedIncoming):
             if not meta.nbytes:
                 message.release()
                 continue
-            source = staging.slot_of(message)
+            source = staging.page_locked(message)
             if source is None:
                 source = accelerator.pinned_empty((meta.nbytes,), torch.uint8)
                 message.copy_into(source.numpy().data)
