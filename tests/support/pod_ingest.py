@@ -1,6 +1,5 @@
-"""``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER COMES``: an ingest for the pods of one job.
+"""``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
 
-``COMES``: seconds after which spares take the places of pods that have not come.
 Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
 iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
@@ -73,7 +72,7 @@ class Decided:
 class Kept:
     """The generations of the job, and its files."""
 
-    def __init__(self, job: PipeMorphJob, folder: Path, comes: float) -> None:
+    def __init__(self, job: PipeMorphJob, folder: Path) -> None:
         self._file, self._iterations = folder / "recoveries.json", folder / "iterations.jsonl"
         self._replacements = folder / "replacements.jsonl"
         self._asks, self._asked = folder / "asks.jsonl", folder / "asked.jsonl"
@@ -91,7 +90,7 @@ class Kept:
             done=max(done, default=0),
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
-            comes=comes,
+            comes=spec.failure_policy.late_pod_seconds,
         )
 
     def lost(self) -> list[PodReplacement]:
@@ -136,8 +135,8 @@ def _lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-async def serve(job: PipeMorphJob, token: str, port: int, folder: Path, comes: float) -> None:
-    kept, store = Kept(job, folder, comes), MemoryStore()
+async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
+    kept, store = Kept(job, folder), MemoryStore()
     key = job.metadata.namespace, job.metadata.name
     controllers = [
         JobController(
@@ -187,6 +186,5 @@ if __name__ == "__main__":
             sys.argv[2],
             int(sys.argv[3]),
             Path(sys.argv[4]),
-            float(sys.argv[5]),
         )
     )

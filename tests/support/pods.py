@@ -16,7 +16,6 @@ from launch import free_port
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.pods.presence import COMES_SECONDS
 
 DEADLINE = 120.0
 ITERATIONS = 24
@@ -63,7 +62,7 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
 class Job:
     """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others.
 
-    ``late``: pods that are not started with the others. ``comes``: as of the ingest.
+    ``late``: pods that are not started with the others.
     """
 
     def __init__(
@@ -78,11 +77,10 @@ class Job:
         env: dict[str, str] | None = None,
         script: str = SCRIPT,
         late: Sequence[int] = (),
-        comes: float = COMES_SECONDS,
         **args: Any,
     ) -> None:
         folder.mkdir()
-        self.folder, self.size, self.comes = folder, size, comes
+        self.folder, self.size = folder, size
         self.port, store = free_port(), free_port()
         (folder / "train.py").write_text(script)
         job = {
@@ -142,7 +140,7 @@ class Job:
 
     def start_ingest(self) -> subprocess.Popen[bytes]:
         job = str(self.folder / "job.json")
-        args = [job, TOKEN, str(self.port), str(self.folder), str(self.comes)]
+        args = [job, TOKEN, str(self.port), str(self.folder)]
         before = self.log("ingest").count("serving")
         found = self._start("ingest", str(SUPPORT / "pod_ingest.py"), *args)
         self.wait("the ingest serves", lambda: self.log("ingest").count("serving") > before)

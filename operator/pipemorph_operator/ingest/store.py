@@ -323,6 +323,7 @@ class ClusterStore:
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
+            comes=spec.failure_policy.late_pod_seconds,
         )
         generations.expect(status.replacements, self._clock())
         useful = status.useful_time or UsefulTime()
@@ -391,6 +392,7 @@ class ClusterStore:
         tracked.spec = spec
         tracked.generations.most = spec.failure_policy.max_restarts
         tracked.generations.patience = spec.failure_policy.replacement_seconds
+        tracked.generations.presence.comes = spec.failure_policy.late_pod_seconds
         if spec.adaptation == tracked.controller.spec.adaptation:
             return
         if tracked.moves is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
+from pipemorph.api.spec import FailurePolicy
 from pipemorph.api.status import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.control.pods.places import Filled, fill
@@ -20,9 +21,9 @@ from pipemorph.control.pods.places import Filled, fill
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
 end, and give back what they hold: the next attempt queues for all."""
-COMES_SECONDS = 60.0
-"""At the first start of the ranks: how long a pod is waited for after the last one that has come,
-before a spare takes its place. If it comes after all it is a spare, so little is lost."""
+COMES_SECONDS = float(FailurePolicy().late_pod_seconds)
+"""By default, at the first start of the ranks: how long a pod is waited for after the last one that
+has come, before a spare takes its place. If it comes after all it is a spare, so little is lost."""
 SILENT_SECONDS = 45.0
 """How long to wait for the word of a pod of which nobody knows that it is lost: longer than its
 ranks may take to end, and less long than other pods wait for it."""
@@ -59,7 +60,7 @@ class Presence:
         stood_by: int = 0,
         comes: float = COMES_SECONDS,
     ) -> None:
-        self.pods, self._cut, self._comes = pods, cut, comes
+        self.pods, self._cut, self.comes = pods, cut, comes
         self.spares_ready = self._stood_by = stood_by
         """``spares_ready``: spares that stand by."""
         self._settles_at: float | None = None
@@ -283,7 +284,7 @@ class Presence:
         if self._cut is None or not self.spares or len(self._came) in (0, self._cut.pods):
             return inf
         # Those that came elsewhere may not ask for that long.
-        return self._came_at + (SELDOM_SECONDS if self._came_elsewhere else self._comes)
+        return self._came_at + (SELDOM_SECONDS if self._came_elsewhere else self.comes)
 
     def do_without(self, now: float) -> Lost | None:
         """Take pods that have not come for lost, if spares make up for all of them: a start with

@@ -81,3 +81,31 @@ def test_a_spare_stands_by_takes_a_place_and_another_stands_by() -> None:
     again.changed(KEY, copy.deepcopy(api.job))
     generations = again.generations(*KEY)
     assert generations is not None and generations.state.places == ((2, 4),)
+
+
+def test_how_long_a_late_pod_is_waited_for_is_the_specs_also_as_edited() -> None:
+    api = Shared()
+    api.job["spec"]["parallelism"] = {"stages": 4, "replicas": 1, "spares": 1}
+    api.job["spec"]["failurePolicy"] = {"maxRestarts": 5, "latePodSeconds": 7}
+    store = ClusterStore(api)  # type: ignore[arg-type]
+    store.changed(KEY, copy.deepcopy(api.job))
+    generations = store.generations(*KEY)
+    assert generations is not None
+
+    def waits() -> float:
+        """Seconds until a spare takes the place of pod 3."""
+        now = generations.presence._came_at
+        due = generations.due(now)
+        assert due is not None
+        return round(due - now, 3)
+
+    async def work() -> None:
+        for pod in (0, 1, 2, 4):
+            await tell(GenerationDesk(store), pod, event="joined")
+        assert waits() == 7
+        api.job["spec"]["failurePolicy"]["latePodSeconds"] = 90
+        api.job["metadata"]["generation"] += 1
+        store.changed(KEY, copy.deepcopy(api.job))
+        assert waits() == 90
+
+    asyncio.run(work())

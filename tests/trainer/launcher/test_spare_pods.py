@@ -106,9 +106,11 @@ def test_a_spare_that_is_lost_disturbs_nobody(started: Any) -> None:
 
 @multiprocess
 def test_a_spare_takes_the_place_of_a_pod_that_does_not_come(started: Any) -> None:
-    job = started(
-        "late", spec={"parallelism": {**CUT, "spares": 1}}, script=SLOWLY, late=[0], comes=2.0
-    )
+    spec = {
+        "parallelism": {**CUT, "spares": 1},
+        "failurePolicy": {"maxRestarts": 2, "latePodSeconds": 2},
+    }
+    job = started("late", spec=spec, script=SLOWLY, late=[0])
     job.wait("pod 2 trains in the place of pod 0", lambda: job.recovered(1))
     (told,) = job.recoveries().last
     assert (job.recoveries().moved, told.went_on_with) == (((0, 2),), 0), f"{told}\n{job}"
