@@ -8,7 +8,7 @@ bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import time
@@ -37,12 +37,12 @@ from pipemorph_trainer.links.message import (
     Receives,
     TensorMeta,
     gradients_of,
+    new_tuple,
     words,
 )
 from pipemorph_trainer.profiling import profiling
 
 NEVER = float("inf")
-_new_tuple: Callable[[type[TimedOp], Iterable[Any]], TimedOp] = tuple.__new__
 _NO_RANGE = nullcontext()
 
 
@@ -420,8 +420,7 @@ class Executor:
         op_clock = self._op_clock
         op_clock.ended_at = end
         op_clock.busy = False
-        # Its own constructor takes longer than all else here.
-        self._outcome.ops.append(_new_tuple(TimedOp, (kind, microbatch, start, end)))
+        self._outcome.ops.append(new_tuple(TimedOp, (kind, microbatch, start, end)))
 
     def _send_empty(self, kind: OpKind, microbatch: int) -> None:
         """Send an empty message to the stage that needs the results of an op, if any."""

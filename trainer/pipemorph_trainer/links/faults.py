@@ -27,7 +27,7 @@ from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.mesh import DATA, Coordinate
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held, make
+from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held, new_tuple
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -148,7 +148,7 @@ class LinkFaults:
         the last byte only, a delay the first one as well.
         """
         if not self._faults:
-            return make(Held, (now, 0.0, 0.0))
+            return new_tuple(Held, (now, 0.0, 0.0))
         if self._shared is None or queue != DIRECT_QUEUE:
             return self._hold(queue, nbytes, now)
         with self._shared.locked():

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipemorph_trainer.topology.device_time import Moment
 
 Record = TypeVar("Record")
-make: Callable[[type[Record], Iterable[Any]], Record] = tuple.__new__  # type: ignore[assignment]
-"""Makes a named tuple of all its fields. Of one that is made for each message its own constructor,
-a function in Python, would take longer than much else."""
+new_tuple: Callable[[type[Record], Iterable[Any]], Record] = tuple.__new__  # type: ignore[assignment]
+"""Makes a named tuple of all its fields. Its own constructor is a function in Python, and takes too
+long for what is made for each op or message."""
 
 
 class Direction(IntEnum):
@@ -150,7 +150,7 @@ class Note(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Note:
-        return make(Note, _NOTE.unpack_from(data))
+        return new_tuple(Note, _NOTE.unpack_from(data))
 
 
 DIRECT_QUEUE = -1

@@ -33,7 +33,7 @@ from pipemorph_trainer.links.message import (
     Note,
     Position,
     TensorMeta,
-    make,
+    new_tuple,
 )
 from pipemorph_trainer.topology.addresses import in_url
 from pipemorph_trainer.topology.device_time import Moment
@@ -252,8 +252,8 @@ class PeerSocket:
             self._buffer = b""
             fields = _NOTE_FRAME.unpack(frame)
             _, direction, _, _, iteration, microbatch = fields[:6]
-            note = make(Note, fields[3:11])
-            arrived = make(ArrivedNote, (note, _arrival(extra)))
+            note = new_tuple(Note, fields[3:11])
+            arrived = new_tuple(ArrivedNote, (note, _arrival(extra)))
             self.notes[direction, iteration, microbatch] = arrived
             self.taken[1 - direction] = fields[11:]
             return True

@@ -48,7 +48,7 @@ from pipemorph_trainer.links.message import (
     Hold,
     Note,
     Position,
-    make,
+    new_tuple,
 )
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
@@ -524,7 +524,9 @@ class DirectOutgoing:
         except RuntimeError as error:
             raise self._failed(error) from error
         outstanding.append(
-            make(_Sent, (batch.step, batch.iteration, microbatch, held.not_before, works, payload))
+            new_tuple(
+                _Sent, (batch.step, batch.iteration, microbatch, held.not_before, works, payload)
+            )
         )
 
     def _is_taken(self, sent: _Sent) -> bool:

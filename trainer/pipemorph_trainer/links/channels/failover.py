@@ -24,7 +24,7 @@ from torch import Tensor
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.message import Batch, Position, make
+from pipemorph_trainer.links.message import Batch, Position, new_tuple
 from pipemorph_trainer.links.peer_socket import PeerSocket
 
 log = logging.getLogger("pipemorph.trainer")
@@ -187,7 +187,7 @@ class FailoverOutgoing:
             self._delegated.send(microbatch, tensors)
             return
         self.all_taken()
-        self._kept.append(make(_Kept, ((batch.iteration, microbatch), batch, tensors)))
+        self._kept.append(new_tuple(_Kept, ((batch.iteration, microbatch), batch, tensors)))
         if failover.broken is not None:
             # Wait for the neighbour: newer messages must not fill slots that older ones need.
             return
