@@ -41,9 +41,7 @@ FLOW, WATCHDOG = "protocol/flow.cpp", "protocol/watchdog.cpp"
 NOT_TWICE = "another content|fits no slot|became whole twice|now at grant|not the sender's"
 
 
-def core(
-    old: str, new: str, noticed: str, unit: str = CORE, test: str = "sim_random"
-) -> Mutant:
+def core(old: str, new: str, noticed: str, unit: str = CORE, test: str = "sim_random") -> Mutant:
     return Mutant(unit, unit, ((old, new),), noticed, test)
 
 
@@ -250,7 +248,9 @@ MUTANTS = {
         "no progress",
         WATCHDOG,
     ),
-    "slots: none are added": slow("    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"),
+    "slots: none are added": slow(
+        "    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"
+    ),
     "slots: more are added than there is memory for": core(
         "2 * have.bytes, flight_bytes_,",
         "2 * have.bytes,",

@@ -93,7 +93,8 @@ class PathStats:
     bytes_per_second: float | None
     """Rate while busy: exponential mean, weight 0.3 for the newest sample. Rails only."""
     window: int
-    """Bytes that may be under way: twice bandwidth × delay, as measured. 0 where the kernel says."""
+    """Bytes that may be under way: twice bandwidth × delay, as measured. 0 where the kernel says
+    how many."""
     rtt_min: float | None
     """Round trip of probes without other traffic on this path, since the last
     ``drain_telemetry``."""
