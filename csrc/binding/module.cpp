@@ -1,5 +1,6 @@
 // The Python module `pipemorph_trainer._engine`. Its contract is `_engine.pyi`.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -391,7 +392,8 @@ class PyEngine {
              int64_t queues, int64_t sockets, int64_t chunk_bytes, const std::string& transport,
              double peer_deadline, const std::optional<std::string>& require,
              std::vector<std::string> rdma_devices, int64_t gid_index, int64_t traffic_class,
-             int64_t service_level, int64_t numa_node, const std::string& integrity)
+             int64_t service_level, int64_t numa_node, const std::string& integrity,
+             int64_t queue_pairs, int64_t flight_bytes)
         : graveyard_(std::make_shared<Graveyard>()) {
         Config c;
         c.job = std::move(job);
@@ -416,6 +418,9 @@ class PyEngine {
             static_cast<uint8_t>(bounded(traffic_class, "traffic_class", 0, 255));
         c.rdma.service_level = static_cast<uint8_t>(bounded(service_level, "service_level", 0, 15));
         if (const char* provider = std::getenv("FI_PROVIDER")) c.fabric_provider = provider;
+        c.rdma.queue_pairs = bounded(queue_pairs, "queue_pairs", 1, kMaxRails);
+        if (flight_bytes < 0) throw nb::value_error("flight_bytes must not be negative");
+        c.flight_bytes = static_cast<uint64_t>(flight_bytes);
         c.numa_node =
             numa_node < 0 ? -1 : static_cast<int>(bounded(numa_node, "numa_node", 0, 1023));
         const nb::gil_scoped_release no_gil;
@@ -522,6 +527,7 @@ NB_MODULE(_engine, m) {
         .def_ro("bytes", &PathStats::bytes)
         .def_ro("times_lost", &PathStats::times_lost)
         .def_ro("bytes_per_second", &PathStats::bytes_per_second)
+        .def_ro("window", &PathStats::window)
         .def_ro("rtt_min", &PathStats::rtt_min)
         .def_ro("rtt_mean", &PathStats::rtt_mean)
         .def_ro("rtt_p99", &PathStats::rtt_p99);
@@ -556,7 +562,9 @@ NB_MODULE(_engine, m) {
         .def_ro("clock_offset", &LinkStats::clock_offset)
         .def_ro("sends_in_flight", &LinkStats::sends_in_flight)
         .def_ro("slots_granted", &LinkStats::slots_granted)
-        .def_ro("slots_in_use", &LinkStats::slots_in_use);
+        .def_ro("slots_in_use", &LinkStats::slots_in_use)
+        .def_ro("slots_added", &LinkStats::slots_added)
+        .def_ro("late_messages", &LinkStats::late_messages);
 
     nb::class_<PyLink>(m, "Link", nb::is_final())
         .def_prop_ro("peer_rank",
@@ -621,14 +629,21 @@ NB_MODULE(_engine, m) {
         .def(nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t,
                       int64_t, int64_t, const std::string&, double,
                       const std::optional<std::string>&, std::vector<std::string>, int64_t, int64_t,
-                      int64_t, int64_t, const std::string&>(),
+                      int64_t, int64_t, const std::string&, int64_t, int64_t>(),
              nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
              "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
              "peer_deadline"_a = 10.0, "require"_a = nb::none(),
              "rdma_devices"_a = std::vector<std::string>(), "gid_index"_a = -1,
              "traffic_class"_a = 0, "service_level"_a = 0, "numa_node"_a = -1,
-             "integrity"_a = "crc")
+             "integrity"_a = "crc", "queue_pairs"_a = 1,
+             "flight_bytes"_a = static_cast<int64_t>(Config().flight_bytes))
         .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
+        .def("rail_counters",
+             [](const PyEngine& self) {
+                 Engine& engine = self.use();
+                 const nb::gil_scoped_release no_gil;
+                 return engine.rail_counters();
+             })
         .def_prop_ro("rails_trouble",
                      [](const PyEngine& self) -> std::optional<std::string> {
                          std::string trouble = self.use().rails_trouble();

@@ -26,11 +26,11 @@ std::string random_name() {
 }
 
 // A port that is down has none yet; it is looked up again when it is connected.
-std::vector<GidBytes> rail_gids(const std::vector<std::shared_ptr<Rail>>& rails) {
+std::vector<GidBytes> rail_gids(const Runtime& runtime) {
     std::vector<GidBytes> gids;
-    for (const auto& rail : rails) {
+    for (uint32_t number = 0; number < runtime.rail_numbers(); ++number) {
         try {
-            gids.push_back(rail->address().gid);
+            gids.push_back(runtime.rail(number)->address().gid);
         } catch (const EngineError&) {
             gids.emplace_back();
         }
@@ -70,6 +70,12 @@ Engine::Engine(Config config)
 
 Engine::~Engine() {
     close(0.0);
+}
+
+std::map<std::string, std::map<std::string, uint64_t>> Engine::rail_counters() const {
+    std::map<std::string, std::map<std::string, uint64_t>> all;
+    for (const auto& rail : runtime_->rails) all[rail->describe()] = rail->counters();
+    return all;
 }
 
 std::vector<std::string> Engine::rails() const {
@@ -284,7 +290,7 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     }
     const bool require_rdma = h.require_rdma || c.require_rdma;
     const auto& rails = runtime_->rails;
-    const size_t pairs = std::min<size_t>(h.rails, rails.size());
+    const size_t pairs = std::min<size_t>(h.rails, runtime_->rail_numbers());
     if (require_rdma && pairs == 0) {
         const uint32_t who = rails.empty() ? c.rank : h.from_rank;
         greeting->refuse(Verdict::refused,
@@ -309,7 +315,7 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
     if (pairs > 0 && !either(Transport::tcp) && !either(Transport::libfabric))
-        reply.rails = rail_gids(rails);
+        reply.rails = rail_gids(*runtime_);
 
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
@@ -422,7 +428,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.transport = c.transport;
             h.integrity = c.integrity;
             h.sockets = static_cast<uint16_t>(c.sockets);
-            h.rails = static_cast<uint16_t>(runtime_->rails.size());
+            h.rails = static_cast<uint16_t>(runtime_->rail_numbers());
             h.require_rdma = c.require_rdma;
             h.fabrics = static_cast<uint16_t>(runtime_->fabrics.size());
             if (h.fabrics > 0) h.fabric = runtime_->fabrics.front()->provider();
@@ -500,7 +506,7 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     Transport transport = reply.transport;
     std::string error;
     Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
-    if (!reply.rails.empty()) terms.rails = pair_rails(rail_gids(runtime_->rails), reply.rails);
+    if (!reply.rails.empty()) terms.rails = pair_rails(rail_gids(*runtime_), reply.rails);
     terms.fabrics =
         static_cast<uint32_t>(std::min<size_t>(reply.fabrics, runtime_->fabrics.size()));
     if (transport == Transport::shm) {

@@ -12,7 +12,9 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
     : runtime_(std::move(runtime)),
       identity_(identity),
       core_({identity.dials, identity.peer_rank, runtime_->config.queues,
-             runtime_->config.chunk_bytes}),
+             runtime_->config.chunk_bytes, runtime_->config.flight_bytes,
+             // As long as a connection may take to say that what it was given got through.
+             std::max(runtime_->peer_deadline_ns / 2, kSecond)}),
       heard_ns_(steady_ns()),
       ticked_ns_(heard_ns_) {}
 
@@ -49,8 +51,8 @@ void Link::carry_out(const Actions& actions) {
     for (const uint32_t path : actions.withdraw)
         if (const auto offered = std::exchange(held_[path].offered, nullptr)) offered->close();
     for (const Actions::Fail& f : actions.fail)
-        if (const auto rail = std::static_pointer_cast<RdmaPath>(current(f.path)))
-            rail->rail_failed(f.why);
+        if (const auto path = current(f.path)) path->give_up(f.why);
+    for (const Actions::Grow& what : actions.grow) start_to_grow(what);
     for (const Actions::Retire& what : actions.retire) start_to_retire(what);
     if (actions.flush) flush();
     if (actions.kick) kick_paths();

@@ -30,6 +30,7 @@ struct PathStats {
     uint64_t bytes = 0;
     uint64_t times_lost = 0;
     std::optional<double> bytes_per_second;
+    uint64_t window = 0;  // bytes that it may have under way; 0: it is not for the engine to say
     std::optional<double> rtt_min;
     std::optional<double> rtt_mean;
     std::optional<double> rtt_p99;
@@ -60,6 +61,8 @@ struct LinkStats {
     uint64_t sends_in_flight = 0;
     uint64_t slots_granted = 0;
     uint64_t slots_in_use = 0;
+    uint64_t slots_added = 0;    // of those granted, by the engine itself
+    uint64_t late_messages = 0;  // a path was given up for each
 };
 
 class Link final : public PathHost, public std::enable_shared_from_this<Link> {
@@ -182,6 +185,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
                        std::optional<int64_t> rtt_ns) override;
     void path_stuck(const std::string& why) override;
+    Pace pace(uint32_t path, uint32_t epoch) override;
+    Pace chunk_delivered(uint32_t path, uint32_t epoch) override;
 
   private:
     // Ending: nothing goes on any more, but a path's thread may still be in the middle of a copy.
@@ -236,7 +241,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void leave_to_reactor(Lock& lock);
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
     std::optional<Arrived> take(Lock& lock, const Key& key);
-    void make_room(int direction, const Inbox::Room& room);  // no lock
+    // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
+    // it. No lock.
+    bool make_room(int direction, const Inbox::Room& room, bool needed);
+    void start_to_grow(const Actions::Grow& what);
+    void grow(const Actions::Grow& what);  // no lock; where nobody has to wait for it
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
     std::string nothing_arrived(const Key& key, double timeout) const;
 

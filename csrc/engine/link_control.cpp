@@ -193,6 +193,7 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
             const Lock lock(mu_);
             if (control_ != connection) return false;  // superseded or over
             heard_ns_ = steady_ns();
+            core_.heard(heard_ns_);
             if (!core_.stream().acknowledged(header->acknowledged))
                 trouble = "an impossible counter";
             if (header->sequence != 0) {
@@ -264,7 +265,9 @@ void Link::handle(Frame frame) {
             now_steady - f->ping_steady_ns - (f->sent_wall_ns - f->received_wall_ns);
         const int64_t peer_minus_ours =
             ((f->received_wall_ns - f->ping_wall_ns) + (f->sent_wall_ns - now_wall)) / 2;
-        if (rtt >= 0) echo_.add(rtt, peer_minus_ours);
+        if (rtt < 0) return;
+        echo_.add(rtt, peer_minus_ours);
+        core_.echoed(rtt, now_steady);
     } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
         {
             const Lock lock(mu_);

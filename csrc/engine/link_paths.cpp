@@ -100,7 +100,7 @@ std::shared_ptr<DataPath> Link::current(uint32_t index) const {
 
 Reactor& Link::reactor_of(uint32_t index) {
     const PathSet::Path& p = core_.paths()[index];
-    return p.kind == Transport::rdma ? runtime_->rails[p.our_rail]->reactor()
+    return p.kind == Transport::rdma ? runtime_->rail(p.our_rail)->reactor()
                                      : runtime_->data(index);
 }
 

@@ -9,13 +9,13 @@
 namespace pipemorph {
 RdmaPath::Settings Link::rdma_settings() const {
     return {runtime_->config.chunk_bytes, runtime_->peer_deadline_ns / 4,
-            runtime_->peer_deadline_ns};
+            runtime_->peer_deadline_ns, core_.paths().share_of_rail()};
 }
 
 void Link::offer_rail(uint32_t index, uint32_t epoch) {
     const Lock lock(mu_);
     const uint32_t rail = core_.paths()[index].our_rail;
-    runtime_->rails[rail]->setup().post(
+    runtime_->rail(rail)->setup().post(
         [self = shared_from_this(), rail, index, epoch] { self->make_offer(rail, index, epoch); });
 }
 
@@ -23,7 +23,7 @@ void Link::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
     std::shared_ptr<RdmaPath> made;
     std::string trouble;
     try {
-        made = std::make_shared<RdmaPath>(runtime_->rails[rail], shared_from_this(), index, epoch,
+        made = std::make_shared<RdmaPath>(runtime_->rail(rail), shared_from_this(), index, epoch,
                                           rdma_settings());
     } catch (const std::exception& e) {
         trouble = e.what();
@@ -37,15 +37,16 @@ void Link::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
 
 void Link::take_offer(const OfferFrame& offer) {
     if (identity_.dials || offer.path >= core_.paths().rails() ||
-        offer.to_rail >= runtime_->rails.size()) {
+        offer.to_rail >= runtime_->rail_numbers()) {
         protocol_error("an offer for a rail that does not exist");
         return;
     }
     const Lock lock(mu_);
     if (over() || !core_.take_offer(offer)) return;
     act();
-    runtime_->rails[offer.to_rail]->setup().post(
-        [self = shared_from_this(), offer] { self->answer_offer(offer); });
+    runtime_->rail(offer.to_rail)->setup().post([self = shared_from_this(), offer] {
+        self->answer_offer(offer);
+    });
 }
 
 void Link::answer_offer(const OfferFrame& offer) {
@@ -53,7 +54,7 @@ void Link::answer_offer(const OfferFrame& offer) {
     std::string trouble;
     std::shared_ptr<RdmaPath> made;
     try {
-        made = std::make_shared<RdmaPath>(runtime_->rails[offer.to_rail], shared_from_this(),
+        made = std::make_shared<RdmaPath>(runtime_->rail(offer.to_rail), shared_from_this(),
                                           offer.path, offer.epoch, rdma_settings());
         made->connect(offer.qp, false);
         qp = made->local();
@@ -73,9 +74,11 @@ void Link::take_answer(const AnswerFrame& answer) {
     const Lock lock(mu_);
     if (over()) return;
     if (core_.take_answer(answer, steady_ns()))
-        runtime_->rails[core_.paths()[answer.path].our_rail]->setup().post(
-            [self = shared_from_this(), made = std::exchange(held_[answer.path].offered, nullptr),
-             answer] { self->connect_offered(made, answer); });
+        runtime_->rail(core_.paths()[answer.path].our_rail)
+            ->setup()
+            .post([self = shared_from_this(),
+                   made = std::exchange(held_[answer.path].offered, nullptr),
+                   answer] { self->connect_offered(made, answer); });
     act();
 }
 
@@ -123,6 +126,20 @@ void Link::path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
     if (core_.paths()[path].machine.epoch() != epoch) return;
     core_.path_measured(path, epoch, bytes_per_second, steady_ns());
     if (rtt_ns) held_[path].rtt.add(*rtt_ns, 0);
+}
+
+PathHost::Pace Link::pace(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    core_.pace(path, epoch);
+    const PathSet::Path& p = core_.paths()[path];
+    return {p.flow.busy_rate(), p.flow.window()};
+}
+
+PathHost::Pace Link::chunk_delivered(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    core_.delivered(path, epoch, steady_ns());
+    const PathSet::Path& p = core_.paths()[path];
+    return {p.flow.busy_rate(), p.flow.window()};
 }
 
 void Link::path_stuck(const std::string& why) {

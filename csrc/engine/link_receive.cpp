@@ -18,10 +18,27 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
         if (ended()) throw_over();
         missing = core_.in().missing(direction, slots, slot_bytes);
     }
-    for (const Inbox::Room& room : missing) make_room(direction, room);
+    for (const Inbox::Room& room : missing) make_room(direction, room, true);
 }
 
-void Link::make_room(int direction, const Inbox::Room& room) {
+// Where queue pairs are made, if there are any: the control thread should not have to wait.
+void Link::start_to_grow(const Actions::Grow& what) {
+    Reactor& thread =
+        runtime_->rails.empty() ? runtime_->control : runtime_->rails.front()->setup();
+    thread.post([self = shared_from_this(), what] { self->grow(what); });
+}
+
+void Link::grow(const Actions::Grow& what) {
+    bool there = false;
+    try {
+        there = make_room(what.direction, what.room, false);
+    } catch (const std::exception&) {  // no memory, or the link has ended: it goes on with less
+    }
+    const Lock lock(mu_);
+    core_.grown(what.direction, there);
+}
+
+bool Link::make_room(int direction, const Inbox::Room& room, bool needed) {
     const Transport carries = transport();
     const bool shared = carries == Transport::shm;
     const bool rdma = carries == Transport::rdma;
@@ -38,31 +55,35 @@ void Link::make_room(int direction, const Inbox::Room& room) {
             registered[rail] = std::make_shared<Registration>(
                 runtime_->rails[rail]->device(), memory, abi::kLocalWrite | abi::kRemoteWrite);
         } catch (const EngineError& e) {
+            if (!needed) return false;
             trouble[rail] = e.what();
         }
     }
     const Lock lock(mu_);
     if (ended()) throw_over();
     // Nothing is granted any more, and the application is told when it has ended.
-    if (over()) return;
+    if (over()) return false;
     const bool all_barred =
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
     if (rdma && all_barred && core_.paths().size() == core_.paths().rails())
         throw EngineError(describe() + ": rdma is required, and " + trouble.front());
     const uint32_t segment = core_.add_room(direction, room, std::move(memory), shared);
     const int64_t now = steady_ns();
-    for (uint32_t rail = 0; rail < registered.size(); ++rail) {
+    for (uint32_t number = 0; rdma && number < runtime_->rail_numbers(); ++number) {
+        const size_t rail = number % registered.size();
         if (!registered[rail]) {
-            core_.add_region({rail, segment, 0, 0, 0}, trouble[rail], now);
+            core_.add_region({number, segment, 0, 0, 0}, trouble[rail], now);
             continue;
         }
         const Registration& r = *registered[rail];
-        core_.add_region({rail, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()},
-                         {}, now);
-        registrations_.push_back(std::move(registered[rail]));
+        core_.add_region(
+            {number, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()}, {}, now);
     }
+    for (auto& r : registered)
+        if (r) registrations_.push_back(std::move(r));
     if (!shared) core_.grant_room(segment);
     act();
+    return true;
 }
 
 std::string Link::nothing_arrived(const Key& key, double timeout) const {

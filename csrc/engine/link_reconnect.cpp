@@ -175,6 +175,8 @@ void Link::tick() {
         forgive_pause(now);
         if (state_ == State::up && control_) {
             live = true;
+            core_.look_after_flow(now);
+            act();
             if (now - heard_ns_ > deadline / 2) {
                 silent = control_;
             } else if (now >= next_ping_ns_) {

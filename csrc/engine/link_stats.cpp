@@ -15,7 +15,7 @@ PathStats Link::describe(uint32_t index) const {
     const PathSet::Path& p = core_.paths()[index];
     PathStats s;
     s.kind = name_of(p.kind);
-    if (p.kind == Transport::rdma) s.rail = runtime_->rails[p.our_rail]->describe();
+    if (p.kind == Transport::rdma) s.rail = runtime_->rail(p.our_rail)->describe();
     if (p.kind == Transport::libfabric) s.rail = runtime_->fabrics[index]->describe();
     s.state = name_of(p.machine.state());
     s.trouble = p.trouble;
@@ -23,7 +23,9 @@ PathStats Link::describe(uint32_t index) const {
     s.chunks = p.chunks;
     s.bytes = p.bytes;
     s.times_lost = p.machine.times_lost();
-    if (p.bytes_per_second > 0) s.bytes_per_second = p.bytes_per_second;
+    if (const double rate = p.paced ? p.flow.busy_rate() : p.bytes_per_second; rate > 0)
+        s.bytes_per_second = rate;
+    s.window = p.paced ? p.flow.window() : 0;
     if (const auto rtt = held_[index].rtt.summary()) {
         s.rtt_min = to_seconds(rtt->min_ns);
         s.rtt_mean = to_seconds(rtt->mean_ns);
@@ -91,6 +93,8 @@ LinkStats Link::stats() const {
     s.stale_chunks = counters.stale_chunks;
     s.reconnects = reconnects_ + counters.paths_remade;
     s.frames_refused = frames_refused_;
+    s.slots_added = counters.slots_added;
+    s.late_messages = counters.late_messages;
     s.trouble = last_trouble_;
     if (const auto echo = echo_.summary()) {
         s.rtt_min = to_seconds(echo->min_ns);

@@ -44,6 +44,7 @@ void Config::check() const {
     require(sockets >= 1 && sockets <= 64, "sockets must be between 1 and 64");
     require(chunk_bytes >= 4096 && chunk_bytes <= (1U << 30),
             "chunk_bytes must be between 4096 and 2**30");
+    require(flight_bytes >= chunk_bytes, "flight_bytes must be at least chunk_bytes");
     require(!require_rdma || transport == Transport::rdma, "require rdma contradicts transport " +
                                                                std::string(name_of(transport)) +
                                                                ": set it to rdma");
@@ -51,6 +52,8 @@ void Config::check() const {
             "integrity " + std::string(name_of(integrity)) +
                 " contradicts transport rdma, whose payloads have no MAC: use integrity crc, or "
                 "transport auto, shm, tcp or libfabric");
+    require(rdma.queue_pairs >= 1 && rdma.queue_pairs <= kMaxRails,
+            "queue_pairs must be between 1 and " + std::to_string(kMaxRails));
     require(rdma.service_level <= 15, "service_level must be between 0 and 15");
     require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
             "peer_deadline must be between 0.1 and 86400 seconds");

@@ -1,6 +1,7 @@
 // What all links of an engine share: settings, threads and the bell.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -25,6 +26,9 @@ struct Config {
     Transport transport = Transport::any;
     Integrity integrity = Integrity::crc;  // of payloads; without rails unless crc
     double peer_deadline = 10.0;
+    // Of a link: the most that is staged for its rails at once, and up to which it adds receive
+    // slots of its own accord.
+    uint64_t flight_bytes = uint64_t{512} << 20;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
     // Whose devices transport libfabric uses. Empty: EFA's, which auto uses, too.
@@ -50,6 +54,15 @@ class Runtime {
             config.transport == Transport::any || config.transport == Transport::rdma;
         // A device writes into memory on its own: nobody could prove what it wrote.
         return wanted && config.integrity == Integrity::crc;
+    }
+    // A link has `queue_pairs` of each rail, so a rail has as many numbers: its place among the
+    // rails, that plus their number, and so on. Peers know each other's rails by these.
+    uint32_t rail_numbers() const {
+        return static_cast<uint32_t>(
+            std::min<size_t>(rails.size() * config.rdma.queue_pairs, kMaxRails));
+    }
+    const std::shared_ptr<Rail>& rail(uint32_t number) const {
+        return rails[number % rails.size()];
     }
     // Who is told what a thread has thrown that nobody has dealt with.
     void on_failure(const Reactor::Failed& failed);

@@ -62,6 +62,17 @@ class PathHost {
     virtual void path_suspect(uint32_t, uint32_t, bool) {}
     // What it let in may reach slots for ever: it cannot be retired.
     virtual void path_stuck(const std::string&) {}
+    // How fast it is in bytes per second while busy (0: not known), and how many bytes it may have
+    // under way.
+    struct Pace {
+        double bytes_per_second = 0.0;
+        uint64_t window = 0;
+    };
+    // It is up, and says with `chunk_delivered` what has got through: it is given no more than its
+    // window.
+    virtual Pace pace(uint32_t, uint32_t) { return {}; }
+    // The oldest chunk that it has under way.
+    virtual Pace chunk_delivered(uint32_t, uint32_t) { return {}; }
     // Bytes per second while busy, and the round trip of a probe that met no traffic.
     virtual void path_measured(uint32_t, uint32_t, double, std::optional<int64_t>) {}
 };
@@ -74,6 +85,10 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     void start() { post(&DataPath::on_start); }
     void kick();                                 // there may be something to send
     void sever() { post(&DataPath::on_sever); }  // fault injection: break as a cable would
+    // It does not do what it is for: it is lost, and that is why.
+    void give_up(const std::string& why) {
+        reactor_.post([self = shared_from_this(), why] { self->on_give_up(why); });
+    }
     // `closed` is let go of when nothing of it can write anywhere any more.
     void close(std::shared_ptr<void> closed = nullptr) {
         reactor_.post(
@@ -106,6 +121,7 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     virtual void on_start() = 0;
     virtual void on_kick() = 0;
     virtual void on_sever() = 0;
+    virtual void on_give_up(const std::string& why) = 0;
     virtual void on_close() = 0;
 
     Reactor& reactor_;

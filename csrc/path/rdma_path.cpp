@@ -18,11 +18,13 @@
 namespace pipemorph {
 namespace {
 
-constexpr uint32_t kBlocks = 8;       // chunks in staging memory: the most under way at once
-constexpr uint32_t kLeastWindow = 3;  // one on the wire, one behind it, one being copied
+constexpr uint32_t kBlocks = 8;  // chunks in staging memory; more are added where a wire needs it
+constexpr uint64_t kStageAtOnce = uint64_t{64} << 20;  // takes some 20 ms to be registered
 // A sender may use them all up: its window opens when the card has acknowledged, not when this
 // thread has looked. Its card then asks again until there are new ones.
 constexpr uint32_t kReceives = 256;
+// More than 16 GiB under way in chunks of 1 MiB do not pay for the memory of such long queues.
+constexpr uint64_t kMostBlocks = 16384;
 constexpr int kTurn = 16;  // completions handled before others on this thread have their turn
 constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
 static_assert(kChunkHeaderSize <= kHeaderRoom);
@@ -30,8 +32,6 @@ constexpr int64_t kLook = 50 * kMillisecond;
 constexpr int64_t kAway = 200 * kMillisecond;  // later than a busy machine is
 constexpr int64_t kProbeEvery = 500 * kMillisecond;
 constexpr int64_t kRetireAgain = 50 * kMillisecond;
-constexpr double kRateWeight = 0.3;  // of the newest sample
-constexpr int64_t kRateSpan = 20 * kMillisecond;
 
 // An immediate value is 8 bits of lane and 22 bits of chunk number.
 constexpr uint32_t kLanes = 256;
@@ -70,9 +70,9 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
       rail_(std::move(rail)),
       device_(rail_->device()),
       verbs_(device_->verbs),
-      block_bytes_(kBlocks),
+      most_blocks_(static_cast<uint32_t>(
+          std::clamp<uint64_t>(settings.most_staged / settings.chunk_bytes, kBlocks, kMostBlocks))),
       lane_message_(kLanes) {
-    for (uint32_t i = 0; i < kBlocks; ++i) free_blocks_.push_back(i);
     try {
         open();
     } catch (...) {
@@ -84,21 +84,20 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
 void RdmaPath::open() {
     const numa::OnNode here(rail_->numa_node());  // the queues' own memory, too
     const PortAddress port = rail_->address();
-    const size_t stride = settings_.chunk_bytes + kHeaderRoom;
-    staging_ = rail_->borrow_staging(stride * kBlocks + size_t{kReceives} * kHeaderRoom);
+    receives_ = rail_->borrow_staging(size_t{kReceives} * kHeaderRoom);
+    add_blocks(kBlocks);
     const auto fail = [&](const std::string& why) {
         throw EngineError(rail_->describe() + ": " + why);
     };
     channel_ = verbs_.create_comp_channel(device_->context);
     if (channel_ == nullptr) fail(system_error("no completion channel", errno));
     ::fcntl(channel_->fd, F_SETFL, ::fcntl(channel_->fd, F_GETFL) | O_NONBLOCK);
-    cq_ = verbs_.create_cq(device_->context, kReceives + 2 * kBlocks + 4, nullptr, channel_, 0);
+    if (!make_queues() && most_blocks_ > kBlocks) {
+        // Not every device has queues that long: then what one has under way is less.
+        most_blocks_ = kBlocks;
+        make_queues();
+    }
     if (cq_ == nullptr) fail(system_error("no completion queue", errno));
-    abi::QpInitAttr init{};
-    init.send_cq = init.recv_cq = cq_;
-    init.cap = {2 * kBlocks + 4, kReceives, 1, 1, 0};
-    init.type = abi::kQpReliable;
-    qp_ = verbs_.create_qp(device_->pd, &init);
     if (qp_ == nullptr) fail(system_error("no queue pair", errno));
     abi::QpAttr attr{};
     attr.state = abi::kQpInit;
@@ -112,6 +111,50 @@ void RdmaPath::open() {
     local_ = {qp_->number, random24(), port.gid, port.lid, port.mtu};
     gid_index_ = port.gid_index;
     infiniband_ = port.infiniband;
+}
+
+// For as many chunks as there may ever be blocks.
+bool RdmaPath::make_queues() {
+    const uint32_t sends = 2 * most_blocks_ + 4;
+    cq_ = verbs_.create_cq(device_->context, static_cast<int>(kReceives + sends), nullptr, channel_,
+                           0);
+    if (cq_ == nullptr) return false;
+    abi::QpInitAttr init{};
+    init.send_cq = init.recv_cq = cq_;
+    init.cap = {sends, kReceives, 1, 1, 0};
+    init.type = abi::kQpReliable;
+    qp_ = verbs_.create_qp(device_->pd, &init);
+    if (qp_ == nullptr && most_blocks_ > kBlocks) {
+        const int error = errno;
+        verbs_.destroy_cq(std::exchange(cq_, nullptr));
+        errno = error;
+    }
+    return qp_ != nullptr;
+}
+
+void RdmaPath::add_blocks(uint32_t count) {
+    const size_t stride = settings_.chunk_bytes + kHeaderRoom;
+    auto memory = rail_->borrow_staging(stride * count);
+    for (uint32_t i = 0; i < count; ++i) {
+        free_blocks_.push_back(static_cast<uint32_t>(blocks_.size()));
+        blocks_.push_back({memory->data() + i * stride, memory->lkey()});
+    }
+    staging_.push_back(std::move(memory));
+}
+
+// The window has grown beyond the staging memory.
+bool RdmaPath::stage_more() {
+    const auto wanted = std::min<uint64_t>(pace_.window / settings_.chunk_bytes, most_blocks_);
+    if (staged_all_ || blocks_.size() >= wanted) return false;
+    const uint64_t at_once = std::max<uint64_t>(kStageAtOnce / settings_.chunk_bytes, kBlocks);
+    try {
+        add_blocks(static_cast<uint32_t>(
+            std::min({at_once, uint64_t{blocks_.size()}, most_blocks_ - blocks_.size()})));
+    } catch (const EngineError&) {
+        // Locked memory is limited, most of the time. What there is carries as well as before.
+        staged_all_ = true;
+    }
+    return !free_blocks_.empty();
 }
 
 RdmaPath::~RdmaPath() {
@@ -254,9 +297,9 @@ void RdmaPath::trouble(const std::string& why) {
 // --- Receiving --------------------------------------------------------------------------------
 
 bool RdmaPath::post_receive(uint32_t buffer) {
-    const size_t at =
-        size_t{kBlocks} * (settings_.chunk_bytes + kHeaderRoom) + size_t{buffer} * kHeaderRoom;
-    abi::Sge sge{reinterpret_cast<uint64_t>(staging_->data() + at), kHeaderRoom, staging_->lkey()};
+    const size_t at = size_t{buffer} * kHeaderRoom;
+    abi::Sge sge{reinterpret_cast<uint64_t>(receives_->data() + at), kHeaderRoom,
+                 receives_->lkey()};
     abi::RecvWr wr{work_id(Work::receive, buffer), nullptr, &sge, 1};
     abi::RecvWr* bad = nullptr;
     return device_->context->ops.post_recv(qp_, &wr, &bad) == 0;
@@ -274,13 +317,12 @@ void RdmaPath::received(const abi::Wc& wc) {
 }
 
 void RdmaPath::header_received(const abi::Wc& wc, uint32_t buffer) {
-    const size_t at =
-        size_t{kBlocks} * (settings_.chunk_bytes + kHeaderRoom) + size_t{buffer} * kHeaderRoom;
+    const size_t at = size_t{buffer} * kHeaderRoom;
     auto header = wc.bytes == kChunkHeaderSize + sizeof(uint32_t)
-                      ? decode_chunk({staging_->data() + at, kChunkHeaderSize})
+                      ? decode_chunk({receives_->data() + at, kChunkHeaderSize})
                       : std::nullopt;
     uint32_t lane = 0;
-    std::memcpy(&lane, staging_->data() + at + kChunkHeaderSize, sizeof lane);
+    std::memcpy(&lane, receives_->data() + at + kChunkHeaderSize, sizeof lane);
     lane = ntohl(lane);
     if (!header || header->path != index || header->epoch != epoch || lane >= kLanes) {
         trouble("a damaged chunk header");
@@ -330,16 +372,9 @@ bool RdmaPath::post(abi::SendWr& first) {
     return true;
 }
 
-// About twice what fits the wire, but never so little that it runs dry between two looks.
-uint32_t RdmaPath::window() const {
-    const double in_flight = 2.0 * rate_ * to_seconds(least_rtt_ns_);
-    const double chunks = std::ceil(in_flight / settings_.chunk_bytes);
-    return std::clamp(static_cast<uint32_t>(std::min(chunks, 1e6)), kLeastWindow, kBlocks);
-}
-
 void RdmaPath::pump() {
     while (qp_ != nullptr && up_ && !suspect_ && !breaking_ && trouble_.empty() &&
-           writes_out_ < window() && !free_blocks_.empty() && send_chunk()) {
+           (!free_blocks_.empty() || stage_more()) && send_chunk()) {
     }
 }
 
@@ -353,11 +388,9 @@ bool RdmaPath::send_chunk() {
     }
     const uint32_t block = free_blocks_.back();
     free_blocks_.pop_back();
-    uint8_t* const staged =
-        staging_->data() + size_t{block} * (settings_.chunk_bytes + kHeaderRoom);
+    const auto [staged, lkey] = blocks_[block];
     std::memcpy(staged, task->data, task->bytes);
     host_->copied_out(task->bytes);
-    block_bytes_[block] = static_cast<uint32_t>(task->bytes);
 
     const uint64_t message = task->message->info.id;
     auto lane = lane_of_.find(message);
@@ -369,8 +402,7 @@ bool RdmaPath::send_chunk() {
         taken_by = message;
         lane = lane_of_.emplace(message, number % kLanes).first;
     }
-    abi::Sge payload{reinterpret_cast<uint64_t>(staged), static_cast<uint32_t>(task->bytes),
-                     staging_->lkey()};
+    abi::Sge payload{reinterpret_cast<uint64_t>(staged), static_cast<uint32_t>(task->bytes), lkey};
     abi::SendWr write{};
     write.id = work_id(Work::write, block);
     write.sges = &payload;
@@ -390,8 +422,7 @@ bool RdmaPath::send_chunk() {
         std::memcpy(room, encoded.data(), encoded.size());
         const uint32_t number = htonl(static_cast<uint32_t>(lane->second));
         std::memcpy(room + kChunkHeaderSize, &number, sizeof number);
-        head = {reinterpret_cast<uint64_t>(room), kChunkHeaderSize + sizeof number,
-                staging_->lkey()};
+        head = {reinterpret_cast<uint64_t>(room), kChunkHeaderSize + sizeof number, lkey};
         open.id = work_id(Work::header, block);
         open.next = &write;
         open.sges = &head;
@@ -399,26 +430,15 @@ bool RdmaPath::send_chunk() {
         open.opcode = abi::kSend;
     }
     if (!post(opens ? open : write)) return false;
-    if (writes_out_++ == 0) busy_since_ns_ = steady_ns();
+    ++writes_out_;
     return true;
 }
 
 void RdmaPath::write_completed(uint32_t block) {
-    const int64_t now = steady_ns();
-    progress_ns_ = last_word_ns_ = now;
+    progress_ns_ = last_word_ns_ = steady_ns();
     free_blocks_.push_back(block);
-    busy_bytes_ += block_bytes_[block];
     --writes_out_;
-    busy_ns_ += now - busy_since_ns_;
-    busy_since_ns_ = now;
-    // Completions come in heaps, so a sample needs several of them.
-    if (busy_ns_ >= kRateSpan && busy_bytes_ >= uint64_t{4} * settings_.chunk_bytes) {
-        const double sample = static_cast<double>(busy_bytes_) / to_seconds(busy_ns_);
-        rate_ = rate_ > 0 ? rate_ + kRateWeight * (sample - rate_) : sample;
-        host_->path_measured(index, epoch, rate_, std::nullopt);
-        busy_ns_ = 0;
-        busy_bytes_ = 0;
-    }
+    pace_ = host_->chunk_delivered(index, epoch);
     if (suspect_) {
         suspect_ = false;
         host_->path_suspect(index, epoch, false);
@@ -440,10 +460,7 @@ void RdmaPath::probe_completed() {
     const int64_t rtt = now - probe_ns_;
     probe_out_ = false;
     progress_ns_ = last_word_ns_ = now;
-    if (writes_out_ == 0) {
-        least_rtt_ns_ = least_rtt_ns_ == 0 ? rtt : std::min(least_rtt_ns_, rtt);
-        host_->path_measured(index, epoch, rate_, rtt);
-    }
+    if (writes_out_ == 0) host_->path_measured(index, epoch, pace_.bytes_per_second, rtt);
     if (suspect_) {
         suspect_ = false;
         host_->path_suspect(index, epoch, false);
@@ -451,6 +468,7 @@ void RdmaPath::probe_completed() {
     if (!up_) {
         up_ = true;
         host_->path_up(index, epoch);
+        pace_ = host_->pace(index, epoch);
     }
 }
 
@@ -474,7 +492,8 @@ void RdmaPath::look() {
     if (writes_out_ > 0 || probe_out_) {
         const int64_t silent = now - progress_ns_;
         // A slow rail is not a dead one: allow for what it has been seen to carry.
-        const auto chunk_ns = rate_ > 0 ? to_ns(settings_.chunk_bytes / rate_) : 0;
+        const double rate = pace_.bytes_per_second;
+        const auto chunk_ns = rate > 0 ? to_ns(settings_.chunk_bytes / rate) : 0;
         const int64_t limit = std::max(settings_.dead_after_ns, 4 * chunk_ns);
         if (silent > limit)
             trouble("nothing completed for " + std::to_string(silent / kMillisecond) + " ms");
@@ -553,7 +572,9 @@ int RdmaPath::destroy() {
     }
     if (cq_ != nullptr) verbs_.destroy_cq(std::exchange(cq_, nullptr));
     if (channel_ != nullptr) verbs_.destroy_comp_channel(std::exchange(channel_, nullptr));
-    if (staging_ != nullptr) rail_->give_back(std::move(staging_));
+    for (auto& piece : staging_) rail_->give_back(std::move(piece));
+    staging_.clear();
+    if (receives_ != nullptr) rail_->give_back(std::move(receives_));
     return 0;
 }
 

@@ -28,6 +28,8 @@ class RdmaPath final : public DataPath, public RailUser {
         int64_t dead_after_ns = 0;
         // A queue pair that cannot be destroyed for this long is the end of the link.
         int64_t retire_within_ns = 0;
+        // Of staging memory: the most that is under way at once.
+        uint64_t most_staged = 0;
     };
 
     // Makes the queue pair. Throws EngineError.
@@ -51,6 +53,7 @@ class RdmaPath final : public DataPath, public RailUser {
     void on_start() override { guarded(&RdmaPath::begin); }
     void on_kick() override { guarded(&RdmaPath::pump); }
     void on_sever() override { break_off("severed on request"); }
+    void on_give_up(const std::string& why) override { break_off(rail_->describe() + ": " + why); }
     void on_close() override;
 
     void open();
@@ -75,13 +78,17 @@ class RdmaPath final : public DataPath, public RailUser {
     void break_off(const std::string& why);
     void end(const std::string& why);
     int destroy();
-    uint32_t window() const;
+    bool make_queues();
+    void add_blocks(uint32_t count);
+    bool stage_more();
 
     const Settings settings_;
     const std::shared_ptr<Rail> rail_;
     const std::shared_ptr<VerbsDevice> device_;
     const Verbs& verbs_;
-    std::shared_ptr<Registration> staging_;
+    // Pieces of staging memory, with a block for each chunk, and the buffers of the receives.
+    std::vector<std::shared_ptr<Registration>> staging_;
+    std::shared_ptr<Registration> receives_;
     abi::CompChannel* channel_ = nullptr;
     abi::Cq* cq_ = nullptr;
     abi::Qp* qp_ = nullptr;
@@ -98,8 +105,15 @@ class RdmaPath final : public DataPath, public RailUser {
     std::string trouble_;
 
     // Sending.
+    struct Block {
+        uint8_t* data = nullptr;
+        uint32_t lkey = 0;
+    };
+    uint32_t most_blocks_;
+    std::vector<Block> blocks_;
     std::vector<uint32_t> free_blocks_;
-    std::vector<uint32_t> block_bytes_;
+    bool staged_all_ = false;  // there is no more memory
+    PathHost::Pace pace_;
     uint32_t writes_out_ = 0;
     bool probe_out_ = false;
     uint64_t next_lane_ = 0;
@@ -109,12 +123,6 @@ class RdmaPath final : public DataPath, public RailUser {
     int64_t looked_ns_ = 0;    // when look() ran last
     int64_t probe_ns_ = 0;
     int64_t last_word_ns_ = 0;  // when a completion last proved the path to be good
-    // Rate over the time with writes under way.
-    int64_t busy_since_ns_ = 0;
-    int64_t busy_ns_ = 0;
-    uint64_t busy_bytes_ = 0;
-    double rate_ = 0.0;
-    int64_t least_rtt_ns_ = 0;
 
     // Receiving.
     std::unordered_map<uint32_t, ChunkHeader> lanes_;

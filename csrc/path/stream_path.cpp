@@ -171,6 +171,11 @@ void StreamPath::on_sever() {
     host_->path_lost(index, epoch, "severed on request");
 }
 
+void StreamPath::on_give_up(const std::string& why) {
+    const Lock lock(mu_);
+    fail(why);
+}
+
 void StreamPath::on_close() {
     const Lock lock(mu_);
     drop_work();

@@ -28,6 +28,7 @@ class StreamPath : public DataPath {
     void on_start() override;
     void on_kick() override;
     void on_sever() override;
+    void on_give_up(const std::string& why) override;
     void on_close() override;
 
     // All of these with the mutex held.

@@ -234,6 +234,17 @@ std::optional<Inbox::Progress> Inbox::progress(const Key& key) const {
     return std::nullopt;
 }
 
+Inbox::Extent Inbox::extent(int direction) const {
+    Extent all;
+    for (const Slot& s : slots_) {
+        if (s.direction != direction) continue;
+        all.bytes += s.bytes;
+        all.largest = std::max(all.largest, s.bytes);
+        all.places = std::max(all.places, s.place + 1);
+    }
+    return all;
+}
+
 uint32_t Inbox::slots(int direction) const {
     uint32_t n = 0;
     for (const Slot& s : slots_) n += s.direction == direction;

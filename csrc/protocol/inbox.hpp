@@ -101,6 +101,13 @@ class Inbox {
         uint64_t of = 0;
     };
     std::optional<Progress> progress(const Key& key) const;
+    // All slots of a direction: their bytes, the bytes of the largest, and the places they have.
+    struct Extent {
+        uint64_t bytes = 0;
+        uint64_t largest = 0;
+        uint32_t places = 0;
+    };
+    Extent extent(int direction) const;
     uint32_t slots(int direction) const;
     uint32_t slots_in_use(int direction) const;
 

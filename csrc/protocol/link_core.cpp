@@ -17,7 +17,10 @@ constexpr size_t kMaxError = 1000;
 LinkCore::LinkCore(const Settings& settings)
     : dials_(settings.dials),
       peer_rank_(settings.peer_rank),
-      out_(settings.queues, settings.chunk_bytes) {}
+      out_(settings.queues, settings.chunk_bytes),
+      paths_(settings.chunk_bytes, settings.flight_bytes),
+      watchdog_(settings.patience_ns),
+      flight_bytes_(settings.flight_bytes) {}
 
 void LinkCore::send(const Frame& frame) {
     // In this order: a report that lacks a message must not overtake its acknowledgement.
@@ -78,6 +81,7 @@ void LinkCore::acknowledge(uint64_t message) {
 void LinkCore::release(uint32_t slot, uint64_t serial, bool at_once) {
     const auto next = in_.release(slot, serial);
     if (!next) return;
+    emptied(*next);
     waiting_.slots.push_back(*next);
     if (at_once || ++held_back_ >= kMostHeldBack) actions_.flush = true;
 }
@@ -146,7 +150,13 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         actions_.wake = true;
         if (!ack->slots.empty() && out_.has_chunks()) actions_.kick = true;
         if (ack->messages.empty()) return {};
-        for (const uint64_t message : ack->messages) out_.acknowledged(message, now);
+        for (const uint64_t id : ack->messages) {
+            const auto message = out_.find(id);
+            if (!message) continue;
+            for (const OutMessage::Carrier& c : message->carriers) paths_.proved(c);
+            watchdog_.acknowledged(message->info.bytes);
+            out_.acknowledged(id, now);
+        }
         send_empty_messages(now_wall, now);
         changed();
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
@@ -249,9 +259,14 @@ void LinkCore::answer_fence(const FenceFrame& fence) {
 
 std::optional<ChunkTask> LinkCore::next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall,
                                               int64_t now) {
-    if (!paths_.may_carry(path, epoch, out_, now)) return std::nullopt;
-    auto task = out_.next_chunk(path, epoch, now_wall, now);
-    if (task) paths_.entrusted(path, task->bytes);
+    if (!paths_.may_carry(path, epoch, out_, now) || !paths_.has_room(path, now))
+        return std::nullopt;
+    if (out_.bytes_under_way() == 0) watchdog_.started();
+    auto task = out_.next_chunk(path, epoch, now_wall, now, watchdog_.clock_ns());
+    if (task)
+        paths_.entrusted(path, task->bytes, now);
+    else
+        paths_.ran_out(path);
     return task;
 }
 
@@ -270,7 +285,10 @@ uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_
     ++counters_.messages_received;
     counters_.bytes_received += finished.bytes;
     acknowledge(finished.message);
-    if (finished.grant) waiting_.slots.push_back(*finished.grant);
+    if (finished.grant) {
+        emptied(*finished.grant);
+        waiting_.slots.push_back(*finished.grant);
+    }
     changed();
     return finished.bytes;
 }
@@ -390,6 +408,82 @@ void LinkCore::look_after_rails(bool recovered, int64_t now) {
                      seconds_text(to_seconds(PathSet::kConnectLimitNs)),
                  now);
     if (paths_.head_start_over(now)) actions_.kick = true;
+}
+
+// --- Long links ----------------------------------------------------------------------------------
+
+void LinkCore::look_after_flow(int64_t now) {
+    give_up_late_paths();
+    for (int direction = 0; direction < kDirections; ++direction) grow_slots(direction, now);
+}
+
+void LinkCore::give_up_late_paths() {
+    const int64_t patience = watchdog_.patience_ns(out_.bytes_under_way());
+    for (const auto& message : out_.late(watchdog_.clock_ns(), patience)) blame(*message);
+}
+
+// One path at a time: its fence tells what of the message is here, and what is missing moves. The
+// first that has not proved since then that it delivers; if all have, the one with the oldest
+// chunk.
+void LinkCore::blame(OutMessage& message) {
+    const OutMessage::Carrier* suspect = nullptr;
+    for (const OutMessage::Carrier& c : message.carriers) {
+        if (c.confirmed) continue;
+        // Somebody is being asked about it already.
+        if (!paths_.may_be_at_fault(c)) return;
+        const auto rank = [&](const OutMessage::Carrier& one) {
+            return std::pair(paths_[one.path].proved_ns >= one.given_ns, one.given_ns);
+        };
+        if (suspect == nullptr || rank(c) < rank(*suspect)) suspect = &c;
+    }
+    if (suspect == nullptr) return;
+    const int64_t waited = watchdog_.clock_ns() - message.watched_ns;
+    ++counters_.late_messages;
+    ++message.times_late;
+    message.watched_ns = watchdog_.clock_ns();
+    paths_.give_up(suspect->path);
+    actions_.fail.push_back(
+        {suspect->path, message.info.key.describe() + " was not acknowledged by " +
+                            rank_text(peer_rank_) + " for " + seconds_text(to_seconds(waited)) +
+                            " after its last chunk had been sent"});
+}
+
+// A slot comes round in a round trip and the time that the application has it. So what is emptied
+// in a round trip has to fit twice; as with a window, it doubles until it does. What the
+// application does not empty needs no more of them.
+void LinkCore::grow_slots(int direction, int64_t now) {
+    // Where a round trip is shorter, a few slots are enough for every wire.
+    constexpr int64_t kLong = kMillisecond;
+    constexpr int64_t kRoundTrips = 4;
+    constexpr int64_t kLeastSpan = 100 * kMillisecond;
+    constexpr uint64_t kMostAtOnce = uint64_t{64} << 20;  // takes some 20 ms to be allocated
+    constexpr uint64_t kMostSlots = 4096;
+    Turnover& t = turnover_[static_cast<size_t>(direction)];
+    const int64_t rtt = watchdog_.least_round_trip_ns();
+    const int64_t span = now - t.since_ns;
+    if (span < std::max(kLeastSpan, kRoundTrips * rtt)) return;
+    const double in_a_round_trip =
+        static_cast<double>(t.bytes) * static_cast<double>(rtt) / static_cast<double>(span);
+    t.bytes = 0;
+    t.since_ns = now;
+    if (rtt < kLong || paths_.within_a_host() || t.growing > 0 || t.full) return;
+    const Inbox::Extent have = in_.extent(direction);
+    const uint64_t wanted =
+        std::min({static_cast<uint64_t>(2.0 * in_a_round_trip), 2 * have.bytes, flight_bytes_,
+                  have.bytes + std::max(kMostAtOnce, have.largest)});
+    if (wanted <= have.bytes) return;
+    const uint64_t slots = std::min((wanted - have.bytes) / have.largest,
+                                    kMostSlots - std::min<uint64_t>(have.places, kMostSlots));
+    if (slots == 0) return;
+    t.growing = static_cast<uint32_t>(slots);
+    actions_.grow.push_back({direction, {have.places, t.growing, have.largest}});
+}
+
+void LinkCore::grown(int direction, bool there) {
+    Turnover& t = turnover_[static_cast<size_t>(direction)];
+    if (there) counters_.slots_added += t.growing;
+    t.growing = 0;
+    t.full = !there;
 }
 
 }  // namespace pipemorph

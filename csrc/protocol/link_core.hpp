@@ -11,6 +11,7 @@
 #include "protocol/outbox.hpp"
 #include "protocol/path_set.hpp"
 #include "protocol/reliable.hpp"
+#include "protocol/watchdog.hpp"
 
 namespace pipemorph {
 
@@ -18,12 +19,20 @@ namespace pipemorph {
 struct Actions {
     // Offers of queue pairs to let go of, by path.
     std::vector<uint32_t> withdraw;
-    // Connections to be given up, on their own thread, because their rail is barred.
+    // Connections to be given up, on their own thread: their rail is barred, or what they were
+    // given does not arrive.
     struct Fail {
         uint32_t path = 0;
         std::string why;
     };
     std::vector<Fail> fail;
+    // Slots to be added, since the application empties them faster than they come round; then
+    // `grown`.
+    struct Grow {
+        int direction = 0;
+        Inbox::Room room;
+    };
+    std::vector<Grow> grow;
     // On the path's own thread, so that no byte can reach a slot after the event that follows:
     // retire all its connections up to this epoch and say so with `retired`; again in a moment
     // while one of them cannot be.
@@ -46,6 +55,11 @@ class LinkCore {
         uint32_t peer_rank = 0;
         size_t queues = 1;
         uint32_t chunk_bytes = 0;
+        // Bytes of memory for what is under way at once: the most that is staged for the rails
+        // here, and up to which a direction's receive slots are added to.
+        uint64_t flight_bytes = uint64_t{512} << 20;
+        // Nothing counts as late sooner.
+        int64_t patience_ns = 5'000'000'000;
     };
     struct Counters {
         uint64_t messages_received = 0;
@@ -53,6 +67,8 @@ class LinkCore {
         uint64_t duplicate_chunks = 0;
         uint64_t stale_chunks = 0;
         uint64_t paths_remade = 0;
+        uint64_t late_messages = 0;  // a path was given up for each
+        uint64_t slots_added = 0;    // that nobody had reserved
     };
 
     explicit LinkCore(const Settings& settings);
@@ -132,6 +148,12 @@ class LinkCore {
 
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_ns);
+    // From now on the connection says what was delivered, and gets no more than a window.
+    void pace(uint32_t path, uint32_t epoch) { paths_.pace(path, epoch); }
+    // The oldest chunk that it has under way was.
+    void delivered(uint32_t path, uint32_t epoch, int64_t now_ns) {
+        paths_.delivered(path, epoch, now_ns);
+    }
     ChunkSink begin_chunk(const ChunkHeader& header);
     // The bytes of the message that this has completed; 0: of none.
     uint64_t finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
@@ -159,6 +181,16 @@ class LinkCore {
     }
     // `recovered`: a port has come up since the last time.
     void look_after_rails(bool recovered, int64_t now_ns);
+
+    // --- Long links ---
+    // A frame of the peer's came in.
+    void heard(int64_t now_ns) { watchdog_.heard(now_ns); }
+    void echoed(int64_t rtt_ns, int64_t now_ns) { watchdog_.echoed(rtt_ns, now_ns); }
+    // Now and then: what is late, and are there enough slots?
+    void look_after_flow(int64_t now_ns);
+    // After `Actions::grow`: the slots are there, or there is no memory for more of them.
+    void grown(int direction, bool there);
+
     void forgive(int64_t passed_ns, int64_t now_ns) { paths_.forgive(passed_ns, now_ns); }
 
   private:
@@ -171,8 +203,14 @@ class LinkCore {
     void answer_fence(const FenceFrame& fence);
     void changed() { actions_.wake = actions_.ring = true; }
     void note_carrier(int64_t now_ns) {
-        if (paths_.note_carrier(now_ns)) changed();
+        if (!paths_.note_carrier(now_ns)) return;
+        watchdog_.carrier_changed();
+        changed();
     }
+    void give_up_late_paths();
+    void blame(OutMessage& message);
+    void grow_slots(int direction, int64_t now_ns);
+    void emptied(const SlotGrant& slot) { turnover_[slot.direction].bytes += slot.bytes; }
     std::string why_not_connected(uint32_t path, uint32_t epoch) const;
     void withdraw(uint32_t path, const std::string& why, int64_t now_ns);
     void bar_rail(bool ours, uint32_t rail, const std::string& why, int64_t now_ns);
@@ -190,6 +228,16 @@ class LinkCore {
     Actions actions_;
     AckFrame waiting_;        // to be collected
     uint32_t held_back_ = 0;  // grants that were released since the last flush
+    Watchdog watchdog_;
+    const uint64_t flight_bytes_;
+    // What the application has emptied since then, by direction.
+    struct Turnover {
+        uint64_t bytes = 0;  // of slots
+        int64_t since_ns = 0;
+        uint32_t growing = 0;  // slots that were asked for
+        bool full = false;     // there is no more memory
+    };
+    std::array<Turnover, kDirections> turnover_{};
     std::deque<uint32_t> segments_to_offer_;
     std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
 };

@@ -140,12 +140,14 @@ bool Outbox::has_chunks() const {
 }
 
 ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t epoch,
-                       int64_t now_wall_ns, int64_t now_steady_ns) {
+                       int64_t now_wall_ns, int64_t now_steady_ns, int64_t clock_ns) {
     if (m->started_steady_ns == 0) {
         m->started_steady_ns = now_steady_ns;
         m->info.started_ns = now_wall_ns;
+        under_way_ += m->info.bytes;
     }
-    m->carriers[index] = {path, epoch, false};
+    m->carriers[index] = {path, epoch, false, clock_ns};
+    m->watched_ns = clock_ns;
     ChunkTask task;
     task.message = m;
     task.header.path = path;
@@ -161,13 +163,14 @@ ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t
 }
 
 std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
-                                            int64_t now_steady_ns) {
+                                            int64_t now_steady_ns, int64_t clock_ns) {
     while (!again_.empty()) {
         const auto [m, index] = again_.front();
         again_.pop_front();
         if (!by_id_.contains(m->info.id)) continue;
         ++chunks_resent;
-        return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+        --m->again;
+        return give(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
     }
     std::deque<Pointer>* queue = next_queue();
     if (queue == nullptr) return std::nullopt;
@@ -175,7 +178,7 @@ std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64
     if (!m->slot) take_slot(*m);
     const uint32_t index = m->next_chunk++;
     if (m->next_chunk == m->chunks) queue->pop_front();
-    return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+    return give(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
 }
 
 // The queue whose head has the fewest chunks left, of several the oldest message's: messages of one
@@ -222,7 +225,10 @@ bool Outbox::acknowledged(uint64_t id, int64_t now_steady_ns) {
     const auto it = by_id_.find(id);
     if (it == by_id_.end()) return false;
     const Pointer m = it->second;
-    if (m->chunks == 0) --inline_in_flight_;
+    if (m->chunks == 0)
+        --inline_in_flight_;
+    else
+        under_way_ -= m->info.bytes;
     ++messages_sent;
     bytes_sent += m->info.bytes;
     telemetry.push({m->info.key, m->info.bytes, m->started_steady_ns - m->posted_steady_ns,
@@ -253,13 +259,27 @@ void Outbox::fenced(const BitmapFrame& report) {
             if (c.path != report.path || c.epoch != report.epoch || c.confirmed) continue;
             // Marked either way, so that a repeated report cannot queue a chunk twice.
             c.confirmed = true;
-            if (!r.has(i)) again_.emplace_back(m, i);
+            if (r.has(i)) continue;
+            again_.emplace_back(m, i);
+            ++m->again;
         }
     }
 }
 
+std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns) const {
+    constexpr uint32_t kMostDoubled = 6;
+    std::vector<Pointer> out;
+    for (const auto& [_, m] : by_id_) {
+        if (m->next_chunk < m->chunks || m->chunks == 0 || m->again > 0) continue;
+        const int64_t patience = patience_ns << std::min(m->times_late, kMostDoubled);
+        if (clock_ns - m->watched_ns > patience) out.push_back(m);
+    }
+    return out;
+}
+
 void Outbox::abandon() {
     for (const auto& [id, m] : by_id_) abandoned_.insert(id);
+    under_way_ = 0;
     by_id_.clear();
     keys_.clear();
     again_.clear();

@@ -35,8 +35,12 @@ struct OutMessage {
         uint32_t path = 0;
         uint32_t epoch = 0;
         bool confirmed = false;  // the receiver reported it after a fence
+        int64_t given_ns = 0;    // by the watchdog's clock
     };
     std::vector<Carrier> carriers;
+    uint32_t again = 0;      // chunks that wait to be sent again
+    int64_t watched_ns = 0;  // when a chunk was given last, or a path was given up for it
+    uint32_t times_late = 0;
 };
 
 // One chunk for a path to carry. Holding it keeps the payload alive.
@@ -65,17 +69,27 @@ class Outbox {
 
     void granted(const SlotGrant& grant);
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
-                                        int64_t now_steady_ns);
+                                        int64_t now_steady_ns, int64_t clock_ns = 0);
     bool has_chunks() const;
     // How many could be given to a path right now.
     uint64_t ready_chunks() const;
 
+    std::shared_ptr<OutMessage> find(uint64_t id) const {
+        const auto it = by_id_.find(id);
+        return it == by_id_.end() ? nullptr : it->second;
+    }
     // False: no such message is in flight.
     bool acknowledged(uint64_t message, int64_t now_steady_ns);
 
     // The messages with chunks entrusted to a path's epoch: what to ask the receiver about.
     std::vector<uint64_t> entrusted_to(uint32_t path, uint32_t epoch) const;
     void fenced(const BitmapFrame& report);
+
+    // Bytes of the messages that have been given to paths, whole or in part.
+    uint64_t bytes_under_way() const { return under_way_; }
+    // Of all chunks of these messages nothing was heard for `patience_ns` by the watchdog's clock,
+    // doubled with each time that a path was given up for the message.
+    std::vector<std::shared_ptr<OutMessage>> late(int64_t clock_ns, int64_t patience_ns) const;
 
     // The link is dead: let go of every payload.
     void abandon();
@@ -101,7 +115,7 @@ class Outbox {
     void fail(const Pointer& message, std::string why);
     void forget(const Pointer& message);
     ChunkTask give(const Pointer& message, uint32_t index, uint32_t path, uint32_t epoch,
-                   int64_t now_wall_ns, int64_t now_steady_ns);
+                   int64_t now_wall_ns, int64_t now_steady_ns, int64_t clock_ns);
     static std::string too_large(const MessageInfo& info, uint64_t largest);
 
     const size_t queues_;
@@ -122,6 +136,7 @@ class Outbox {
     std::deque<std::pair<Pointer, uint32_t>> again_;  // chunks lost with their path
     std::deque<Pointer> inline_;
     size_t inline_in_flight_ = 0;
+    uint64_t under_way_ = 0;
     std::map<uint64_t, Pointer> by_id_;
     std::unordered_set<Key, KeyHash> keys_;
     std::map<uint64_t, std::string> failed_;

@@ -59,7 +59,16 @@ void PathSet::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> loca
     if (p.machine.epoch() != epoch) p.machine.take(epoch);
     p.current = true;
     p.local_thread = local_thread;
+    begin(p);
     if (carries) p.machine.connected(epoch, now);
+}
+
+// What is known of the connection before is not known of this one.
+void PathSet::begin(Path& p) {
+    p.flow = Flow(chunk_bytes_, share_of_rail());
+    p.paced = false;
+    p.proved_ns = -1;
+    p.giving_up = false;
 }
 
 std::optional<uint32_t> PathSet::replace(uint32_t path) {
@@ -112,9 +121,42 @@ bool PathSet::may_carry(uint32_t path, uint32_t epoch, const Outbox& out, int64_
     return !stands_by(path);
 }
 
-void PathSet::entrusted(uint32_t path, size_t bytes) {
-    ++paths_[path].chunks;
-    paths_[path].bytes += bytes;
+bool PathSet::has_room(uint32_t path, int64_t now) {
+    Path& p = paths_[path];
+    return !p.paced || (!leave_to_emptier_rails(p) && p.flow.has_room(now));
+}
+
+// What would only queue behind what this one has under way goes at once over another.
+bool PathSet::leave_to_emptier_rails(const Path& path) const {
+    if (!path.flow.is_half_full()) return false;
+    return std::any_of(paths_.begin(), paths_.begin() + rails_, [this](const Path& p) {
+        return p.paced && !p.flow.is_half_full() && carries(p) && !barred(p);
+    });
+}
+
+void PathSet::entrusted(uint32_t path, size_t bytes, int64_t now) {
+    Path& p = paths_[path];
+    ++p.chunks;
+    p.bytes += bytes;
+    if (p.paced) p.flow.sent(bytes, now);
+}
+
+void PathSet::pace(uint32_t path, uint32_t epoch) {
+    if (is_current(path, epoch)) paths_[path].paced = true;
+}
+
+void PathSet::delivered(uint32_t path, uint32_t epoch, int64_t now) {
+    if (!is_current(path, epoch)) return;
+    Path& p = paths_[path];
+    p.flow.delivered(now);
+    if (p.flow.wire_rate() <= 0) return;
+    p.bytes_per_second = p.flow.wire_rate();
+    p.measured_ns = p.flow.wire_rate_ns();
+}
+
+void PathSet::proved(const OutMessage::Carrier& carrier) {
+    Path& p = paths_[carrier.path];
+    if (carrier.epoch == p.machine.epoch()) p.proved_ns = std::max(p.proved_ns, carrier.given_ns);
 }
 
 // Within a host one socket per thread keeps the thread busy, and what would wait in a second one
@@ -132,6 +174,7 @@ void PathSet::connected(uint32_t path, uint32_t epoch, int64_t now) {
     p.machine.connected(epoch, now);
     p.trouble.clear();
     p.bytes_per_second = 0;
+    begin(p);
 }
 
 void PathSet::measured(uint32_t path, uint32_t epoch, double bytes_per_second, int64_t now) {
@@ -148,9 +191,11 @@ void PathSet::measured(uint32_t path, uint32_t epoch, double bytes_per_second, i
 bool PathSet::leave_to_other_rails(uint32_t path, const Outbox& out, int64_t now) const {
     const Path& p = paths_[path];
     if (p.bytes_per_second <= 0 || now - p.measured_ns > kRateAge) return false;
+    // Only faster ones: of several alike each would leave it to the others.
     double others = 0.0;
     for (uint32_t i = 0; i < rails_; ++i)
-        if (i != path && carries(paths_[i]) && !barred(paths_[i]))
+        if (paths_[i].bytes_per_second > p.bytes_per_second && carries(paths_[i]) &&
+            !barred(paths_[i]))
             others += paths_[i].bytes_per_second;
     return others > 0 && leave_to_others(p.bytes_per_second, others, out.ready_chunks());
 }

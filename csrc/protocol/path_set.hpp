@@ -5,11 +5,13 @@
 // takes its place; one that was replaced counts until it has been retired.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "protocol/flow.hpp"
 #include "protocol/outbox.hpp"
 #include "protocol/path_state.hpp"
 #include "wire/frames.hpp"
@@ -36,9 +38,22 @@ class PathSet {
         uint32_t peer_rail = 0;
         bool offered = false;  // waits for the peer's answer
         int64_t offered_ns = 0;
-        double bytes_per_second = 0.0;
+        double bytes_per_second = 0.0;  // that it can carry; 0: not known
         int64_t measured_ns = 0;
+        // What its connection has under way. `paced`: it says what was delivered, so it gets no
+        // more than its window.
+        Flow flow;
+        bool paced = false;
+
+        // The watchdog: of the chunks that were given to this epoch, one from then has arrived,
+        // and with it all before.
+        int64_t proved_ns = -1;
+        bool giving_up = false;  // it was told to
     };
+
+    // `most_under_way`: bytes, of all rails together.
+    PathSet(uint32_t chunk_bytes, uint64_t most_under_way)
+        : chunk_bytes_(chunk_bytes), most_under_way_(most_under_way) {}
 
     // Rails first. The acceptor does not know yet which rail is whose.
     // `kind`: of the rails, rdma or libfabric.
@@ -90,7 +105,28 @@ class PathSet {
 
     // --- Who carries ---
     bool may_carry(uint32_t path, uint32_t epoch, const Outbox& out, int64_t now_ns) const;
-    void entrusted(uint32_t path, size_t bytes);
+    // Whether its window has room for one more chunk.
+    bool has_room(uint32_t path, int64_t now_ns);
+    void entrusted(uint32_t path, size_t bytes, int64_t now_ns);
+    void ran_out(uint32_t path) { paths_[path].flow.ran_out(); }
+    // The connection says what was delivered, from now on.
+    void pace(uint32_t path, uint32_t epoch);
+    void delivered(uint32_t path, uint32_t epoch, int64_t now_ns);
+    // The receiver has a chunk that was given to it then.
+    void proved(const OutMessage::Carrier& carrier);
+    // Whether it may be what holds up a chunk.
+    bool may_be_at_fault(const OutMessage::Carrier& carrier) const {
+        return is_current(carrier.path, carrier.epoch) && !paths_[carrier.path].giving_up;
+    }
+    void give_up(uint32_t path) { paths_[path].giving_up = true; }
+    // Bytes that one rail may have under way.
+    uint64_t share_of_rail() const { return most_under_way_ / std::max(rails_, 1U); }
+    // Both ends are on one host, as far as is known.
+    bool within_a_host() const {
+        return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
+            return p.kind == Transport::shm || p.local_thread.has_value();
+        });
+    }
     // Not worth waking: another socket of its thread carries.
     bool stands_by(uint32_t path) const;
     void connected(uint32_t path, uint32_t epoch, int64_t now_ns);
@@ -141,8 +177,13 @@ class PathSet {
     }
     bool rails_carry() const;
     bool sockets_may_carry(int64_t now_ns) const;
+    bool leave_to_emptier_rails(const Path& path) const;
     bool leave_to_other_rails(uint32_t path, const Outbox& out, int64_t now_ns) const;
 
+    void begin(Path& path);
+
+    const uint32_t chunk_bytes_;
+    const uint64_t most_under_way_;
     std::vector<Path> paths_;
     uint32_t rails_ = 0;
     std::map<std::pair<uint32_t, uint32_t>, RegionFrame> peer_regions_;  // by rail and segment

@@ -10,6 +10,7 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -304,13 +305,32 @@ PortAddress Rail::address() const {
     return out;
 }
 
+std::map<std::string, uint64_t> Rail::counters(const std::string& sysfs) const {
+    std::map<std::string, uint64_t> all;
+    const std::string port =
+        sysfs + "/class/infiniband/" + device_->name + "/ports/" + std::to_string(port_);
+    for (const char* kind : {"counters", "hw_counters"}) {
+        std::error_code none;  // a driver need not have both
+        for (const auto& file : std::filesystem::directory_iterator(port + "/" + kind, none)) {
+            std::ifstream in(file.path());
+            uint64_t value = 0;
+            if (in >> value) all[file.path().filename().string()] = value;
+        }
+    }
+    return all;
+}
+
 std::shared_ptr<Registration> Rail::borrow_staging(size_t bytes) {
     {
         const std::lock_guard lock(mu_);
-        for (auto it = staging_.begin(); it != staging_.end(); ++it) {
-            if ((*it)->size() < bytes) continue;
-            auto found = std::move(*it);
-            staging_.erase(it);
+        auto best = staging_.end();
+        for (auto it = staging_.begin(); it != staging_.end(); ++it)
+            if ((*it)->size() >= bytes &&
+                (best == staging_.end() || (*it)->size() < (*best)->size()))
+                best = it;
+        if (best != staging_.end()) {
+            auto found = std::move(*best);
+            staging_.erase(best);
             return found;
         }
     }

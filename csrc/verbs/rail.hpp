@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,6 +21,9 @@ struct RailOptions {
     int gid_index = -1;  // -1: the best one, looked up at every connection
     uint8_t traffic_class = 0;
     uint8_t service_level = 0;
+    // Of a link over each pair of rails. One is one flow, which goes one way through a fabric that
+    // spreads flows; several use several ways, for the price of staging memory each.
+    uint32_t queue_pairs = 1;
     bool wanted = false;           // somebody asked for rdma: say why there is none
     const Verbs* verbs = nullptr;  // in place of the system's libibverbs
 };
@@ -107,11 +111,15 @@ class Rail : public std::enable_shared_from_this<Rail> {
     // Where its card is; numa::kNowhere if that is not known.
     int numa_node() const { return numa_node_; }
 
+    // What the kernel counts for the port, by the names of sysfs (counters and hw_counters); empty
+    // where the driver counts nothing.
+    std::map<std::string, uint64_t> counters(const std::string& sysfs = "/sys") const;
+
     // Asks the device: port state and GIDs change. Throws EngineError if the port is not active
     // or has no usable GID.
     PortAddress address() const;
 
-    // Staging memory for one queue pair, registered once and used again by later ones.
+    // Staging memory for a queue pair, registered once and used again by later ones.
     std::shared_ptr<Registration> borrow_staging(size_t bytes);
     void give_back(std::shared_ptr<Registration> staging);
 

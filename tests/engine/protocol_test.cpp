@@ -515,6 +515,29 @@ TEST(a_sender_is_short_of_slots_when_it_knows_of_no_more_than_one) {
     CHECK(!core.is_short_of_slots(0));  // it has one more, and there is none to tell of
 }
 
+// Otherwise each would leave it to the others, which together are faster than it is.
+TEST(rails_that_are_alike_do_not_leave_a_chunk_to_each_other) {
+    LinkCore core({true, 1, 1, kChunk});
+    core.assign_paths({{0, 0}, {1, 1}, {2, 2}}, Transport::tcp, 0);
+    core.start(1);
+    for (const auto& [path, epoch] : core.due(1)) {
+        QpAddress qp;
+        qp.mtu = 1;
+        CHECK(core.offer(path, epoch, qp, "", 1) && core.take_answer({path, epoch, "", qp}, 1));
+        CHECK(core.connected(path, epoch, "", 1) && core.path_up(path, epoch, 1));
+        core.path_measured(path, epoch, 1e9, 1);
+    }
+    Frame grant = AckFrame{{}, {{0, 0, 1, 0, 0, kChunk}}};
+    CHECK(core.handle(grant, 1, 1).empty());
+    MessageInfo info;
+    info.bytes = kChunk;
+    std::vector<uint8_t> payload(kChunk);
+    core.post(info, payload.data(), nullptr, 1, 1);
+    int given = 0;
+    for (uint32_t path = 0; path < 3; ++path) given += core.next_chunk(path, 1, 1, 1).has_value();
+    CHECK(given == 1);
+}
+
 // The sender would send again what the report does not name, although it is here.
 TEST(acknowledgements_are_not_overtaken_by_reports) {
     LinkCore core({false, 1, 1, kChunk});

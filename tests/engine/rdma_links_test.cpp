@@ -11,6 +11,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <tuple>
 
 #include "check.hpp"
 #include "engine/dial.hpp"
@@ -120,14 +121,18 @@ struct Two {
     std::shared_ptr<Link> dialled;
     std::shared_ptr<Link> accepted;
 
-    explicit Two(uint32_t rails = 1) {
+    explicit Two(uint32_t rails = 1, uint32_t queue_pairs_low = 1, uint32_t queue_pairs_high = 1) {
         std::vector<std::string> devices[2];
         for (uint32_t i = 0; i < 2 * rails; ++i) {
             devices[i % 2].push_back("fake" + std::to_string(i));
             fabric.add(devices[i % 2].back().c_str());
         }
-        low.emplace(config(0, devices[0]));
-        high.emplace(config(1, devices[1]));
+        Config ours = config(0, devices[0]);
+        Config theirs = config(1, devices[1]);
+        ours.rdma.queue_pairs = queue_pairs_low;
+        theirs.rdma.queue_pairs = queue_pairs_high;
+        low.emplace(std::move(ours));
+        high.emplace(std::move(theirs));
     }
     // The tests' own gates must be open by then.
     ~Two() {
@@ -569,4 +574,27 @@ TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
     CHECK(two.accepted->slot_memory().size() < 16);
     CHECK(two.fabric.open_objects() < before + 16 + 16);
     CHECK(two.accepted->stats().reconnects > 0);
+}
+
+// Every pair of rails has as many as both ends want, in the same order at both.
+TEST(rdma_links_have_several_queue_pairs_of_a_rail) {
+    for (const auto& [ours, theirs, of_each] : {std::tuple{2U, 2U, 2U}, std::tuple{3U, 1U, 1U}}) {
+        Two two(2, ours, theirs);
+        two.linked();
+        const auto rails = [](const Link& link) {
+            std::vector<std::string> names;
+            for (const PathStats& p : link.stats().paths)
+                if (p.kind == "rdma") names.push_back(p.rail);
+            return names;
+        };
+        const auto low = rails(*two.dialled);
+        CHECK(low.size() == 2 * of_each && rails(*two.accepted).size() == low.size());
+        CHECK(std::count(low.begin(), low.end(), "fake0 port 1") == of_each);
+        CHECK(std::count(low.begin(), low.end(), "fake2 port 1") == of_each);
+        two.accepted->reserve(0, 4, 64 * kChunk);
+        for (int64_t m = 0; m < 4; ++m) send(*two.dialled, key(m), 64 * kChunk);
+        for (int64_t m = 0; m < 4; ++m) receive_right(*two.accepted, key(m), 64 * kChunk);
+        for (const PathStats& p : two.dialled->stats().paths)
+            if (p.kind == "rdma") CHECK(p.window >= Flow::kLeastChunks * kChunk);
+    }
 }

@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <tuple>
 
 #include "check.hpp"
 #include "fake_verbs.hpp"
@@ -43,6 +44,8 @@ struct Host final : PathHost {
     std::string lost;
     std::string protocol;
     std::atomic<bool> throws{false};
+    Pace its_pace;
+    uint32_t delivered = 0;
 
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
         const std::lock_guard lock(mu);
@@ -95,6 +98,13 @@ struct Host final : PathHost {
     void path_up(uint32_t, uint32_t) override {
         note([&] { up = true; });
     }
+    Pace pace(uint32_t, uint32_t) override { return its_pace; }
+    Pace chunk_delivered(uint32_t, uint32_t) override {
+        const std::lock_guard lock(mu);
+        ++delivered;
+        changed.notify_all();
+        return its_pace;
+    }
     void path_suspect(uint32_t, uint32_t, bool suspicious) override {
         note([&] { suspect = suspicious; });
     }
@@ -119,7 +129,8 @@ struct End {
     std::shared_ptr<Host> host = std::make_shared<Host>();
     std::shared_ptr<RdmaPath> path;
 
-    explicit End(const char* device) {
+    End(const char* device, RdmaPath::Settings settings, uint64_t window) {
+        host->its_pace.window = window;
         RailOptions options;
         options.devices = {device};
         std::string trouble;
@@ -136,8 +147,7 @@ struct End {
         host->payload.resize(host->message->info.bytes);
         for (uint32_t i = 0; i < kChunks; ++i)
             std::memset(&host->payload[size_t{i} * kChunk], content(i), kChunk);
-        path = std::make_shared<RdmaPath>(rail, host, kPath, kEpoch,
-                                          RdmaPath::Settings{kChunk, 60 * kSecond, 60 * kSecond});
+        path = std::make_shared<RdmaPath>(rail, host, kPath, kEpoch, settings);
     }
     ~End() { rail->stop(); }
 
@@ -195,11 +205,12 @@ struct Pair {
     std::optional<End> a;
     std::optional<End> b;
 
-    Pair() {
+    explicit Pair(uint64_t staged = 0, uint64_t window = 0) {
         fabric.add("fake0");
         fabric.add("fake1");
-        a.emplace("fake0");
-        b.emplace("fake1");
+        const RdmaPath::Settings settings{kChunk, 60 * kSecond, 60 * kSecond, staged};
+        a.emplace("fake0", settings, window);
+        b.emplace("fake1", settings, window);
         a->host->peer_slot = b->host->slot;
         b->host->peer_slot = a->host->slot;
         b->path->connect(a->path->local(), false);
@@ -238,6 +249,36 @@ TEST(rdma_path_drops_what_lands_after_its_end) {
     p.fabric.flow();
     CHECK(p.fabric.under_way() == 0 && p.b->host->chunks_received == 0);
     CHECK(p.b->host->slot->data()[0] == 0);
+}
+
+// As many chunks as fit the window are under way at once, or the memory for them.
+TEST(rdma_path_stages_as_much_as_its_window) {
+    constexpr uint32_t kAtFirst = 8;
+    for (const auto& [staged, window, most] :
+         {std::tuple{uint64_t{0}, uint64_t{100} * kChunk, kAtFirst},
+          std::tuple{uint64_t{300} * kChunk, uint64_t{100} * kChunk, 128U},
+          std::tuple{uint64_t{50} * kChunk, uint64_t{100} * kChunk, 50U},
+          std::tuple{uint64_t{300} * kChunk, uint64_t{0}, kAtFirst}}) {
+        Pair p(staged, window);
+        Host& a = *p.a->host;
+        p.fabric.hold();
+        p.a->send(kChunks);
+        a.until("as many as may be", [&] { return a.sent >= most; });
+        p.a->on_thread([] {});
+        CHECK(a.sent == most && a.delivered == 0);
+        p.fabric.flow();
+        Host& b = *p.b->host;
+        b.until("all chunks", [&] { return b.chunks_received == kChunks; });
+        a.until("all delivered", [&] { return a.delivered == kChunks; });
+        CHECK(b.received == std::vector<int>(kChunks, 1));
+    }
+}
+
+TEST(rdma_path_gives_up_on_request_and_says_why) {
+    Pair p;
+    p.a->path->give_up("what it carries does not arrive");
+    p.a->host->until("lost", [&] { return !p.a->host->lost.empty(); });
+    CHECK(p.a->host->lost == "fake0 port 1: what it carries does not arrive");
 }
 
 // The window opens with the card's acknowledgements, whatever the receiver's thread does.

@@ -1,4 +1,6 @@
 // Chunks on their way into slots, and what every write has to hold to.
+#include <numeric>
+
 #include "sim_model.hpp"
 
 namespace sim {
@@ -15,13 +17,34 @@ void World::send_chunk(int side, uint32_t path) {
     }
     auto task = core(side).next_chunk(path, c->epoch, 2, now_);
     if (!task) return;
-    c->towards[1 - side].push_back({std::move(*task), 0, false, false, false, false});
+    if (c->kind == Transport::rdma) {
+        c->under_way[side].push_back(task->bytes);
+        const uint64_t bytes =
+            std::accumulate(c->under_way[side].begin(), c->under_way[side].end(), uint64_t{0});
+        const uint64_t most =
+            std::max<uint64_t>(flight_bytes_ / rails_, uint64_t{Flow::kLeastChunks} * kChunkBytes);
+        require(bytes <= most, "more is under way than there is memory for");
+        tally_.full_windows += bytes + kChunkBytes > most;
+    }
+    Flight f;
+    f.task = std::move(*task);
+    c->towards[1 - side].push_back(std::move(f));
     check_carrier(side, *c);
+}
+
+void World::acknowledge(int from, const ConnectionPointer& c, Flight& f) {
+    if (c->kind != Transport::rdma || std::exchange(f.acknowledged, true)) return;
+    const int side = 1 - from;
+    threads(side, c->path).data.push_back([this, side, c] {
+        c->under_way[side].pop_front();
+        if (!c->retired[side]) core(side).delivered(c->path, c->epoch, now_);
+    });
 }
 
 void World::look_after_rail(int side, const ConnectionPointer& c) {
     if (!c->up[side] && c->attached[1 - side] && !c->retired[1 - side] && !c->cut) {
         c->up[side] = core(side).path_up(c->path, c->epoch, now_);
+        core(side).pace(c->path, c->epoch);
     } else if (c->suspected[side] && random_(4) == 0) {
         c->suspected[side] = false;
         core(side).path_suspect(c->path, c->epoch, false, now_);
@@ -97,6 +120,7 @@ void World::land(int side, const ConnectionPointer& c) {
     if (flights.empty()) return;
     const auto f = std::next(flights.begin(), random_(static_cast<uint32_t>(flights.size())));
     if (f->dropped) {
+        if (f->swallowed) acknowledge(side, c, *f);
         flights.erase(f);
         return;
     }
@@ -112,6 +136,7 @@ void World::land(int side, const ConnectionPointer& c) {
             std::memcpy(to, f->task.data + f->landed, n);
         }
         f->landed += static_cast<uint32_t>(n);
+        if (f->landed == f->task.bytes) acknowledge(side, c, *f);
         tally_.late_writes += c->given_up[1 - side];
         return;
     }

@@ -7,27 +7,45 @@ namespace sim {
 void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint32_t> barred) {
     End& e = end(side);
     const int direction = side == kLow ? 1 : 0;
-    const bool shared = kinds_.front() == Transport::shm;
     e.largest = bytes = std::min(bytes, uint64_t{kSlotBytes});
     if (e.asked.size() < slots) e.asked.resize(slots);
     for (uint32_t i = 0; i < slots; ++i) e.asked[i] = std::max(e.asked[i], bytes);
     for (const Inbox::Room& room : e.core.in().missing(direction, slots, bytes)) {
         tally_.grown += !e.slots.empty();
-        const size_t number = e.core.in().segments().size() * 2 + static_cast<size_t>(side);
-        auto memory = slot_memory(number);
-        const uint64_t size = memory->size();
-        const uint32_t segment = e.core.add_room(direction, room, std::move(memory), shared);
-        e.slots.resize(e.slots.size() + room.slots);
         e.slot_bytes += room.slots * room.bytes;
-        for (uint32_t rail = 0; rail < rails_; ++rail)
-            e.core.add_region({rail, segment, 0, barred == rail ? 0 : size, 0}, "no memory", now_);
-        if (barred) e.barred.insert(*barred);
-        if (!shared) e.core.grant_room(segment);
-        act(side);
+        add_slots(side, room, barred);
     }
     uint64_t asked = 0;
     for (const uint64_t most : e.asked) asked += most;
     require(e.slot_bytes < 4 * asked, "slots have four times the memory that was asked for");
+}
+
+// Link::make_room
+void World::add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred) {
+    End& e = end(side);
+    const bool shared = kinds_.front() == Transport::shm;
+    const size_t number = e.core.in().segments().size() * 2 + static_cast<size_t>(side);
+    auto memory = slot_memory(number);
+    const uint64_t size = memory->size();
+    const uint32_t segment = e.core.add_room(side == kLow ? 1 : 0, room, std::move(memory), shared);
+    e.slots.resize(e.slots.size() + room.slots);
+    for (uint32_t rail = 0; rail < rails_; ++rail)
+        e.core.add_region({rail, segment, 0, barred == rail ? 0 : size, 0}, "no memory", now_);
+    if (barred) e.barred.insert(*barred);
+    if (!shared) e.core.grant_room(segment);
+    act(side);
+}
+
+void World::grow(int side, const Actions::Grow& what) {
+    End& e = end(side);
+    const bool there = random_(8) != 0;
+    if (there) {
+        e.added_bytes += what.room.slots * what.room.bytes;
+        tally_.slots_added += what.room.slots;
+        require(e.added_bytes <= flight_bytes_, "slots were added beyond the memory for them");
+        add_slots(side, what.room, std::nullopt);
+    }
+    core(side).grown(what.direction, there);
 }
 
 void World::post(int side) {
@@ -178,6 +196,7 @@ void World::deliver_control(int side) {
     if (to.control == 0 || to.control != from.control || from.outgoing.empty()) return;
     const auto size = static_cast<uint32_t>(from.outgoing.size());
     const uint32_t n = random_(3) == 0 ? 1 + random_(size) : size;
+    to.core.heard(now_);
     to.incoming.insert(to.incoming.end(), from.outgoing.begin(), from.outgoing.begin() + n);
     from.outgoing.erase(from.outgoing.begin(), from.outgoing.begin() + n);
     read_control(side);

@@ -65,6 +65,8 @@ struct Flight {
     bool damaged = false;
     bool repeated = false;  // one-sided: its notification will come twice
     bool copy = false;      // the second delivery of a chunk
+    bool swallowed = false;
+    bool acknowledged = false;  // rails: by the receiver's card
 };
 
 // One epoch of one path, as both ends and the fabric between them see it.
@@ -85,6 +87,7 @@ struct Connection {
     bool retired[2] = {false, false};    // nothing can reach that end's slots any more
     bool overdue[2] = {false, false};    // that end's deadline for a lost chunk runs
     std::list<Flight> towards[2];        // flights to that end
+    std::deque<uint64_t> under_way[2];   // rails: bytes of the chunks that that end's card has
     std::deque<uint32_t> segments[2];    // shared memory: shown to that end, not mapped yet
     // Stream: the chunk that is being read at that end.
     struct Reading {
@@ -132,6 +135,7 @@ struct End {
     uint64_t largest = 0;
     std::vector<uint64_t> asked;
     uint64_t slot_bytes = 0;
+    uint64_t added_bytes = 0;  // what was added beside
     std::map<uint64_t, Sent> sent;
     uint64_t to_send = 0;
     struct Held {
@@ -171,6 +175,8 @@ class World {
     // One of the rails cannot register the memory: `barred`.
     void reserve(int side, uint32_t slots, uint64_t bytes,
                  std::optional<uint32_t> barred = std::nullopt);
+    void add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred);
+    void grow(int side, const Actions::Grow& what);  // Link::grow
     void post(int side);
     void post(int side, Sent m, const std::optional<SlotGrant>& leased);
     bool lease(int side, Sent& m);
@@ -223,6 +229,8 @@ class World {
     bool carries(int side, const Connection& c) const;
     // What a write into `slot` for `serial` has to hold to, at the moment when it happens.
     void check_write(int side, const Flight& f) const;
+    // The receiver's card has it: the sender's completes it.
+    void acknowledge(int from, const ConnectionPointer& c, Flight& f);
     void move_chunk(int side, const ConnectionPointer& c);
     // One-sided: any of the writes moves on; its notification comes when all of it is there.
     void land(int side, const ConnectionPointer& c);
@@ -264,6 +272,8 @@ class World {
     uint64_t next_control_ = 0;
     int faults_left_ = 0;
     uint64_t undelivered_ = 0;
+    uint64_t flight_bytes_ = 0;  // LinkCore::Settings
+    int64_t rtt_ = 0;            // as the echoes say
     bool leases_ = false;        // over shared memory
     bool leases_last_ = false;   // until everything that was posted has been acknowledged
     bool sizes_change_ = false;  // of the receivers' slots, now and then

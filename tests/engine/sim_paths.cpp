@@ -19,11 +19,13 @@ void World::act(int side) {
         retire(side, *find(path, core(side).paths()[path].machine.epoch()));
     for (const Actions::Fail& f : actions.fail) {
         const ConnectionPointer c = current(side, f.path);
-        require(c != nullptr, "a barred rail has no connection to give up");
+        require(c != nullptr, "a path has no connection to give up");
         threads(side, f.path).data.push_back([this, side, c] { path_lost(side, c); });
     }
     for (const Actions::Retire& what : actions.retire)
         threads(side, what.path).data.push_back([this, side, what] { retire_up_to(side, what); });
+    for (const Actions::Grow& what : actions.grow)
+        threads(side, 0).setup.push_back([this, side, what] { grow(side, what); });
     // Whoever reads may put it off until it has done what it read for.
     if (actions.flush && random_(4) != 0) flush(side);
 }

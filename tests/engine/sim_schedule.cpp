@@ -19,16 +19,19 @@ World::World(const Options& options, Tally& tally)
     if (layout == 0 && random_(2) == 0) local_threads_ = 1 + random_(2);
     std::vector<std::pair<uint32_t, uint32_t>> rails;
     for (uint32_t i = 0; i < rails_; ++i) rails.emplace_back(i, i);
+    flight_bytes_ = (3 + random_(18)) * kChunkBytes;
+    rtt_ = random_(3) != 0 ? 20 * kMillisecond : 2 * kSecond;
+    const int64_t patience = std::array{kSecond, 4 * kSecond, 30 * kSecond}[random_(3)];
     for (int side = 0; side < 2; ++side) {
-        ends_.emplace_back(
-            LinkCore::Settings{side == kLow, uint32_t(1 - side), 1 + random_(3), kChunkBytes});
+        ends_.emplace_back(LinkCore::Settings{side == kLow, uint32_t(1 - side), 1 + random_(3),
+                                              kChunkBytes, flight_bytes_, patience});
         End& e = ends_.back();
         // The acceptor learns from the offers which rail is whose.
         if (side != kLow) rails.assign(rails_, {0, 0});
         e.core.assign_paths(rails, other, others);
         e.core.start(now_);
         e.threads.resize(kinds_.size());
-        e.to_send = 1 + random_(4);
+        e.to_send = 1 + random_(random_(8) == 0 ? 16 : 4);
     }
     // The order of things as in a real link: control first, then grants and paths.
     next_control_ = 1;
@@ -104,7 +107,13 @@ void World::step() {
 void World::tick() {
     now_ += random_(100) * kMillisecond;
     dial(false);
+    const bool echoes = end(kLow).control != 0 && end(kLow).control == end(1).control;
     for (int side = 0; side < 2; ++side) {
+        if (echoes) {
+            core(side).heard(now_);
+            core(side).echoed(rtt_, now_);
+        }
+        core(side).look_after_flow(now_);
         core(side).look_after_rails(random_(16) == 0, now_);
         act(side);
         for (const PathSet::Path& p : core(side).paths())
@@ -173,16 +182,14 @@ bool World::happen(Fault fault, int side, uint32_t path) {
                 for (Flight& g : flights) g.dropped = g.dropped || chaos_(2) == 0;
             return true;
         case Fault::drop:
+        case Fault::swallow:
         case Fault::damage:
             f = some_flight(c, towards);
             if (f == nullptr || f->dropped || f->damaged || f->copy) return false;
-            (fault == Fault::drop ? f->dropped : f->damaged) = true;
-            if (fault == Fault::drop) {
-                ++tally_.dropped;
-                c->overdue[1 - towards] = true;
-            } else {
-                ++tally_.damaged;
-            }
+            (fault == Fault::damage ? f->damaged : f->dropped) = true;
+            f->swallowed = fault == Fault::swallow;
+            c->overdue[1 - towards] = c->overdue[1 - towards] || fault == Fault::drop;
+            ++(fault == Fault::damage ? tally_.damaged : tally_.dropped);
             return true;
         case Fault::duplicate: {
             f = some_flight(c, towards);
@@ -288,6 +295,7 @@ void World::count() {
         tally_.chunks_resent += e.core.out().chunks_resent;
         tally_.duplicates += counters.duplicate_chunks;
         tally_.stale += counters.stale_chunks;
+        tally_.late += counters.late_messages;
         tally_.fallbacks += e.core.paths().fallbacks();
         tally_.failbacks += e.core.paths().failbacks();
         require(e.core.in().slots_in_use(direction) == 0, "a slot is still in use");
@@ -334,6 +342,9 @@ Tally& Tally::operator+=(const Tally& o) {
     replaced += o.replaced;
     dropped += o.dropped;
     damaged += o.damaged;
+    late += o.late;
+    slots_added += o.slots_added;
+    full_windows += o.full_windows;
     late_writes += o.late_writes;
     fenced_writes += o.fenced_writes;
     for (int i = 0; i < kFaults; ++i) faults[i] += o.faults[i];

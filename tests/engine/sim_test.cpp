@@ -65,7 +65,8 @@ void print(const Tally& t) {
         "times larger slots; lost: %llu "
         "paths (%llu replaced), %llu control connections (%llu resumed), %llu half dials; %llu "
         "fallbacks, %llu failbacks, %llu segments mapped; chunks: %llu resent, "
-        "%llu duplicate, %llu stale, %llu dropped, %llu damaged; writes after their sender gave "
+        "%llu duplicate, %llu stale, %llu dropped, %llu damaged; %llu messages late, %llu slots "
+        "added, %llu times a full window; writes after their sender gave "
         "up: %llu landed in time, %llu stopped by the fence\n",
         (unsigned long long)t.schedules, (unsigned long long)t.steps,
         (unsigned long long)t.messages, (unsigned long long)t.posted_destinations,
@@ -75,7 +76,8 @@ void print(const Tally& t) {
         (unsigned long long)t.fallbacks, (unsigned long long)t.failbacks,
         (unsigned long long)t.segments, (unsigned long long)t.chunks_resent,
         (unsigned long long)t.duplicates, (unsigned long long)t.stale,
-        (unsigned long long)t.dropped, (unsigned long long)t.damaged,
+        (unsigned long long)t.dropped, (unsigned long long)t.damaged, (unsigned long long)t.late,
+        (unsigned long long)t.slots_added, (unsigned long long)t.full_windows,
         (unsigned long long)t.late_writes, (unsigned long long)t.fenced_writes);
 }
 
@@ -101,10 +103,13 @@ TEST(sim_random_faults_deliver_every_message_once) {
     const Tally& t = outcome.tally;
     CHECK(t.schedules == schedules);
     for (const uint64_t count :
-         {t.paths_lost, t.half_dials, t.controls_lost, t.resumes, t.chunks_resent, t.duplicates,
-          t.stale, t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.posted_destinations,
-          t.grown, t.leases, t.fallbacks, t.failbacks, t.segments, t.replaced})
+         {t.paths_lost,    t.half_dials,  t.controls_lost, t.resumes,
+          t.chunks_resent, t.duplicates,  t.stale,         t.dropped,
+          t.damaged,       t.late_writes, t.fenced_writes, t.posted_destinations,
+          t.grown,         t.leases,      t.late,          t.full_windows,
+          t.fallbacks,     t.failbacks,   t.segments,      t.replaced})
         CHECK(count > schedules / 100);
+    CHECK(t.slots_added > schedules / 1000);
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }
 

@@ -36,8 +36,9 @@ enum class Fault {
     half_resume,          // the acceptor resumes on a connection that the dialler never gets
     suspect,              // a rail goes quiet; it comes back, or it is lost
     bar_rail,             // a larger slot that a rail cannot register: it carries nothing any more
+    swallow,              // one chunk does not arrive, and its path looks as if it had
 };
-constexpr int kFaults = 11;
+constexpr int kFaults = 12;
 
 struct Options {
     uint64_t seed = 0;
@@ -53,6 +54,9 @@ struct Tally {
     uint64_t paths_lost = 0, half_dials = 0, controls_lost = 0, resumes = 0;
     uint64_t chunks_resent = 0, duplicates = 0, stale = 0, dropped = 0, damaged = 0;
     uint64_t fallbacks = 0, failbacks = 0, segments = 0, replaced = 0;
+    uint64_t late = 0;           // messages that a path was given up for
+    uint64_t slots_added = 0;    // by the receiver itself
+    uint64_t full_windows = 0;   // a rail had as much under way as it may
     uint64_t late_writes = 0;    // landed after the sender had given the path up: allowed
     uint64_t fenced_writes = 0;  // would have landed after that, but for the fence
     uint64_t faults[kFaults] = {};

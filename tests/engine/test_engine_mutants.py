@@ -1,4 +1,5 @@
-"""What the protocol simulation is worth: take out what makes delivery exactly once, and it fails.
+"""What the protocol simulation is worth: take out what makes delivery exactly once, or long links
+fast, and it fails.
 
 Each mutant is the real source with one rule removed, linked with the objects of the suite that
 :mod:`test_engine_cpp` builds.
@@ -30,15 +31,23 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
     noticed: str
     """What the simulation must say."""
+    test: str = "sim_random"
+    """Which of its tests notices."""
 
 
 INBOX, BITMAP = "protocol/inbox.cpp", "wire/bitmap.hpp"
 CORE, PATHS, PATH = "protocol/link_core.cpp", "protocol/path_set.cpp", "protocol/path_state.cpp"
+FLOW, WATCHDOG = "protocol/flow.cpp", "protocol/watchdog.cpp"
 NOT_TWICE = "another content|fits no slot|became whole twice|now at grant|not the sender's"
 
 
-def core(old: str, new: str, noticed: str, unit: str = CORE) -> Mutant:
-    return Mutant(unit, unit, ((old, new),), noticed)
+def core(old: str, new: str, noticed: str, unit: str = CORE, test: str = "sim_random") -> Mutant:
+    return Mutant(unit, unit, ((old, new),), noticed, test)
+
+
+def slow(old: str, new: str, unit: str = CORE) -> Mutant:
+    """A long link does not reach its rate, or has more under way than is good for it."""
+    return core(old, new, r"then >= 0\.9|longer >= 0\.9|slot_bytes", unit, "sim_long")
 
 
 MUTANTS = {
@@ -76,7 +85,7 @@ MUTANTS = {
     "outbox: what the receiver lacks is not sent again": Mutant(
         "protocol/outbox.cpp",
         "protocol/outbox.cpp",
-        (("if (!r.has(i)) again_.emplace_back(m, i);", ""),),
+        (("            again_.emplace_back(m, i);\n            ++m->again;\n", ""),),
         "no progress",
     ),
     "outbox: a report is taken for every epoch of its path": Mutant(
@@ -192,6 +201,61 @@ MUTANTS = {
         "",
         "no progress|nothing comes to rest|credits",
     ),
+    "window: it does not grow with what was delivered": slow(
+        "peaks_[0] = std::max(peaks_[0], rate);", "", FLOW
+    ),
+    "window: a rate that was once is believed for ever": slow(
+        "peaks_ = {0.0, peaks_[0]};", "", FLOW
+    ),
+    "window: a round trip that was once is believed for ever": slow(
+        "|| (draining_ && chunk.quiet)) {", ") {", FLOW
+    ),
+    "window: a longer way is noticed late": slow(
+        "draining_ = draining_ || recent_rtt_ns_ > kFarBeyond * least_rtt_ns_;", "", FLOW
+    ),
+    "window: larger than the memory for it": core(
+        "const uint64_t most = std::max<uint64_t>(kLeastChunks, most_ / chunk_bytes_);",
+        "const uint64_t most = uint64_t{1} << 40;",
+        "more is under way",
+        FLOW,
+    ),
+    "window: what was delivered still counts": core(
+        "    in_flight_ -= chunk.bytes;\n", "", "no progress", FLOW
+    ),
+    "window: what a lost connection had under way still counts": core(
+        "    p.flow = Flow(chunk_bytes_, share_of_rail());\n",
+        "    if (p.machine.times_up() == 0) p.flow = Flow(chunk_bytes_, share_of_rail());\n",
+        "no progress",
+        PATHS,
+    ),
+    "window: rails do not share": slow(
+        "(!leave_to_emptier_rails(p) && p.flow.has_room(now));", "p.flow.has_room(now);", PATHS
+    ),
+    "watchdog: nothing is ever late": core(
+        "if (clock_ns - m->watched_ns > patience) out.push_back(m);",
+        "(void)patience;\n        (void)clock_ns;",
+        "no progress",
+        "protocol/outbox.cpp",
+    ),
+    "watchdog: only one path is ever asked about a message": core(
+        "    message.watched_ns = watchdog_.clock_ns();\n    paths_.give_up",
+        "    message.watched_ns = int64_t{1} << 60;\n    paths_.give_up",
+        "no progress",
+    ),
+    "watchdog: time does not pass": core(
+        "clock_ns_ += std::clamp<int64_t>(now - heard_ns_, 0, kMostSilence);",
+        "(void)kMostSilence;",
+        "no progress",
+        WATCHDOG,
+    ),
+    "slots: none are added": slow(
+        "    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"
+    ),
+    "slots: more are added than there is memory for": core(
+        "2 * have.bytes, flight_bytes_,",
+        "2 * have.bytes,",
+        "beyond the memory",
+    ),
     "control: a report overtakes the acknowledgement of what it lacks": core(
         "    collect();\n    stream_.send(frame);",
         "    stream_.send(frame);",
@@ -234,7 +298,7 @@ def test_the_simulation_notices(name, objects, tmp_path):
         *("-lpthread", "-o", tmp_path / "simulation"),
     )
     done = subprocess.run(
-        [tmp_path / "simulation", "sim_random"],
+        [tmp_path / "simulation", mutant.test],
         env={"PIPEMORPH_SIM_SCHEDULES": str(SCHEDULES)} | os.environ,
         check=False,
         capture_output=True,
@@ -246,6 +310,7 @@ def test_the_simulation_notices(name, objects, tmp_path):
             assert done.returncode == 0, done.stdout
             return
         assert done.returncode == 1, f"the mutant lives: {SCHEDULES} schedules\n{done.stdout}"
-        assert re.search(rf"FAILED  sim_random.*schedule \d+: .*({mutant.noticed})", done.stdout), (
+        where = r"schedule \d+: .*" if mutant.test == "sim_random" else ""
+        assert re.search(rf"FAILED  {mutant.test}.*{where}({mutant.noticed})", done.stdout), (
             done.stdout
         )

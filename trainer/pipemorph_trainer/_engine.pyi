@@ -105,6 +105,9 @@ class PathStats:
     times_lost: int
     bytes_per_second: float | None
     """Rate while busy: exponential mean, weight 0.3 for the newest sample. Rails only."""
+    window: int
+    """Bytes that may be under way: twice bandwidth × delay, as measured. 0 where the kernel says
+    how many."""
     rtt_min: float | None
     """Round trip of probes without other traffic on this path, since the last
     ``drain_telemetry``."""
@@ -151,6 +154,12 @@ class LinkStats:
     sends_in_flight: int
     slots_granted: int
     slots_in_use: int
+    slots_added: int
+    """Of the slots granted: those that the engine added to what was reserved, because messages were
+    received faster than a slot comes round on a long link."""
+    late_messages: int
+    """Messages that were not acknowledged in time although all paths looked alive. For each, a path
+    was given up."""
 
 @final
 class Link:
@@ -261,6 +270,8 @@ class Engine:
         service_level: int = 0,
         numa_node: int = -1,
         integrity: str = "crc",
+        queue_pairs: int = 1,
+        flight_bytes: int = 512 << 20,
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else libfabric
         where both have a device of EFA, else tcp) | tcp | shm | rdma | libfabric (EFA, or the
@@ -277,10 +288,19 @@ class Engine:
         ``integrity``: of payloads over TCP and in shared memory, crc (checksums, over TCP) | mac
         (altered or added ones are refused, ``frames_refused``, and sent again) | aead (as mac, and
         encrypted over TCP). Both ends have to have the same. Without rails unless crc.
+
+        ``queue_pairs``: of a link over each pair of rails; the smaller number of both ends counts,
+        and a link has at most 16 in all. ``flight_bytes``: of a link, the most memory for what is
+        on its way to and from the peer: staging memory of its rails, and up to which a direction's
+        receive slots are added to. It is used where bandwidth × delay needs it.
         """
     @property
     def rails(self) -> list[str]:
         """The RDMA ports in use, such as ``rxe0 port 1``."""
+    def rail_counters(self) -> dict[str, dict[str, int]]:
+        """What the kernel counts for each rail's port since it was started, such as
+        ``port_xmit_data`` (in 4 bytes), ``port_xmit_wait`` and ``out_of_sequence``: the files of
+        ``counters`` and ``hw_counters`` in sysfs. Which there are depends on the driver."""
     @property
     def rails_trouble(self) -> str | None:
         """Why there are no rails or devices of libfabric, or fewer than possible; for logs."""
