@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import perf_counter
 
 from pipemorph.errors import InputError
@@ -187,6 +187,7 @@ def problem_for(
     return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
 
 
+@lru_cache(maxsize=4096)  # A decision makes the same ones for each problem that it looks at.
 def link_on(
     route: Route,
     delay: float,

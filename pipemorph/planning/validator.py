@@ -18,9 +18,10 @@ from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import Residency
 
 try:
-    from pipemorph.planning import _planner as compiled
+    import pipemorph.planning._planner as built
 except ImportError:  # Sources without a build, as in an image without compiler.
-    compiled = None  # type: ignore[assignment, unused-ignore]
+    built = None  # type: ignore[assignment, unused-ignore]
+compiled = built
 
 
 class ScheduleError(InputError):

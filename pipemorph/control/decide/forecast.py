@@ -496,10 +496,8 @@ class Forecast:
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
-            found = self._as_open(made.to_plan(0, routes, dispatch))
-            if self._as_planned(found):
-                return [Option(found, made.makespan)]
-            return [self.of(found)]
+            only = self._as_open(made.to_plan(0, routes, dispatch))
+            return [Option(only, made.makespan) if self._as_planned(only) else self.of(only)]
         problem = problem.model_copy(update={"dispatch": dispatch})
         found = [
             (self._as_open(each.to_plan(0, routes, dispatch)), each.makespan)

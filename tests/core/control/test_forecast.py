@@ -18,6 +18,7 @@ from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.memory_limits import room
 from pipemorph.planning import (
     Dispatch,
+    Plan,
     PlannedSchedule,
     Policy,
     Problem,
@@ -541,3 +542,24 @@ def test_what_a_longer_search_finds_is_chosen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Forecast, "longer_searched", found)
     chosen = propose(slow(0.06, 16)).chosen
     assert chosen is not None and chosen.plan.version == 99
+
+
+def test_a_decision_predicts_each_plan_once_per_situation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction walks over all ops, and the same one is asked for at many steps."""
+    asked: list[tuple[Situation, Plan]] = []
+    of, predicted = Forecast._seconds, Forecast._predicted
+    wanted = 0
+
+    def counted(self: Forecast, plan: Plan) -> float:
+        nonlocal wanted
+        wanted += 1
+        return of(self, plan)
+
+    def recorded(self: Forecast, plan: Plan) -> float:
+        asked.append((self._situation, replace(plan, version=0)))
+        return predicted(self, plan)
+
+    monkeypatch.setattr(Forecast, "_seconds", counted)
+    monkeypatch.setattr(Forecast, "_predicted", recorded)
+    assert propose(slow(0.06, None, "auto")).chosen is not None
+    assert len(set(asked)) == len(asked) < wanted

@@ -38,7 +38,7 @@ from pipemorph.ingest import (
     PlannerPool,
 )
 from pipemorph.ingest.planner_pool import plan_here
-from pipemorph.ingest.planner_processes import NICE, Answer
+from pipemorph.ingest.planner_processes import NICE, Answer, PlannerProcesses
 from pipemorph.planning import StageTimes
 from pipemorph.wire import DirectiveEnvelope, LinkSample
 
@@ -598,3 +598,25 @@ def test_the_decision_of_a_job_that_is_gone_is_dropped() -> None:
         await pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_process_collects_garbage_between_its_answers() -> None:
+    """While it decides the collector would take a tenth of its time."""
+
+    async def ask() -> tuple[bool, int, int]:
+        processes = PlannerProcesses()
+
+        async def evaluate(text: str) -> Any:
+            return (await processes.answer(eval, text, 60.0)).read()
+
+        try:
+            collects = await evaluate("__import__('gc').isenabled()")
+            before = await evaluate("len(__import__('gc').get_objects())")
+            await evaluate("len([(each := [], each.append(each)) for _ in range(50_000)])")
+            return collects, before, await evaluate("len(__import__('gc').get_objects())")
+        finally:
+            await processes.close()
+
+    collects, before, after = asyncio.run(ask())
+    assert not collects
+    assert after < before + 5_000

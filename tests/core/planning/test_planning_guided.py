@@ -27,7 +27,7 @@ from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.planning.simulation import core, reference
 from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
-from pipemorph.planning.simulation.waits import guide_of
+from pipemorph.planning.simulation.waits import guide_of, planned_waits
 
 POLICIES = (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
 
@@ -56,6 +56,10 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
         ]
         within = within.model_copy(update={"links": tuple(links)})
     costs = Costs.of(within)
+    waits = planned_waits(schedule, within)
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(core, "compiled", None)
+        assert planned_waits(schedule, within) == waits
     guide = guide_of(schedule, within, rng.choice((None, ())))
     delay_at = drawn(rng, rng.choice((1.0, 20.0, 400.0)))
     ran = core.guided(costs, guide, delay_at)
