@@ -235,8 +235,8 @@ class Transport(SpecModel):
         default="auto",
         description="Transport of the transfer engine. auto: shm within a host, rdma if both "
         "ends have a device, libfabric if both have one of EFA, else tcp; rdma and libfabric fall "
-        "back to tcp while no device works. libfabric: EFA's devices, or those of the provider that "
-        "FI_PROVIDER names in the pod template's env.",
+        "back to tcp while no device works. libfabric: EFA's devices, or those of the provider "
+        "that FI_PROVIDER names in the pod template's env.",
     )
     require: Literal["rdma"] | None = Field(
         default=None, description="rdma: fail instead of falling back to tcp."

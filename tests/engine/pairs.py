@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+
 from pipemorph_trainer._engine import Engine, Link
 
 SECRET = b"the job's secret"

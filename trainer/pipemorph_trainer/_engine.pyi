@@ -273,10 +273,10 @@ class Engine:
         queue_pairs: int = 1,
         flight_bytes: int = 512 << 20,
     ) -> None:
-        """``transport``: auto (shm on one host, else rdma where both ends have a rail, else libfabric
-        where both have a device of EFA, else tcp) | tcp | shm | rdma | libfabric (EFA, or the
-        provider that ``FI_PROVIDER`` names; tcp without a device). ``job``: name of job and attempt;
-        a peer with another one is refused.
+        """``transport``: auto (shm on one host, else rdma where both ends have a rail, else
+        libfabric where both have a device of EFA, else tcp) | tcp | shm | rdma | libfabric (EFA, or
+        the provider that ``FI_PROVIDER`` names; tcp without a device). ``job``: name of job and
+        attempt; a peer with another one is refused.
         ``peer_deadline``: seconds a control connection may stay down before the link is dead.
 
         ``require="rdma"``: never fall back to TCP. EngineError if one of the ends has no usable

@@ -222,7 +222,10 @@ def test_devices_of_libfabric_are_listed_with_what_keeps_links_from_them() -> No
         return line(checks(facts(None, trainer=trainer)), "libfabric")
 
     none = found("", "libfabric cannot be loaded: install libfabric1")
-    assert (none.verdict, none.advice) == ("absent", "libfabric cannot be loaded: install libfabric1")
+    assert (none.verdict, none.advice) == (
+        "absent",
+        "libfabric cannot be loaded: install libfabric1",
+    )
     unasked = "links use it only if FI_PROVIDER names its provider"
     tcp = [("tcp", "eth0", unasked), ("tcp", "lo", unasked), ("shm", "shm", unasked)]
     idle = found("1.17", "libfabric 1.17 has no EFA device here", *tcp)

@@ -21,8 +21,8 @@ log = logging.getLogger("pipemorph.trainer")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of the engine. ``transport``: auto, tcp, shm, rdma or libfabric. The others are those of
-    :class:`pipemorph.api.spec.Transport`."""
+    """Options of the engine. ``transport``: auto, tcp, shm, rdma or libfabric. The others are those
+    of :class:`pipemorph.api.spec.Transport`."""
 
     job: str
     transport: str = "auto"
