@@ -215,6 +215,14 @@ class Rdma(SpecModel):
         default=0, ge=0, le=255, description="Traffic class of the packets (DSCP × 4)."
     )
     service_level: int = Field(default=0, ge=0, le=15, description="Service level.")
+    queue_pairs: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Queue pairs of a link over each pair of devices; the smaller number of both "
+        "ends. More than 1 helps where the network spreads flows over several ways by their "
+        "addresses: the number of ways, mostly 2 or 4.",
+    )
 
 
 class Transport(SpecModel):
@@ -250,6 +258,13 @@ class Transport(SpecModel):
     )
     rdma: Rdma = Field(default_factory=Rdma)
     queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
+    flight_bytes: int = Field(
+        default=512 << 20,
+        ge=1 << 20,
+        description="Bytes of a link that may be under way between hosts, which is host memory at "
+        "both ends. Links take what bandwidth times round trip needs, up to this: 400 Gb/s over "
+        "20 ms need 2 GiB.",
+    )
     deadline_seconds: float = Field(
         default=300.0,
         gt=0,

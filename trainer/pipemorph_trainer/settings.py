@@ -227,5 +227,6 @@ def engine_options(
         own = own_rails(context.local_rank, context.local_world_size)
         rdma = rdma.model_copy(update={"devices": own})
     return EngineOptions(
-        job, settings.engine, settings.queues, wanted.require, wanted.integrity, rdma
-    )
+        job, settings.engine, settings.queues, wanted.require, wanted.integrity,
+        wanted.flight_bytes, rdma,
+    )  # fmt: skip

@@ -29,6 +29,7 @@ class EngineOptions:
     queues: int = 8
     require: str | None = None
     integrity: str = "crc"
+    flight_bytes: int = 512 << 20
     rdma: Rdma = field(default_factory=Rdma)
 
 
@@ -67,6 +68,8 @@ def make_engine(
         gid_index=-1 if rdma.gid_index is None else rdma.gid_index,
         traffic_class=rdma.traffic_class,
         service_level=rdma.service_level,
+        queue_pairs=rdma.queue_pairs,
+        flight_bytes=options.flight_bytes,
         **near(device),
     )
     if engine.rails_trouble is not None:
