@@ -142,7 +142,7 @@ TEST(hostile_frames_are_refused) {
     unknown[4] = 14;
     CHECK(!decode_frame_header(unknown));
     CHECK(!decode_frame(1, std::vector<uint8_t>{0}));
-    CHECK(!decode_frame(1, std::vector<uint8_t>{4}));
+    CHECK(!decode_frame(1, std::vector<uint8_t>{5}));
 }
 
 TEST(random_frames_never_crash) {
