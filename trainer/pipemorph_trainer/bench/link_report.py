@@ -28,7 +28,7 @@ def path_record(path: PathStats) -> dict[str, Any]:
 
 def _paths_table(transport: dict[str, Any]) -> list[str]:
     """A table with a row per rail, below the transport's figures."""
-    rails = [path for path in transport.get("paths", ()) if path["kind"] in ("rdma", "libfabric")]
+    rails = [path for path in transport.get("paths", ()) if path["kind"] == "rdma"]
     if not rails:
         return []
 
