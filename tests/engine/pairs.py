@@ -13,9 +13,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed import packages
 
 from pipemorph_trainer._engine import Engine, Link
 
@@ -27,6 +29,15 @@ still for some seconds breaks no link: where a test is about a peer's silence, i
 HEAR_TIMEOUT = 3 * TIMEOUT
 """For a process to say what it is to say, be it after it has been started from a cold disk."""
 
+
+def have_libfabric() -> bool:
+    """Whether the library is here, for links over it, with its headers, to compare our declarations
+    with. Installed where root on Debian can install it."""
+    if not Path("/usr/include/rdma/fabric.h").exists() and packages.can_install():
+        packages.install(["libfabric-dev"], print)
+    return ctypes.util.find_library("fabric") is not None
+
+
 os.environ.setdefault("FI_PROVIDER", "tcp")
 """Whose devices links over libfabric use here: those of its own provider for TCP."""
 TRANSPORTS = pytest.mark.parametrize(
@@ -37,7 +48,7 @@ TRANSPORTS = pytest.mark.parametrize(
         pytest.param(
             "libfabric",
             marks=pytest.mark.skipif(
-                ctypes.util.find_library("fabric") is None,
+                not have_libfabric(),
                 reason="libfabric is not installed (Debian: libfabric-dev)",
             ),
         ),

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from gate import AlwaysRed
+from pairs import have_libfabric
 from testbed import packages
 from testbed.tools import cache_root, locked
 
@@ -74,17 +75,10 @@ def compiler_cache() -> list[str]:
     return ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
 
 
-def install_libfabric() -> None:
-    """The library, for paths over it, and its headers, to compare our declarations with. Installed
-    where root on Debian can install it; anywhere else the tests of it are skipped without it."""
-    if not pathlib.Path("/usr/include/rdma/fabric.h").exists() and packages.can_install():
-        packages.install(["libfabric-dev"], print)
-
-
 def build(name: str, *settings: str) -> pathlib.Path:
     """Builds the suite into a folder that is kept between runs, and returns the folder."""
     folder = ROOT / "build" / name
-    install_libfabric()
+    have_libfabric()
     cmake = _tool("cmake")
     if cmake is None:
         pytest.fail("found no cmake, which builds the C++ suite: `make setup`", pytrace=False)
