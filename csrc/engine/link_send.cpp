@@ -21,7 +21,11 @@ Link::Lease Link::lease(int direction, uint64_t bytes) {
     out.bytes = bytes;
     const Lock lock(mu_);
     if (ended()) throw_over();
-    if (bytes > 0 && terms_.transport == Transport::shm) out.slot = core_.lease(direction, bytes);
+    // What is proved has to be kept here: of a slot, whoever can write there would have a changed
+    // payload proved anew when it is sent again.
+    if (bytes > 0 && terms_.transport == Transport::shm &&
+        runtime_->config.integrity == Integrity::crc)
+        out.slot = core_.lease(direction, bytes);
     if (!out.slot) return out;
     const auto segment = peer_segments_.find(out.slot->segment);
     const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;

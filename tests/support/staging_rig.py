@@ -49,7 +49,7 @@ class Rig:
         """Reserve slots, as many and one more, and page-lock them where they are leased."""
         self.incoming.reserve(slots, batch)
         until(lambda: self.free_slots() == slots + 1, "the slots are granted")
-        self.out.page_lock_leases()
+        self.out.page_lock_added()
 
     def free_slots(self) -> int:
         """Slots that the sender may use."""

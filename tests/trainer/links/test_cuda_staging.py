@@ -196,7 +196,7 @@ def test_many_messages_keep_their_content(rig: Rig) -> None:
         size = (1, 3 * MEBI + 17, 1000)[iteration % 3]
         meta = TensorMeta((size,), torch.float32)
         rig.begin(rig.batch(meta, meta, iteration=iteration), slots=4)
-        rig.out.page_lock_leases()
+        rig.out.page_lock_added()
         for microbatch in range(8):
             tensors = [
                 torch.full((size,), 100.0 * iteration + microbatch + k, device=DEVICE)

@@ -294,7 +294,7 @@ def sending(
         hold=LinkFaults([], Direction.FORWARD).hold,
         on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
-        max_outstanding=most, asks=asks, departures=Departures(SimulatedDevice()),
+        max_outstanding=most, departures=Departures(SimulatedDevice()) if asks else None,
     )  # fmt: skip
     outgoing.begin(Batch(1, 7, 32, (META,)))
     yield outgoing, sends, blocked

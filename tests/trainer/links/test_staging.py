@@ -340,12 +340,41 @@ def test_what_finds_no_slot_to_lease_goes_through_memory_of_the_sender(leasing: 
             continue
         until(lambda: rig.free_slots() == 3, "the slot is granted again")
         assert rig.copied() == (256, 0)
-        rig.out.page_lock_leases()
+        rig.out.page_lock_added()
         for ahead in range(1, 5):  # of which the first two find one
             rig.outgoing.send(ahead, [rig.sender.tensor(values(ahead, 64))])
         rig.sender.run()
     until(lambda: rig.free_slots() == 3, "all slots are granted again")
     assert rig.copied() == (3 * 256, 0)
+
+
+def test_nothing_is_leased_before_older_messages_have_their_slots(leasing: Rig) -> None:
+    """Those of a message of two tensors could wait for ever else."""
+    rig, batch = leasing, leasing.batch(META, META)
+    rig.begin(batch, slots=3)
+    until(lambda: rig.free_slots() == 7, "the slots are granted")
+    pairs = [[values(2 * microbatch + k, 64) for k in range(2)] for microbatch in range(5)]
+
+    def send(microbatch: int) -> None:
+        rig.outgoing.send(microbatch, [rig.sender.tensor(each) for each in pairs[microbatch]])
+
+    send(0)  # The slots are not page-locked yet.
+    rig.out.page_lock_added()
+    for microbatch in range(1, 4):
+        send(microbatch)
+        assert rig.free_slots() == 7, "the first message has none yet"
+    rig.sender.run()
+    for microbatch in range(5):
+        if microbatch == 4:
+            until(lambda: rig.free_slots() == 7, "the slots are granted again")
+            send(4)
+            assert rig.free_slots() == 5
+            rig.sender.run()
+        for k, came in enumerate(rig.arrived(microbatch)):
+            rig.receiver.run()
+            assert came is not None
+            same_bits(came, pairs[microbatch][k], f"microbatch {microbatch}, {k}")
+    assert rig.copied() == (4 * 2 * 256, 0)
 
 
 def test_leases_are_sent_once_although_their_paths_are_lost(leasing: Rig) -> None:
@@ -396,7 +425,7 @@ def test_slots_of_the_receiver_that_cannot_be_page_locked_cost_a_copy_and_a_warn
     rig.sender.register_refuses = "operation not supported"
     with caplog.at_level(logging.WARNING, "pipemorph.trainer"):
         rig.lease(batch)
-        rig.out.page_lock_leases()
+        rig.out.page_lock_added()
     (record,) = caplog.records
     assert "slots of the receiver" in record.getMessage()
     rig.begin(batch, slots=0)
@@ -449,7 +478,7 @@ def test_any_order_of_the_streams_work(seed: int, transport: str) -> None:
             meta = TensorMeta((size,), torch.float32)
             batch = rig.batch(meta, meta, iteration=iteration, microbatches=10)
             rig.begin(batch, slots=rng.choice((1, 3, 10)))
-            rig.out.page_lock_leases()
+            rig.out.page_lock_added()
             seen: list[bytes] = []
             wanted: list[bytes] = []
             sent = 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipemorph_trainer.topology import device_time
-from pipemorph_trainer.topology.device_time import DRIFT, RENEWED_AFTER, DeviceTime
+from pipemorph_trainer.topology.device_time import DRIFT, RENEWED_AFTER, STALE_AFTER, DeviceTime
 
 
 @dataclass
@@ -66,7 +66,7 @@ def test_the_error_is_at_most_what_is_stated(
         assert abs(at - event.reached_at) <= error + 1e-6  # a float's error at 1e9 s
         within.append(error)
         device.now += dice.uniform(0.0, 0.4)
-    assert max(within) <= 20 * lag + 1e-4
+    assert max(within) <= 20 * lag + DRIFT * (STALE_AFTER + 2 * RENEWED_AFTER)
 
 
 def test_a_reference_serves_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +76,16 @@ def test_a_reference_serves_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> 
     found.of(_Event(device.now))
     assert len(device.references) == 1, "it is close enough"
     device.now += RENEWED_AFTER / 2
-    found.of(_Event(device.now))
+    found.keep_fresh()
     assert len(device.references) == 1
     device.now += RENEWED_AFTER
     found.of(_Event(device.now))
+    assert len(device.references) == 1, "somebody waits for the time"
+    found.keep_fresh()
     assert len(device.references) == 2
+    device.now += STALE_AFTER + RENEWED_AFTER
+    found.of(_Event(device.now))
+    assert len(device.references) == 3
 
 
 def test_the_closest_of_a_few_references_counts(monkeypatch: pytest.MonkeyPatch) -> None:

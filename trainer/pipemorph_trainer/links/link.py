@@ -164,7 +164,7 @@ class LinkEnd:
         stats = self.engine_link.stats()
         self.recorder.rtt_min = stats.rtt_min
         if stats.clock_offset is not None and not self.same_host:
-            self.peer_clock.offset = stats.clock_offset
+            self.peer_clock.offset, self.peer_clock.known = stats.clock_offset, True
 
     def close(self, *, goodbye: bool) -> None:
         if goodbye:

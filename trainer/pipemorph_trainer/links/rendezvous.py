@@ -274,6 +274,7 @@ class Rendezvous:
             direct_transport="nccl" if config.cuda else "gloo",
         )  # fmt: skip
         end.same_host = self._mine.machine.shares_clock(peer.machine)
+        end.peer_clock.known = end.same_host
         if self._engine is not None and peer.engine_port is not None:
             end.engine_link = make_engine_link(
                 self._engine, link, end.peer_rank, self._address(end.peer_rank), peer.engine_port,

@@ -215,8 +215,7 @@ class Iterations:
         self._rounds.begin(iteration, at=monotonic())
         self.arriving.take(page_lock=True)
         if self._staging is not None:
-            # Receivers may have added slots in the meantime.
-            self._staging.page_lock_leases()
+            self._staging.page_lock_added()
         self._steps.begin()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]
@@ -507,6 +506,9 @@ class Iterations:
             faults.cut_due(time())
         if self._several:
             self._turns.between_ops()
+        for end in self._on_device:
+            # Every time: in the next iteration but one nobody waits for them any more.
+            end.tell_departures()
         now = monotonic()
         if now - self._polled_at < PLAN_POLL_SECONDS:
             return
@@ -514,8 +516,6 @@ class Iterations:
         self._loss.between_ops()
         self._rounds.advance()
         self.arriving.take(page_lock=False)
-        for end in self._on_device:
-            end.tell_departures()
         self._reporter.between_ops()
 
     def ask(self, asked: Callable[[], bool], to_move: Callable[[], bool]) -> None:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
-RENEWED_AFTER = 0.25
-"""Seconds after which a reference is renewed before it is used."""
+RENEWED_AFTER, STALE_AFTER = 0.25, 2.0
+"""Seconds after which :meth:`DeviceTime.keep_fresh` renews a reference, and after which it is
+renewed before it is used."""
 CLOSE, TRIES = 5e-5, 3
 """Error of a reference, seconds, with which no better one is sought; most that are recorded, of
 which the closest counts: a thread that waits for the interpreter sees one late."""
@@ -50,11 +51,21 @@ class DeviceTime:
         """When the device reached ``event``, which is timed and was reached. Waits for the device a
         moment if the reference is too old. Raises :class:`RuntimeError` if the device fails."""
         found = self._reference
-        if found is None or time.monotonic() - found.recorded > RENEWED_AFTER:
+        if found is None or self._older_than(STALE_AFTER):
             found = self._reference = self._renewed()
         after = self._accelerator.seconds(found.event, event)
         at, within = found.moment
         return Moment(at + after, within + DRIFT * abs(after))
+
+    def keep_fresh(self) -> None:
+        """Renew the reference if it is not new, while nobody waits for a time. Raises as
+        :meth:`of`."""
+        if self._older_than(RENEWED_AFTER):
+            self._reference = self._renewed()
+
+    def _older_than(self, seconds: float) -> bool:
+        found = self._reference
+        return found is not None and time.monotonic() - found.recorded > seconds
 
     def _renewed(self) -> _Reference:
         """The closest of a few references."""

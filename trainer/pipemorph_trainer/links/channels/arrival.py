@@ -25,9 +25,11 @@ class OpClock:
 
 @dataclass
 class PeerClock:
-    """Seconds to add to the neighbour's wall clock to get ours; 0 on the same machine."""
+    """``offset``: seconds to add to the neighbour's wall clock to get ours; 0 on the same machine.
+    ``known``: whether it is; between machines the engine finds it."""
 
     offset: float = 0.0
+    known: bool = True
 
 
 def record_arrival(

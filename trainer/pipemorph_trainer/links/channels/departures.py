@@ -68,6 +68,7 @@ class Departures:
             while (marked := self._marked.get()) is not None and not self._ended:
                 marked.event.synchronize()
                 marked.found.append(Departure(marked.position, self._time.of(marked.event)))
+                self._time.keep_fresh()
         except RuntimeError as error:
             # The executor finds that its device has failed, and says so. Until then wire times are
             # upper bounds.

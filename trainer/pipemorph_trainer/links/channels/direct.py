@@ -250,7 +250,7 @@ class DirectIncoming:
         if departed is not None and not note.not_before:
             within = departed.within + taken.came.within
             posted_at = taken.posted_at - self._peer_clock.offset
-            exact = within <= EXACT_WITHIN and posted_at <= departed.at
+            exact = self._peer_clock.known and within <= EXACT_WITHIN and posted_at <= departed.at
             start = departed.at if exact else max(note.started_at, departed.at - within)
             note = note._replace(posted_at=start, started_at=start)
         # NCCL may take another way than the control socket, so the time of the note says nothing.
@@ -332,6 +332,8 @@ class DirectIncoming:
                 self._post_due()
                 if self._poller.awaited:
                     self._poller.wake()
+                if self._device_time is not None:
+                    self._device_time.keep_fresh()
         except RuntimeError as error:
             self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._poller.wake()

@@ -97,9 +97,12 @@ class Staging:
         """Page-lock the current slots of ``link``, so that the device can copy from them."""
         self._page_lock(link, link.slot_memory(), leased=False)
 
-    def page_lock_leases(self) -> None:
-        """Page-lock the receivers' slots that are mapped here, so that the device can copy to them.
-        This may wait for the device, so not between ops."""
+    def page_lock_added(self) -> None:
+        """Page-lock slots that were added since: to the receivers' that are mapped here, so that
+        the device can copy to them, and by the engine to those of long links. This may wait for the
+        device, so not between ops."""
+        for incoming in self.incoming:
+            incoming.page_lock()
         for link in {outgoing.link for outgoing in self.outgoing}:
             self._page_lock(link, link.peer_memory(), leased=True)
 
@@ -192,6 +195,9 @@ class StagedOutgoing(DelegatedOutgoing):
         self._staging, self._name = staging, name
         self._expected = 0
         self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
+        self._staged = self.handed_over = 0
+        """Messages with memory of this host that were given to the copy stream, and those of them
+        that the engine has."""
         staging.outgoing.append(self)
 
     def expect(self, messages: int) -> None:
@@ -228,11 +234,15 @@ class StagedOutgoing(DelegatedOutgoing):
         sources = [None if t is None else bytes_of(t.detach().contiguous()) for t in tensors]
         accelerator.wait(staging.to_host.stream, accelerator.record(accelerator.compute_stream()))
         payload: list[Tensor | _engine.Lease | None] = []
+        # A lease takes its slot now, other memory when the engine gets it. So nothing is leased
+        # before all that is older has its slots: it could wait for ever for those.
+        leases = self._staged == self.handed_over
         for k, source in enumerate(sources):
             if source is None:
                 payload.append(None)
                 continue
-            lease = self.lease(key_of(batch, microbatch, self.direction, k), source.numel())
+            key = key_of(batch, microbatch, self.direction, k)
+            lease = self.lease(key, source.numel()) if leases else None
             to = None if lease is None else staging.page_locked(lease)
             if lease is None or to is None:
                 lease = None  # Given back.
@@ -241,9 +251,11 @@ class StagedOutgoing(DelegatedOutgoing):
                 accelerator.copy(staging.to_host.stream, to, source)
                 accelerator.keep(source, staging.to_host.stream)
             payload.append(to if lease is None else lease)
+        hand_over = _HandOver(self, batch, microbatch, present, payload)
+        self._staged += hand_over.staged
         letter = self.direction.letter
         staging.to_host.follow(
-            _HandOver(self, batch, microbatch, present, payload),
+            hand_over,
             f"{letter} of microbatch {microbatch} of iteration {batch.step} on {self._name}",
         )
 
@@ -265,6 +277,8 @@ class _HandOver:
     ) -> None:
         self._end, self._batch, self._microbatch = end, batch, microbatch
         self._present, self._payload = present, payload
+        self.staged = any(isinstance(each, Tensor) for each in payload)
+        """Whether some of it is in memory of this host."""
         self._note: bytes | None = None
         self._next = 0
         self._give_up_at = 0.0
@@ -292,6 +306,7 @@ class _HandOver:
                 return False
             self._payload[self._next] = None  # The engine keeps it now.
             self._next += 1
+        end.handed_over += self.staged
         return True
 
 
@@ -320,6 +335,10 @@ class StagedIncoming(DelegatedIncoming):
     def reserve(self, messages: int, batch: Batch, used: int = 0) -> None:
         # The device has tensors of its own.
         super().reserve(messages, batch)
+        self.page_lock()
+
+    def page_lock(self) -> None:
+        """Page-lock the slots that the engine has for this end."""
         self._staging.page_lock(self._link)
 
     def begin(self, batch: Batch) -> None:
