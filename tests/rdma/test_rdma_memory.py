@@ -33,8 +33,8 @@ def test_slots_beyond_the_memlock_limit_leave_the_link_to_tcp(fabric: Fabric):
             assert f"registering {8 * MIB} bytes with rxe{n} failed" in path["trouble"]
             assert "the memlock limit is 1024 KiB" in path["trouble"]
         assert all(
-            path["trouble"] == "rank 1 cannot register its memory with it"
-            for path in a["paths"][:2]
+            path["trouble"] == f"rxe{n} port 1: rank 1 cannot register its memory with it"
+            for n, path in enumerate(a["paths"][:2])
         )
         # The way back: what rank 0 receives may be registered, but the rails are out of use.
         link.a.do("reserve", direction=1, slots=1, size=MIB)
