@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from staging_rig import linked, until
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import (
@@ -119,6 +121,20 @@ def test_over_sockets_only_the_receiver_is_spared_its_copy() -> None:
         out, into = e.copied()
         # What was read together with the header is stored once more.
         assert out == 0 and into < NBYTES // 4
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_wire_times_are_those_of_the_engine_wherever_a_tensor_is(transport: str) -> None:
+    with ends(transport) as e:
+        recorder = e.incoming._recorder
+        recorder.begin(Route.DELEGATED, "tcp", 7)
+        e.begin(META)
+        began = time.time()
+        e.outgoing.send(0, [values(0, COUNT)])
+        e.take(0)
+        took, sample = time.time() - began, recorder.drain()
+        assert sample is not None and sample.wire is not None
+        assert sample.wire.exact == 1 and 0 < sample.wire.p50 <= took
 
 
 def test_a_slot_is_held_until_its_last_tensor_is_gone() -> None:

@@ -165,12 +165,11 @@ class DelegatedIncoming:
         # The sender may have no other slot left for the next iteration.
         last = microbatch == batch.microbatches - 1
         for k, (message, meta) in enumerate(zip(parts, batch.metas, strict=True)):
-            if note.present >> k & 1:
-                if self._stays(message, batch.sizes[k]):
-                    self._in_place.add(message)
-                    began, came = message.started_at, message.arrived_at
-                    tensors.append(tensor_in(message, meta))
-                    continue
+            if note.present >> k & 1 and self._stays(message, batch.sizes[k]):
+                self._in_place.add(message)
+                began, came = message.started_at, message.arrived_at
+                tensors.append(tensor_in(message, meta))
+            elif note.present >> k & 1:
                 tensor = meta.empty(CPU)
                 # A message of another size is an error.
                 began, came = message.move_to(tensor.data_ptr(), batch.sizes[k], last)
