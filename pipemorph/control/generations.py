@@ -302,6 +302,9 @@ class Generations:
         self.begun(
             report.generation, report.left_out, report.places, report.layers, report.layers_before
         )
+        if report.layers_before is None and split_of(report.layers) == self.layers:
+            # Another ingest had told this launcher that they count, and could not write that.
+            self._settle()
         if report.event == "gone":
             news = self.presence.asks(report.pod, now)
             if not self.presence.runs(report.pod):
@@ -555,12 +558,14 @@ class Generations:
     @property
     def _left_at(self) -> int | None:
         """The first iteration with the layers that are on trial; None: none are, or it is not known
-        here."""
-        now, last = self.saved, self.saved.last[-1:]
-        if self.layers_before is None or not last:
+        here. Where another ingest has begun this generation, ranks that are gone have said so."""
+        if self.layers_before is None:
             return None
-        known = (last[0].attempt, last[0].generation) == (now.attempt, now.generation)
-        return last[0].iterations_done if known else None
+        now = self.saved
+        for last in now.last[-1:]:
+            if (last.attempt, last.generation) == (now.attempt, now.generation):
+                return last.iterations_done
+        return self.splits.began or None
 
     def _words_of(self, filled: Filled | None) -> dict[str, Any]:
         """What a record tells of the pods that run."""

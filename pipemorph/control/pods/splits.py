@@ -43,6 +43,8 @@ class Splits:
         self.reached = 0
         """The most iterations that one of them has finished, as launchers say when they are gone;
         of ranks that have left, those of all."""
+        self.began = 0
+        """Those of them that the ranks began with; 0: nobody has said so."""
 
     @property
     def move(self) -> bool:
@@ -71,6 +73,7 @@ class Splits:
     def gone(self, report: PodReport) -> None:
         """Take what a launcher says of the ranks of this generation that are gone."""
         self.reached = max(self.reached, report.reached)
+        self.began = max(self.began, report.began)
         if report.left_for is None:
             return
         self.left = True

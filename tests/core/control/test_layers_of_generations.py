@@ -218,6 +218,29 @@ def test_another_ingest_goes_on_from_status_and_from_what_launchers_say() -> Non
     assert (third.state.generation, third.layers) == (2, ())
 
 
+@pytest.mark.parametrize(
+    ("reached", "kept"),
+    [(LEFT_AT + TRIAL_ITERATIONS, False), (LEFT_AT + TRIAL_ITERATIONS + 1, True)],
+)
+def test_an_ingest_that_cannot_know_when_ranks_left_hears_it_as_they_are_gone(
+    reached: int, kept: bool
+) -> None:
+    """Neither the generation nor that its layers count could be written."""
+    job, known = started(), {"layers": (4, 2), "layers_before": ()}
+    how = {"began": LEFT_AT, "reached": reached, "finished": reached}
+    job.take(word("gone", 0, 1, loss=lost_peer(30.0), **known, **how), 30.0)
+    assert (job.state.generation, job.layers_before) == (1, ())
+    job.take(word("gone", 1, 1, loss=lost_peer(30.0), **known, **how), 30.0)
+    assert (job.state.generation, job.layers) == (2, (4, 2) if kept else ())
+
+
+def test_a_launcher_that_knows_that_layers_count_tells_another_ingest() -> None:
+    job, how = started(), {"layers": (4, 2), "reached": LEFT_AT + 1}
+    job.take(word("gone", 0, 1, loss=lost_peer(30.0), layers_before=(), **how), 30.0)
+    job.take(word("gone", 1, 1, loss=lost_peer(30.0), **how), 30.0)
+    assert (job.state.generation, job.layers, job.layers_before) == (2, (4, 2), None)
+
+
 def test_an_attempt_begins_with_even_layers() -> None:
     job = started()
     leave(job)
