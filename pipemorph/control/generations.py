@@ -65,7 +65,7 @@ class Generations:
     of which replicas, how many replicas may go on without the others, and how many pods are spares;
     None: all pods have to run. ``patience``: seconds that replicas that may go on without others
     wait for the pod that replaces a lost one. ``comes``: those after which spares take the places
-    of pods that have not come.
+    of pods that have not come. ``relayout``: ``adaptation.relayout``.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Generations:
         cut: Parallelism | None = None,
         patience: float = 0.0,
         comes: float = COMES_SECONDS,
+        relayout: bool = False,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.patience = patience
@@ -91,7 +92,11 @@ class Generations:
         self.presence = Presence(
             pods, self._cut, stood_by=self.saved.spares_ready or 0, comes=comes
         )
-        self.splits = Splits(cut)
+        # Their pods still move layers if that was switched off since.
+        moved = bool(self.saved.layers) or self.saved.layers_before is not None
+        self.splits = Splits(cut, move=relayout or moved)
+        self.relayout = relayout
+        """Whether layers may move in the next attempt: pods go by what they were told."""
         self._finished = max(done, self.saved.finished)
         """Iterations that a rank is known to have finished."""
         told = [each.iterations_done for each in self.saved.last[-1:]]
@@ -145,6 +150,7 @@ class Generations:
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self.presence.begin_attempt()
+        self.splits.begin_attempt(move=self.relayout)
         self._starts_at = None
         self._looked_at, self._ran = -inf, False
         self.attempt, self._verdict = attempt, None

@@ -91,6 +91,7 @@ class Kept:
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
             comes=spec.failure_policy.late_pod_seconds,
+            relayout=spec.adaptation.relayout,
         )
 
     def lost(self) -> list[PodReplacement]:

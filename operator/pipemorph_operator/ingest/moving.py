@@ -127,6 +127,8 @@ class JobMoves:
         now = self._clock()
         if self.asking or now < self._looked_at + PLACES_SECONDS or not self.moves.decides:
             return None
+        if not generations.splits.move:
+            return None  # Its pods began without that, and would not pass it on.
         self._looked_at = now
         if generations.layers_before is not None or generations.state.over:
             return None

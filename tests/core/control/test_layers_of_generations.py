@@ -20,8 +20,11 @@ LEFT_AT = 10
 KEPT = ResumedFrom(iteration=LEFT_AT, rung="kept")
 
 
-def started(cut: Parallelism | None = CUT, saved: Recoveries | None = None) -> Generations:
-    return Generations(cut.all_pods if cut else 2, 5, cut=cut, saved=saved, done=LEFT_AT)
+def started(
+    cut: Parallelism | None = CUT, saved: Recoveries | None = None, *, relayout: bool = True
+) -> Generations:
+    pods = cut.all_pods if cut else 2
+    return Generations(pods, 5, cut=cut, saved=saved, done=LEFT_AT, relayout=relayout)
 
 
 def gone(job: Generations, *pods: int, now: float = 20.0, **fields: Any) -> None:
@@ -239,6 +242,25 @@ def test_a_launcher_that_knows_that_layers_count_tells_another_ingest() -> None:
     job.take(word("gone", 0, 1, loss=lost_peer(30.0), layers_before=(), **how), 30.0)
     job.take(word("gone", 1, 1, loss=lost_peer(30.0), **how), 30.0)
     assert (job.state.generation, job.layers, job.layers_before) == (2, (4, 2), None)
+
+
+def test_polls_teach_the_newest_generation_where_layers_do_not_move() -> None:
+    """Its number says all of it, also if the job says how many layers it has."""
+    job = started(relayout=False)
+    assert job.begun(3) and job.state.generation == 3
+    assert not job.ask((4, 2))
+    assert not started().begun(3), "nobody knows with which layers"
+
+
+def test_layers_that_have_moved_are_known_after_relayout_is_switched_off() -> None:
+    job = started()
+    leave(job)
+    other = started(saved=job.saved, relayout=False)
+    assert (other.layers, other.layers_before) == ((4, 2), ())
+    assert not other.begun(2) and other.begun(2, (), layers=(2, 4))
+    assert (other.state.generation, other.layers) == (2, (2, 4))
+    other.begin_attempt(1)
+    assert other.begun(2), "the pods of this attempt move none"
 
 
 def test_an_attempt_begins_with_even_layers() -> None:

@@ -330,7 +330,9 @@ def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
 def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
     async def work() -> None:
         host, written = OneJob(), asyncio.Event()
-        host.job = Generations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5)
+        host.job = Generations(
+            2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True
+        )
         desk = GenerationDesk(host)
         listening = asyncio.create_task(poll(desk))
         await settled()

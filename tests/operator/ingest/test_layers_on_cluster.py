@@ -323,7 +323,8 @@ def test_what_was_found_for_ranks_that_have_ended_is_dropped() -> None:
     asyncio.run(work())
 
 
-def test_layers_move_only_while_the_job_says_so() -> None:
+def test_layers_move_only_in_attempts_that_begin_with_that() -> None:
+    """Pods go by the file that they began with, and would not pass it on."""
     api = an_api()
     del api.job["spec"]["adaptation"]
 
@@ -338,6 +339,11 @@ def test_layers_move_only_while_the_job_says_so() -> None:
         ingest.store.changed(KEY, copy.deepcopy(api.job))
         await ingest.looks(1, 1, 1, 1)
         await ingest.looks(1, 1.5, 1, 1, times=6)
-        assert ingest.asked == MOVED
+        assert ingest.asked == ()
+        generations = ingest.store.generations(*KEY)
+        assert generations is not None and not generations.splits.move
+        api.job["status"]["attempt"] = 1
+        ingest.store.changed(KEY, copy.deepcopy(api.job))
+        assert generations.splits.move
 
     asyncio.run(work())

@@ -272,8 +272,8 @@ class Meeting:
         """Say that no rank of ``generation`` is left here, and wait until those of all pods are
         gone, at most ``patience`` seconds or until ``stop()``. ``finished``: iterations that ranks
         of this pod have, ``reached``: those of this generation, and ``began``: those of them that
-        it began with; ``left``: they have left, as all have. Returns a state that names the generation to start, or has a verdict; or why there
-        is none."""
+        it began with; ``left``: they have left, as all have. Returns a state that names the
+        generation to start, or has a verdict; or why there is none."""
         with self._changed:
             self._watched = None
             left_for = (self._asked_of(generation) or ()) if left else None
