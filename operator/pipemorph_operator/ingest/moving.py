@@ -206,7 +206,10 @@ class LayerMoves:
                 return
             mine.moves.ask(move)
             layers = move.proposal.layout.spread(asked.split.total)
-            if not await self._desk.ask(*key, layers):
+            of = job.generations.attempt, job.generations.saved.generation
+            taken = await self._desk.ask(*key, layers, of=of)
+            # A new generation may have begun meanwhile, as others had the job's turn.
+            if not taken and mine.moves.asked is move and mine.moves.leaving:
                 fixed = job.generations.splits.fixed
                 mine.moves.stay(fixed or "the ranks end, or start again, or lack a pod")
         except (PlannerLost, OSError, InputError) as error:

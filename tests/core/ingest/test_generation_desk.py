@@ -336,11 +336,14 @@ def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
         desk = GenerationDesk(host)
         listening = asyncio.create_task(poll(desk))
         await settled()
-        assert not await desk.ask("default", "gpt", (4, 3)), "that is no split of the model"
-        assert not await desk.ask("default", "gpt-2", (4, 2)), "there is no such job"
+        assert not await desk.ask("default", "gpt", (4, 3), of=(0, 0)), (
+            "that is no split of the model"
+        )
+        assert not await desk.ask("default", "gpt-2", (4, 2), of=(0, 0)), "there is no such job"
         await settled()
         assert not listening.done()
-        assert await desk.ask("default", "gpt", (4, 2))
+        assert not await desk.ask("default", "gpt", (4, 2), of=(0, 1)), "others run"
+        assert await desk.ask("default", "gpt", (4, 2), of=(0, 0))
         found = state(await listening)
         assert (found["leave"], found["leave_layers"], found["layers"]) == (True, [4, 2], [])
 
@@ -360,7 +363,7 @@ def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
             assert (found["layers"], found["layers_before"]) == ([4, 2], [])
         dropped = host.job
         desk.dropped(dropped)
-        assert not await desk.ask("default", "gpt", (2, 4)), "another host has the job"
+        assert not await desk.ask("default", "gpt", (2, 4), of=(0, 1)), "another host has the job"
 
     run(work())
 

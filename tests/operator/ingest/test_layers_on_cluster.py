@@ -323,6 +323,31 @@ def test_what_was_found_for_ranks_that_have_ended_is_dropped() -> None:
     asyncio.run(work())
 
 
+def test_a_generation_that_begins_before_launchers_are_told_drops_the_request() -> None:
+    api = an_api()
+
+    async def work() -> None:
+        ingest = Ingest(api)
+        await ingest.begin()
+        ask, failed = ingest.desk.ask, []
+
+        async def late(*args: Any, **kwargs: Any) -> bool:
+            """Reports have the job's turn before, and the next one is looked at."""
+            failed.append(await ingest.gone(0, loss=LOSS, finished=ingest.done))
+            ingest.layers.reported(*KEY)
+            return await ask(*args, **kwargs)
+
+        ingest.desk.ask = late  # type: ignore[method-assign]
+        await ingest.looks(1, 1, 1, 1)
+        await ingest.looks(1, 1.5, 1, 1, times=6)
+        assert failed[0]["generation"] == 1 and ingest.asked == ()
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None
+        assert not moving.moves.asking and moving.moves.moves.asked is None
+
+    asyncio.run(work())
+
+
 def test_layers_move_only_in_attempts_that_begin_with_that() -> None:
     """Pods go by the file that they began with, and would not pass it on."""
     api = an_api()
@@ -342,6 +367,8 @@ def test_layers_move_only_in_attempts_that_begin_with_that() -> None:
         assert ingest.asked == ()
         generations = ingest.store.generations(*KEY)
         assert generations is not None and not generations.splits.move
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None and moving.moves.told == ""
         api.job["status"]["attempt"] = 1
         ingest.store.changed(KEY, copy.deepcopy(api.job))
         assert generations.splits.move
