@@ -138,6 +138,8 @@ class Generations:
         """Whether the ranks are to leave, since more replicas may run."""
         self._heard_of = -inf
         """When anything was heard of ranks of this generation, or they were first to leave."""
+        self._asked_at = inf
+        """When they were asked to leave for other layers."""
         self._stays: tuple[str, float] | None = None
         """Why the ranks could not leave, and when they said so."""
         self._hang = False
@@ -230,10 +232,11 @@ class Generations:
         """Lost pods whose places have ranks in this generation."""
         return filter(self.presence.runs, self.presence.awaited)
 
-    def ask(self, layers: tuple[int, ...]) -> bool:
+    def ask(self, layers: tuple[int, ...], now: float) -> bool:
         """Have the ranks leave at the end of an iteration, and the next generation begin with so
         many ``layers`` per stage: those of all stages, also if they are evenly many. Launchers are
-        told by :meth:`pipemorph.ingest.GenerationDesk.ask`.
+        told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall clock, seconds. After
+        :data:`LEAVE_SECONDS` in which no ranks have left they are asked no more.
 
         Returns False, and changes nothing, while the ranks start again or are to leave, a pod is
         lost, or layers are on trial; if these layers do not make up the model, are those in force,
@@ -244,6 +247,7 @@ class Generations:
         if ends or busy or not self.splits.allows(layers, self.layers):
             return False
         self._leave, self._stays, self.splits.asked = True, None, tuple(layers)
+        self._asked_at = now
         return True
 
     def begun(
@@ -360,7 +364,12 @@ class Generations:
 
     def look(self, now: float) -> None:
         """Decide what time alone decides: call it when :meth:`due` says. ``now``: wall clock."""
-        if self._cut is None or self._verdict is not None or self.saved.completed:
+        if self._verdict is not None or self.saved.completed:
+            return
+        if now >= self._left_by():
+            why = f"no ranks have left within {LEAVE_SECONDS:g} s"
+            self._leave, self._stays, self.splits.asked = False, (why, now), ()
+        if self._cut is None:
             return
         self._looked_at = now
         self._count_spares(now)
@@ -391,11 +400,15 @@ class Generations:
 
     def due(self, now: float) -> float | None:
         """When :meth:`look` may have to decide; None if nothing waits for that."""
-        if self._cut is None or self._verdict is not None or self.saved.completed:
+        if self._verdict is not None or self.saved.completed:
+            return None
+        if (by := self._left_by()) < inf:
+            return by
+        if self._cut is None:
             return None
         if not self._over:
             if self._leave:
-                return None if self.splits.asked else self._heard_of + LEAVE_SECONDS
+                return self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
             return min((at for at in (again, self._come_by()) if now < at < inf), default=None)
         presence = self.presence
@@ -408,6 +421,11 @@ class Generations:
         if filled.running.left_out:
             at = max(at, presence.settled_at())
         return at if self._decided_at < at < inf else None
+
+    def _left_by(self) -> float:
+        """Until when ranks have to begin to leave for other layers."""
+        asked = self._leave and bool(self.splits.asked) and not self._over
+        return self._asked_at + LEAVE_SECONDS if asked else inf
 
     def _come_by(self) -> float:
         """Until when pods that have not come are waited for, before spares take their places."""

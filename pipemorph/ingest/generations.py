@@ -216,7 +216,7 @@ class GenerationDesk:
         def change() -> None:
             nonlocal taken
             if (found.attempt, found.saved.generation) == of:
-                taken = found.ask(layers)
+                taken = found.ask(layers, time.time())
 
         async with session.lock:
             if not session.gone:
