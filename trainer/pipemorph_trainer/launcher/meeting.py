@@ -417,7 +417,8 @@ class Meeting:
                         self._watched = None
                 continue
             with self._changed:
-                if state.generation == generation == self._watched:
+                same = state.generation == generation and state.layers == self._told.layers
+                if same and self._watched == generation:
                     # Layers may count since, as another ingest has to hear if it was not written.
                     self._told = state
             if state.leave != (self._asked_of(generation) is not None):
