@@ -105,10 +105,10 @@ class Generations:
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering = Recovering()
-        took = (each.seconds for each in self.saved.last if each.seconds is not None)
-        self.longest_start = max(took, default=None)
-        """Seconds from a start of the ranks to the first iteration that they finished, as far as it
-        is known here."""
+        self.longest_start: float | None = None
+        """Seconds from a start of the ranks, once all pods were there, to the first iteration that
+        they finished; None: none was seen here. Records of other hosts' say only when ranks were
+        lost."""
         self._starts_at: float | None = None
         """When the last pod came for the first start, until an iteration is finished."""
         self._looked_at = -inf
@@ -143,6 +143,9 @@ class Generations:
         self._stays: tuple[str, float] | None = None
         """Why the ranks could not leave, and when they said so."""
         self._hang = False
+        self._waited: float | None = None
+        """Seconds from the loss of the ranks before to the start of these; None: it was not seen
+        here."""
         self._losses: dict[int, Loss] = {}
         self._completed: set[int] = set()
         self._finished_before = self._finished
@@ -610,7 +613,8 @@ class Generations:
         if "layers" in told:
             layers = list(self.splits.spread(tuple(told["layers"])))
             record = record.model_copy(update={"layers": layers})
-        self._recovering.follow(record, min(self._over_at, self._since))
+        lost_at = min(self._over_at, self._since)
+        self._recovering.follow(record, lost_at)
         # The next loss of a pod that is there is another one.
         self.presence.uncounted &= self.presence.awaited.keys()
         update = dict(told) | {
@@ -623,6 +627,7 @@ class Generations:
         self.saved = self.saved.model_copy(update=update)
         # Those with ranks end these first.
         self._new_generation(self.presence.gone)
+        self._waited = now - lost_at
         self.presence.stand_by_anew()
         self._count_spares(now)
 
@@ -720,8 +725,8 @@ class Generations:
         done = self._recovering.done(now)
         if done is None:
             return False
-        if done.seconds is not None:
-            self._took(done.seconds)
+        if done.seconds is not None and self._waited is not None:
+            self._took(max(0.0, done.seconds - self._waited))
         last = [*self.saved.last[:-1], done]
         self.saved = self.saved.model_copy(update={"last": last})
         return True

@@ -90,6 +90,19 @@ def test_a_failure_on_trial_goes_back_and_these_layers_are_not_tried_again(retry
     assert (job.layers, job.saved.count) == ((), 2)
 
 
+def test_a_start_takes_from_when_the_last_pod_is_there_to_the_first_iteration() -> None:
+    """Not the time that others waited for a pod."""
+    job = started()
+    gone(job, 0, now=20.0, loss=lost_peer(20.0))
+    job.take(word("joined", 1, launcher="new"), 320.0)
+    assert job.state.generation == 1
+    job.take(word("resumed", 0, 1, resumed=KEPT), 325.0)
+    job.reported(trained(LEFT_AT), 326.0)
+    assert job.longest_start == pytest.approx(6.0, abs=1.0)
+    assert job.saved.last[-1].seconds == pytest.approx(306.0, abs=1.0)
+    assert started(saved=job.saved).longest_start is None, "another ingest has seen none"
+
+
 def test_a_failure_once_they_count_keeps_them() -> None:
     job = started()
     leave(job)
