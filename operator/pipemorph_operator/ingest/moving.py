@@ -135,8 +135,9 @@ class JobMoves:
         network = controller.network(time.time())
         if network is None:
             return None
-        self.moves.see(network)
-        return self.moves.of_layers(network, generations.longest_start or START_SECONDS)
+        # Nobody changes places by what wires are late, and of a large job they are many.
+        cost = generations.longest_start or START_SECONDS
+        return self.moves.of_layers(network, cost, seen=False)
 
 
 class MovingJob(Protocol):

@@ -151,6 +151,27 @@ def test_a_stage_that_stays_slow_gets_fewer_layers_and_status_says_so() -> None:
     asyncio.run(work())
 
 
+def test_wires_are_looked_at_only_for_a_question() -> None:
+    """Of a large job they are many, and this is the loop that answers all jobs."""
+    api = an_api()
+
+    async def work() -> None:
+        ingest = Ingest(api)
+        await ingest.begin()
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None
+        moves, seen = moving.moves.moves, []
+        see = moves.see
+        moves.see = lambda network: (seen.append(network), see(network))[1]  # type: ignore[method-assign]
+        await ingest.looks(1, 1, 1, 1, times=3)
+        await ingest.looks(1, 1.5, 1, 1, times=2)
+        assert seen == []
+        await ingest.looks(1, 1.5, 1, 1, times=3)
+        assert ingest.asked == MOVED and len(seen) == 1
+
+    asyncio.run(work())
+
+
 def test_what_fails_on_trial_goes_back_and_is_not_tried_again() -> None:
     api = an_api()
 
