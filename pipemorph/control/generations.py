@@ -65,7 +65,7 @@ class Generations:
     of which replicas, how many replicas may go on without the others, and how many pods are spares;
     None: all pods have to run. ``patience``: seconds that replicas that may go on without others
     wait for the pod that replaces a lost one. ``comes``: those after which spares take the places
-    of pods that have not come.
+    of pods that have not come. ``relayout``: ``adaptation.relayout``.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Generations:
         cut: Parallelism | None = None,
         patience: float = 0.0,
         comes: float = COMES_SECONDS,
+        relayout: bool = False,
     ) -> None:
         self.pods, self.most, self.restarts = pods, most, restarts
         self.patience = patience
@@ -91,7 +92,11 @@ class Generations:
         self.presence = Presence(
             pods, self._cut, stood_by=self.saved.spares_ready or 0, comes=comes
         )
-        self.splits = Splits(cut)
+        # Their pods still move layers if that was switched off since.
+        moved = bool(self.saved.layers) or self.saved.layers_before is not None
+        self.splits = Splits(cut, move=relayout or moved)
+        self.relayout = relayout
+        """Whether layers may move in the next attempt: pods go by what they were told."""
         self._finished = max(done, self.saved.finished)
         """Iterations that a rank is known to have finished."""
         told = [each.iterations_done for each in self.saved.last[-1:]]
@@ -100,10 +105,10 @@ class Generations:
         again by ranks that have kept their state."""
         self._verdict: GenerationState | None = None
         self._recovering = Recovering()
-        took = (each.seconds for each in self.saved.last if each.seconds is not None)
-        self.longest_start = max(took, default=None)
-        """Seconds from a start of the ranks to the first iteration that they finished, as far as it
-        is known here."""
+        self.longest_start: float | None = None
+        """Seconds from a start of the ranks, once all pods were there, to the first iteration that
+        they finished; None: none was seen here. Records of other hosts' say only when ranks were
+        lost."""
         self._starts_at: float | None = None
         """When the last pod came for the first start, until an iteration is finished."""
         self._looked_at = -inf
@@ -133,9 +138,14 @@ class Generations:
         """Whether the ranks are to leave, since more replicas may run."""
         self._heard_of = -inf
         """When anything was heard of ranks of this generation, or they were first to leave."""
+        self._asked_at = inf
+        """When they were asked to leave for other layers."""
         self._stays: tuple[str, float] | None = None
         """Why the ranks could not leave, and when they said so."""
         self._hang = False
+        self._waited: float | None = None
+        """Seconds from the loss of the ranks before to the start of these; None: it was not seen
+        here."""
         self._losses: dict[int, Loss] = {}
         self._completed: set[int] = set()
         self._finished_before = self._finished
@@ -145,6 +155,7 @@ class Generations:
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self.presence.begin_attempt()
+        self.splits.begin_attempt(move=self.relayout)
         self._starts_at = None
         self._looked_at, self._ran = -inf, False
         self.attempt, self._verdict = attempt, None
@@ -224,10 +235,11 @@ class Generations:
         """Lost pods whose places have ranks in this generation."""
         return filter(self.presence.runs, self.presence.awaited)
 
-    def ask(self, layers: tuple[int, ...]) -> bool:
+    def ask(self, layers: tuple[int, ...], now: float) -> bool:
         """Have the ranks leave at the end of an iteration, and the next generation begin with so
         many ``layers`` per stage: those of all stages, also if they are evenly many. Launchers are
-        told by :meth:`pipemorph.ingest.GenerationDesk.ask`.
+        told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall clock, seconds. After
+        :data:`LEAVE_SECONDS` in which no ranks have left they are asked no more.
 
         Returns False, and changes nothing, while the ranks start again or are to leave, a pod is
         lost, or layers are on trial; if these layers do not make up the model, are those in force,
@@ -238,6 +250,7 @@ class Generations:
         if ends or busy or not self.splits.allows(layers, self.layers):
             return False
         self._leave, self._stays, self.splits.asked = True, None, tuple(layers)
+        self._asked_at = now
         return True
 
     def begun(
@@ -302,6 +315,9 @@ class Generations:
         self.begun(
             report.generation, report.left_out, report.places, report.layers, report.layers_before
         )
+        if report.layers_before is None and split_of(report.layers) == self.layers:
+            # Another ingest had told this launcher that they count, and could not write that.
+            self._settle()
         if report.event == "gone":
             news = self.presence.asks(report.pod, now)
             if not self.presence.runs(report.pod):
@@ -351,7 +367,12 @@ class Generations:
 
     def look(self, now: float) -> None:
         """Decide what time alone decides: call it when :meth:`due` says. ``now``: wall clock."""
-        if self._cut is None or self._verdict is not None or self.saved.completed:
+        if self._verdict is not None or self.saved.completed:
+            return
+        if now >= self._left_by():
+            why = f"no ranks have left within {LEAVE_SECONDS:g} s"
+            self._leave, self._stays, self.splits.asked = False, (why, now), ()
+        if self._cut is None:
             return
         self._looked_at = now
         self._count_spares(now)
@@ -382,11 +403,15 @@ class Generations:
 
     def due(self, now: float) -> float | None:
         """When :meth:`look` may have to decide; None if nothing waits for that."""
-        if self._cut is None or self._verdict is not None or self.saved.completed:
+        if self._verdict is not None or self.saved.completed:
+            return None
+        if (by := self._left_by()) < inf:
+            return by
+        if self._cut is None:
             return None
         if not self._over:
             if self._leave:
-                return None if self.splits.asked else self._heard_of + LEAVE_SECONDS
+                return self._heard_of + LEAVE_SECONDS
             again = self._stays[1] + STAY_SECONDS if self._stays is not None else -inf
             return min((at for at in (again, self._come_by()) if now < at < inf), default=None)
         presence = self.presence
@@ -399,6 +424,11 @@ class Generations:
         if filled.running.left_out:
             at = max(at, presence.settled_at())
         return at if self._decided_at < at < inf else None
+
+    def _left_by(self) -> float:
+        """Until when ranks have to begin to leave for other layers."""
+        asked = self._leave and bool(self.splits.asked) and not self._over
+        return self._asked_at + LEAVE_SECONDS if asked else inf
 
     def _come_by(self) -> float:
         """Until when pods that have not come are waited for, before spares take their places."""
@@ -555,12 +585,14 @@ class Generations:
     @property
     def _left_at(self) -> int | None:
         """The first iteration with the layers that are on trial; None: none are, or it is not known
-        here."""
-        now, last = self.saved, self.saved.last[-1:]
-        if self.layers_before is None or not last:
+        here. Where another ingest has begun this generation, ranks that are gone have said so."""
+        if self.layers_before is None:
             return None
-        known = (last[0].attempt, last[0].generation) == (now.attempt, now.generation)
-        return last[0].iterations_done if known else None
+        now = self.saved
+        for last in now.last[-1:]:
+            if (last.attempt, last.generation) == (now.attempt, now.generation):
+                return last.iterations_done
+        return self.splits.began or None
 
     def _words_of(self, filled: Filled | None) -> dict[str, Any]:
         """What a record tells of the pods that run."""
@@ -581,7 +613,8 @@ class Generations:
         if "layers" in told:
             layers = list(self.splits.spread(tuple(told["layers"])))
             record = record.model_copy(update={"layers": layers})
-        self._recovering.follow(record, min(self._over_at, self._since))
+        lost_at = min(self._over_at, self._since)
+        self._recovering.follow(record, lost_at)
         # The next loss of a pod that is there is another one.
         self.presence.uncounted &= self.presence.awaited.keys()
         update = dict(told) | {
@@ -594,6 +627,7 @@ class Generations:
         self.saved = self.saved.model_copy(update=update)
         # Those with ranks end these first.
         self._new_generation(self.presence.gone)
+        self._waited = now - lost_at
         self.presence.stand_by_anew()
         self._count_spares(now)
 
@@ -691,8 +725,8 @@ class Generations:
         done = self._recovering.done(now)
         if done is None:
             return False
-        if done.seconds is not None:
-            self._took(done.seconds)
+        if done.seconds is not None and self._waited is not None:
+            self._took(max(0.0, done.seconds - self._waited))
         last = [*self.saved.last[:-1], done]
         self.saved = self.saved.model_copy(update={"last": last})
         return True

@@ -202,9 +202,12 @@ class GenerationDesk:
         )
         return await self._when_past((namespace, name), found, known, seconds)
 
-    async def ask(self, namespace: str, name: str, layers: tuple[int, ...]) -> bool:
+    async def ask(
+        self, namespace: str, name: str, layers: tuple[int, ...], *, of: tuple[int, int]
+    ) -> bool:
         """Have the ranks of a job leave for other layers, see :meth:`Generations.ask`, and tell
-        their launchers. Returns False if that is not possible now, or the job is not there."""
+        their launchers. ``of``: the attempt and the generation of these ranks. Returns False if
+        that is not possible now, others run meanwhile, or the job is not there."""
         found = self._store.generations(namespace, name)
         if found is None:
             return False
@@ -212,7 +215,8 @@ class GenerationDesk:
 
         def change() -> None:
             nonlocal taken
-            taken = found.ask(layers)
+            if (found.attempt, found.saved.generation) == of:
+                taken = found.ask(layers, time.time())
 
         async with session.lock:
             if not session.gone:

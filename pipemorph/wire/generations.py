@@ -97,6 +97,8 @@ class PodReport(WireModel):
     them finish any; 0 if it has not."""
     reached: Count = 0
     """Of ``gone``: the same of ranks of this generation alone, with those that they began with."""
+    began: Count = 0
+    """Of ``gone``: those of :attr:`reached` that they began with; 0: they have not said so."""
     left_for: Layers | None = None
     """Of ``gone``: its ranks have left between two iterations, each with a copy of its state, as
     all have. The layers that they were to leave for, as far as the launcher knows; empty: for other

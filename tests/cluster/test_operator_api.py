@@ -80,6 +80,8 @@ BAD = [
     ("trainer.iterations", 0, "spec.trainer.iterations"),
     ("adaptation.minGain", 1.0, "spec.adaptation.minGain"),
     ("adaptation.minGian", 0.5, "spec.adaptation.minGian"),
+    ("adaptation.relayout", True, "adaptation.relayout needs failurePolicy.maxRestarts"),
+    ("adaptation.relayout", True, "adaptation.relayout needs parallelism.layers"),
     ("faults", [{"link": 3, "delayMs": 1}], "spec.faults"),
     ("faults", [{"link": 0}], "spec.faults[0]"),
     ("faults", [{"link": 0, "delayMs": 1, "fromIteration": 4, "toIteration": 4}], "spec.faults[0]"),
@@ -173,6 +175,19 @@ def test_edits_that_running_ranks_cannot_follow_are_refused(
     jobs.apply(manifest("bad"))
     with pytest.raises(TestbedError, match=f"{path.partition('.')[0]} is immutable"):
         jobs.apply(changed(path, value))
+
+
+def test_edits_after_which_layers_could_not_move_are_refused(jobs: Jobs) -> None:
+    """The ingest would serve such a job no more once another one takes over."""
+    good = manifest("bad", stages=2)
+    good["spec"]["parallelism"]["layers"] = 4
+    good["spec"] |= {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
+    jobs.apply(good)
+    for field, what in (("failurePolicy", "maxRestarts"), ("recovery", "snapshotIterations")):
+        bad = copy.deepcopy(good)
+        bad["spec"][field] = {what: 0}
+        with pytest.raises(TestbedError, match=rf"adaptation.relayout needs {field}\.{what}"):
+            jobs.apply(bad)
 
 
 def test_edits_that_can_be_followed_are_taken(jobs: Jobs) -> None:

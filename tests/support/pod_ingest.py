@@ -91,6 +91,7 @@ class Kept:
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
             comes=spec.failure_policy.late_pod_seconds,
+            relayout=spec.adaptation.relayout,
         )
 
     def lost(self) -> list[PodReplacement]:
@@ -174,7 +175,8 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
             if kept.of_job.told != before:
                 kept.write()
             desk.hurry(kept.of_job)
-            if (wanted := kept.wanted) and await desk.ask(*key, wanted):
+            of = kept.of_job.attempt, kept.of_job.saved.generation
+            if (wanted := kept.wanted) and await desk.ask(*key, wanted, of=of):
                 kept.asked(wanted)
             await asyncio.sleep(0.05)
 

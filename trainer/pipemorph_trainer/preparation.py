@@ -153,6 +153,7 @@ def prepare(
                 check_stage(stage)
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
+        layers = context.split(coordinate.mesh.stages)
         _check_number(stages, coordinate)
         for number, stage in zip(coordinate.held, stages, strict=True):
             if (own := device_of(stage)) != device:
@@ -214,6 +215,7 @@ def prepare(
         Preparation(settings, mine, mode, memory, engine),
         Start(
             mesh=settings.mesh,
+            split=layers,
             microbatches=microbatches,
             plan=first,
             held=held,

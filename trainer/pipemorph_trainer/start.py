@@ -50,6 +50,8 @@ class Start:
 
     refusal: str = ""
     mesh: MeshShape = _ONE_RANK
+    split: tuple[int, ...] = ()
+    """By stage, how many layers it holds; empty: evenly many."""
     microbatches: int = 0
     plan: str = ""
     """The :func:`digest` of its first plan."""
@@ -70,7 +72,7 @@ def digest(plan: str) -> str:
 def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
     """Exchange the starts of all ranks; returns them in rank order. Collective over ``group``.
 
-    Raises the same :class:`InputError` on every rank if the ranks cannot train together.
+    Raises the same on every rank if the ranks cannot train together, see :func:`check_starts`.
     """
     found: list[Start | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
@@ -80,7 +82,8 @@ def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
 
 
 def check_starts(starts: Sequence[Start]) -> None:
-    """Raise :class:`InputError` if a rank refuses, or if ranks differ in what all must share."""
+    """Raise :class:`InputError` if a rank refuses, or if ranks differ in what all must share;
+    :class:`PipelineError` if in what another start may change."""
     refusals = [(rank, start.refusal) for rank, start in enumerate(starts) if start.refusal]
     if refusals:
         rank, why = refusals[0]
@@ -91,6 +94,12 @@ def check_starts(starts: Sequence[Start]) -> None:
         raise InputError(f"rank {rank}: {why}{more}")
     first = starts[0]
     for rank, start in enumerate(starts):
+        if start.split != first.split:
+            # Two ingests have begun one generation, as neither could write that.
+            raise PipelineError(
+                f"rank {rank} was started with {_layers(start.split)} per stage and rank 0 with"
+                f" {_layers(first.split)}; the ranks have to start again, all with the same"
+            )
         for what, mine, expected in (
             ("stages", start.mesh.stages, first.mesh.stages),
             ("microbatches", start.microbatches, first.microbatches),
@@ -122,6 +131,10 @@ def check_starts(starts: Sequence[Start]) -> None:
             )
 
 
+def _layers(split: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, split)) or 'evenly many'} layers"
+
+
 def join(
     context: TrainerContext, device: torch.device, start: Start, mesh: DeviceMesh | None = None
 ) -> tuple[World, list[Start]]:
@@ -129,7 +142,7 @@ def join(
     make the groups of the pipeline. Returns the starts of all ranks, in rank order.
 
     ``mesh``: the user's; None: it is made here. Raises the same :class:`InputError` on all ranks if
-    one of them refuses or if their starts do not fit together
+    one of them refuses or if their starts do not fit together, or :class:`PipelineError`
     (:func:`~pipemorph_trainer.start.check_starts`).
     """
     groups, joined = Groups(), False
@@ -140,7 +153,7 @@ def join(
         secret = b"" if context.secret else secrets.token_bytes(32)
         place = context.local_rank, context.local_world_size
         starts = exchange(replace(start, place=place, secret=secret), control)
-    except InputError:
+    except (InputError, PipelineError):
         groups.destroy(clean=True)
         if joined:
             # A script that corrects what was wrong may make another pipeline, of other ranks.

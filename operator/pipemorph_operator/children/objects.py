@@ -73,7 +73,7 @@ def job_file(job: PipeMorphJob) -> str:
     for field in ("template", "placement", "suspend", "managedBy", "failurePolicy"):
         whole["spec"].pop(field, None)
     cut = job.spec.parallelism
-    if cut.min_replicas is not None or cut.spares:
+    if cut.min_replicas is not None or cut.spares or job.spec.adaptation.relayout:
         # Such a job needs it. How many there may be, which an edit may change, the ingest knows.
         whole["spec"]["failurePolicy"] = {"maxRestarts": 1}
     whole["metadata"] = {"name": job.metadata.name, "namespace": job.metadata.namespace}

@@ -112,6 +112,30 @@ WITH_SPARES = (
 )
 """What a job with ``parallelism.spares`` needs: rule, message and field."""
 
+WITH_RELAYOUT = (
+    _STARTS_AGAIN,
+    (
+        "!has(self.recovery) || !has(self.recovery.snapshotIterations)"
+        " || self.recovery.snapshotIterations > 0",
+        "needs recovery.snapshotIterations of at least 1: ranks that leave keep copies of their"
+        " state",
+        ".recovery.snapshotIterations",
+    ),
+    (
+        "self.parallelism.stagesPerRank == 1",
+        "does not go with parallelism.stagesPerRank above 1",
+        ".parallelism.stagesPerRank",
+    ),
+    (
+        "has(self.parallelism.layers) || (self.parallelism.replicas > 1"
+        f" && {_product('self.parallelism', LOCKSTEP_SIZES)} == 1)",
+        "needs parallelism.layers where there is one replica, or several ranks share a stage:"
+        " these change no places",
+        ".parallelism.layers",
+    ),
+)
+"""What a job with ``adaptation.relayout`` needs: rule, message and field."""
+
 RULES: dict[str, list[Rule]] = {
     "": [
         Rule(
@@ -208,6 +232,14 @@ RULES: dict[str, list[Rule]] = {
                 field_path=field_path,
             )
             for rule, message, field_path in WITH_SPARES
+        ),
+        *(
+            Rule(
+                rule=f"!has(self.adaptation) || !self.adaptation.relayout || {rule}",
+                message=f"adaptation.relayout {message}",
+                field_path=field_path,
+            )
+            for rule, message, field_path in WITH_RELAYOUT
         ),
     ],
     "spec.parallelism": [

@@ -127,14 +127,17 @@ class JobMoves:
         now = self._clock()
         if self.asking or now < self._looked_at + PLACES_SECONDS or not self.moves.decides:
             return None
+        if not generations.splits.move:
+            return None  # Its pods began without that, and would not pass it on.
         self._looked_at = now
         if generations.layers_before is not None or generations.state.over:
             return None
         network = controller.network(time.time())
         if network is None:
             return None
-        self.moves.see(network)
-        return self.moves.of_layers(network, generations.longest_start or START_SECONDS)
+        # Nobody changes places by what wires are late, and of a large job they are many.
+        cost = generations.longest_start or START_SECONDS
+        return self.moves.of_layers(network, cost, seen=False)
 
 
 class MovingJob(Protocol):
@@ -204,7 +207,10 @@ class LayerMoves:
                 return
             mine.moves.ask(move)
             layers = move.proposal.layout.spread(asked.split.total)
-            if not await self._desk.ask(*key, layers):
+            of = job.generations.attempt, job.generations.saved.generation
+            taken = await self._desk.ask(*key, layers, of=of)
+            # A new generation may have begun meanwhile, as others had the job's turn.
+            if not taken and mine.moves.asked is move and mine.moves.leaving:
                 fixed = job.generations.splits.fixed
                 mine.moves.stay(fixed or "the ranks end, or start again, or lack a pod")
         except (PlannerLost, OSError, InputError) as error:

@@ -324,6 +324,7 @@ class ClusterStore:
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
             comes=spec.failure_policy.late_pod_seconds,
+            relayout=spec.adaptation.relayout,
         )
         generations.expect(status.replacements, self._clock())
         useful = status.useful_time or UsefulTime()
@@ -343,7 +344,7 @@ class ClusterStore:
         if problem := found.problem or problem:
             log.error("%s/%s: %s", *key, problem)
         moves = None
-        if generations.splits.move and spec.failure_policy.max_restarts:
+        if generations.splits.possible and spec.failure_policy.max_restarts:
             moves = JobMoves(spec, generations, "/".join(key), self._monotonic)
             moves.follow(controller, generations)
         newest, saved = seen.wanted_plan_version if reported and seen else 0, controller.directive()
@@ -393,6 +394,7 @@ class ClusterStore:
         tracked.generations.most = spec.failure_policy.max_restarts
         tracked.generations.patience = spec.failure_policy.replacement_seconds
         tracked.generations.presence.comes = spec.failure_policy.late_pod_seconds
+        tracked.generations.relayout = spec.adaptation.relayout
         if spec.adaptation == tracked.controller.spec.adaptation:
             return
         if tracked.moves is not None:

@@ -24,11 +24,13 @@ def named(layers: Sequence[int]) -> str:
 
 
 class Splits:
-    """Of one job, whose ranks are cut as ``cut``; None: its layers stay."""
+    """Of one job, whose ranks are cut as ``cut``; None: its layers stay. ``move``: whether
+    generations may have different layers, as the pods of this attempt were told."""
 
-    def __init__(self, cut: Parallelism | None) -> None:
+    def __init__(self, cut: Parallelism | None, *, move: bool) -> None:
         stays = cut is None or cut.layers is None or cut.min_replicas is not None
         self._cut = None if stays else cut
+        self._move = move
         self.refused: set[Split] = set()
         """Those with which ranks have failed, with a number for every stage."""
         self.fixed = ""
@@ -43,11 +45,22 @@ class Splits:
         self.reached = 0
         """The most iterations that one of them has finished, as launchers say when they are gone;
         of ranks that have left, those of all."""
+        self.began = 0
+        """Those of them that the ranks began with; 0: nobody has said so."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether the layers of such a job can move at all."""
+        return self._cut is not None
 
     @property
     def move(self) -> bool:
         """Whether generations may have different layers."""
-        return self._cut is not None
+        return self.possible and self._move
+
+    def begin_attempt(self, *, move: bool) -> None:
+        """``move``: as of this."""
+        self._move = move
 
     def fits(self, layers: Sequence[int]) -> bool:
         """Whether these are numbers of layers of all stages, which make up the model."""
@@ -66,11 +79,12 @@ class Splits:
         """Whether ranks with ``now`` may be asked to leave for ``layers``."""
         wanted = tuple(layers)
         known = self.fixed or wanted in self.refused or wanted == self.spread(now)
-        return self.fits(wanted) and not known
+        return self.move and self.fits(wanted) and not known
 
     def gone(self, report: PodReport) -> None:
         """Take what a launcher says of the ranks of this generation that are gone."""
         self.reached = max(self.reached, report.reached)
+        self.began = max(self.began, report.began)
         if report.left_for is None:
             return
         self.left = True

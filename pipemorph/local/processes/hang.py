@@ -57,6 +57,11 @@ class HangWatch:
         return max(0, *self._counts) if self._counts else 0
 
     @property
+    def began_with(self) -> int:
+        """The most iterations that a rank of this life began with; 0 before one has begun."""
+        return max(self._firsts, default=0)
+
+    @property
     def watches(self) -> bool:
         """Whether there is any limit."""
         return self._policy.hang_seconds is not None or self._policy.start_seconds is not None
@@ -66,6 +71,7 @@ class HangWatch:
         self._files = files
         self._began = self._moved = self._looked = self._clock()
         self._counts = [-1 for _ in files]
+        self._firsts = [0 for _ in files]
         self._ran = False
         """Whether an iteration has been finished since."""
 
@@ -92,7 +98,7 @@ class HangWatch:
     def _read(self, now: float) -> None:
         found = [_counts(file) for file in self._files]
         self.finished = max([self.finished, *(done for done, first in found if done > first)])
-        counts = [done for done, _ in found]
+        counts, self._firsts = [done for done, _ in found], [first for _, first in found]
         if counts == self._counts:
             return
         # The first count of a rank is what it begins with.

@@ -330,15 +330,20 @@ def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
 def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
     async def work() -> None:
         host, written = OneJob(), asyncio.Event()
-        host.job = Generations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5)
+        host.job = Generations(
+            2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True
+        )
         desk = GenerationDesk(host)
         listening = asyncio.create_task(poll(desk))
         await settled()
-        assert not await desk.ask("default", "gpt", (4, 3)), "that is no split of the model"
-        assert not await desk.ask("default", "gpt-2", (4, 2)), "there is no such job"
+        assert not await desk.ask("default", "gpt", (4, 3), of=(0, 0)), (
+            "that is no split of the model"
+        )
+        assert not await desk.ask("default", "gpt-2", (4, 2), of=(0, 0)), "there is no such job"
         await settled()
         assert not listening.done()
-        assert await desk.ask("default", "gpt", (4, 2))
+        assert not await desk.ask("default", "gpt", (4, 2), of=(0, 1)), "others run"
+        assert await desk.ask("default", "gpt", (4, 2), of=(0, 0))
         found = state(await listening)
         assert (found["leave"], found["leave_layers"], found["layers"]) == (True, [4, 2], [])
 
@@ -358,7 +363,7 @@ def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
             assert (found["layers"], found["layers_before"]) == ([4, 2], [])
         dropped = host.job
         desk.dropped(dropped)
-        assert not await desk.ask("default", "gpt", (2, 4)), "another host has the job"
+        assert not await desk.ask("default", "gpt", (2, 4), of=(0, 1)), "another host has the job"
 
     run(work())
 

@@ -52,6 +52,14 @@ def test_none_finishes_an_iteration(tmp_path: Path) -> None:
     assert job.quiet_after(100.0) is None, "all are done"
 
 
+def test_with_how_many_iterations_ranks_began(tmp_path: Path) -> None:
+    job = Watched(tmp_path)
+    assert job.watch.began_with == 0
+    job.finished(0, 7, 7), job.finished(1, 9, 7)
+    job.watch.end()
+    assert (job.watch.began_with, job.watch.reached) == (7, 9)
+
+
 def test_another_start_takes_no_longer_than_twice_the_longest(tmp_path: Path) -> None:
     job = Watched(tmp_path, hangSeconds=5)
     job.finished(0, 0)

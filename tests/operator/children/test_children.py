@@ -423,6 +423,15 @@ def test_the_job_file_is_a_job_without_what_ranks_do_not_need() -> None:
     assert "adaptation" not in json.loads(text)["spec"], "defaults an older trainer may not know"
 
 
+def test_ranks_can_read_the_file_of_a_job_whose_layers_move() -> None:
+    """Its pods need no spares for that."""
+    moves: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 5}}
+    text = job_file(attempt(parallelism={"stages": 2, "layers": 6}, **moves).job)
+    job = PipeMorphJob.model_validate_json(text)
+    assert job.spec.adaptation.relayout
+    assert json.loads(text)["spec"]["failurePolicy"] == {"maxRestarts": 1}
+
+
 def test_the_users_template_stays_and_ours_is_added() -> None:
     given = {
         "metadata": {"labels": {"team": "x"}, "annotations": {"a": "b"}},

@@ -116,6 +116,28 @@ def test_what_does_not_go_with_spares_is_refused_at_admission() -> None:
     assert dict(walk(schema(), ""))["spec.parallelism.spares"]["default"] == 0
 
 
+def test_what_does_not_go_with_relayout_is_refused_at_admission() -> None:
+    """Most of it may be edited, and a job that the model refuses is served by nobody."""
+    unless = "!has(self.adaptation) || !self.adaptation.relayout || "
+    found = {
+        rule.field_path: rule.rule.removeprefix(unless)
+        for rule in RULES["spec"]
+        if rule.rule.startswith(unless)
+    }
+    assert set(found) == {
+        ".failurePolicy",
+        ".recovery.snapshotIterations",
+        ".parallelism.stagesPerRank",
+        ".parallelism.layers",
+    }
+    nodes = dict(walk(schema(), ""))
+    assert nodes["spec.adaptation.relayout"]["default"] is False
+    for field, rule in found.items():
+        for name in re.findall(r"self((?:\.\w+)+)(?= >| ==|$)", rule):
+            default = nodes[f"spec{name}"].get("default")
+            assert default is not None or f"has(self{name})" in rule, field
+
+
 def test_one_number_or_one_per_stage_keeps_its_bounds() -> None:
     node = dict(walk(schema(), ""))["spec.schedule.inFlightLimit"]
     assert node["x-kubernetes-preserve-unknown-fields"] is True

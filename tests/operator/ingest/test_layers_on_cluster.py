@@ -151,6 +151,27 @@ def test_a_stage_that_stays_slow_gets_fewer_layers_and_status_says_so() -> None:
     asyncio.run(work())
 
 
+def test_wires_are_looked_at_only_for_a_question() -> None:
+    """Of a large job they are many, and this is the loop that answers all jobs."""
+    api = an_api()
+
+    async def work() -> None:
+        ingest = Ingest(api)
+        await ingest.begin()
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None
+        moves, seen = moving.moves.moves, []
+        see = moves.see
+        moves.see = lambda network: (seen.append(network), see(network))[1]  # type: ignore[method-assign]
+        await ingest.looks(1, 1, 1, 1, times=3)
+        await ingest.looks(1, 1.5, 1, 1, times=2)
+        assert seen == []
+        await ingest.looks(1, 1.5, 1, 1, times=3)
+        assert ingest.asked == MOVED and len(seen) == 1
+
+    asyncio.run(work())
+
+
 def test_what_fails_on_trial_goes_back_and_is_not_tried_again() -> None:
     api = an_api()
 
@@ -323,7 +344,33 @@ def test_what_was_found_for_ranks_that_have_ended_is_dropped() -> None:
     asyncio.run(work())
 
 
-def test_layers_move_only_while_the_job_says_so() -> None:
+def test_a_generation_that_begins_before_launchers_are_told_drops_the_request() -> None:
+    api = an_api()
+
+    async def work() -> None:
+        ingest = Ingest(api)
+        await ingest.begin()
+        ask, failed = ingest.desk.ask, []
+
+        async def late(*args: Any, **kwargs: Any) -> bool:
+            """Reports have the job's turn before, and the next one is looked at."""
+            failed.append(await ingest.gone(0, loss=LOSS, finished=ingest.done))
+            ingest.layers.reported(*KEY)
+            return await ask(*args, **kwargs)
+
+        ingest.desk.ask = late  # type: ignore[method-assign]
+        await ingest.looks(1, 1, 1, 1)
+        await ingest.looks(1, 1.5, 1, 1, times=6)
+        assert failed[0]["generation"] == 1 and ingest.asked == ()
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None
+        assert not moving.moves.asking and moving.moves.moves.asked is None
+
+    asyncio.run(work())
+
+
+def test_layers_move_only_in_attempts_that_begin_with_that() -> None:
+    """Pods go by the file that they began with, and would not pass it on."""
     api = an_api()
     del api.job["spec"]["adaptation"]
 
@@ -338,6 +385,13 @@ def test_layers_move_only_while_the_job_says_so() -> None:
         ingest.store.changed(KEY, copy.deepcopy(api.job))
         await ingest.looks(1, 1, 1, 1)
         await ingest.looks(1, 1.5, 1, 1, times=6)
-        assert ingest.asked == MOVED
+        assert ingest.asked == ()
+        generations = ingest.store.generations(*KEY)
+        assert generations is not None and not generations.splits.move
+        moving = ingest.store.moving(*KEY)
+        assert moving is not None and moving.moves is not None and moving.moves.told == ""
+        api.job["status"]["attempt"] = 1
+        ingest.store.changed(KEY, copy.deepcopy(api.job))
+        assert generations.splits.move
 
     asyncio.run(work())

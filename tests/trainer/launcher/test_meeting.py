@@ -22,7 +22,7 @@ from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.supervise import End, Ending
-from pipemorph.wire import GenerationState, ResumedFrom
+from pipemorph.wire import GenerationState, Loss, ResumedFrom
 from pipemorph_trainer.launcher import meeting as meeting_module
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod
@@ -39,6 +39,7 @@ class Answers(http.server.ThreadingHTTPServer):
     def __init__(self, status: int, state: dict[str, object]) -> None:
         self.asked: list[tuple[str, str]] = []
         self.state = state
+        self.polls: list[str] = []
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,6 +49,8 @@ class Answers(http.server.ThreadingHTTPServer):
                 self.do_GET()
 
             def do_GET(self) -> None:
+                if self.command == "GET":
+                    server.polls.append(self.path)
                 body = json.dumps(server.state).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -281,6 +284,35 @@ def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_
         assert "left_for" not in json.loads(host.asked[-1][1])
     env = site._changed(tmp_path, Life(generation=2, layers=(4, 2)))
     assert env == {"PIPEMORPH_LAYERS": "[4, 2]"}
+
+
+def test_a_launcher_hears_that_layers_count_while_its_ranks_run(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    """Another ingest, which may not know it, hears it from the launcher."""
+    trial = GenerationState(attempt=0, generation=1, layers=(4, 2), layers_before=(), again=0.01)
+    host = Answers(200, trial.model_dump())
+    pod = meeting(tmp_path, host.server_address[1], notes)
+    assert pod.join(NEVER, lambda: False) == trial
+
+    def says(generation: int) -> object:
+        """What it says of its layers once it has asked, as its ranks run."""
+        host.state["generation"] = generation
+        pod.watch(1)
+        told, end = len(host.polls), time.monotonic() + 30
+        while len(host.polls) < told + 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        pod.failed(1, Loss(reason="rank 1 exited with code 1", at=1.0))
+        while json.loads(host.asked[-1][1])["event"] != "failed":
+            time.sleep(0.01)
+        return json.loads(host.asked.pop()[1]).get("layers_before")
+
+    assert says(1) == []
+    host.state["layers_before"] = None
+    assert says(0) == [], "that is of another generation"
+    assert says(1) is None
+    host.state["over"] = True  # Nobody asks any more.
 
 
 def test_that_a_pod_has_finished_is_said_until_it_is_heard(

@@ -25,7 +25,7 @@ from pipemorph.api.spec import Checkpoint, Fault, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
-from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, Settings
@@ -98,6 +98,24 @@ def test_replicas_that_differ_are_told_in_one_line() -> None:
         line = str(refused.value)
         assert line.startswith("rank 2 (stage 0, replica 1) has ") and told in line
         assert "\n" not in line
+
+
+def test_ranks_with_different_layers_start_again() -> None:
+    """They get the same then, so it is no fault of what they were given."""
+    mine = Start(mesh=MeshShape(2), microbatches=4, split=(4, 2))
+    check_starts([mine, mine])
+    with pytest.raises(PipelineError) as refused:
+        check_starts([mine, replace(mine, split=())])
+    assert str(refused.value) == (
+        "rank 1 was started with evenly many layers per stage and rank 0 with 4, 2"
+        " layers; the ranks have to start again, all with the same"
+    )
+
+
+def test_what_a_rank_was_given_is_what_it_tells() -> None:
+    context = TrainerContext(0, 2, 0, "127.0.0.1", 1, layers="[4, 2]")
+    ready, start = prepared(linear(0), context=context)
+    assert ready is not None and start.split == (4, 2), start.refusal
 
 
 def test_one_matrix_on_two_stages_is_told() -> None:

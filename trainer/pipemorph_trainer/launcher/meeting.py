@@ -266,17 +266,18 @@ class Meeting:
         *,
         finished: int = 0,
         reached: int = 0,
+        began: int = 0,
         left: bool = False,
     ) -> GenerationState | str:
         """Say that no rank of ``generation`` is left here, and wait until those of all pods are
         gone, at most ``patience`` seconds or until ``stop()``. ``finished``: iterations that ranks
-        of this pod have, and ``reached``: those of this generation; ``left``: they have left, as
-        all have. Returns a state that names the generation to start, or has a verdict; or why there
-        is none."""
+        of this pod have, ``reached``: those of this generation, and ``began``: those of them that
+        it began with; ``left``: they have left, as all have. Returns a state that names the
+        generation to start, or has a verdict; or why there is none."""
         with self._changed:
             self._watched = None
             left_for = (self._asked_of(generation) or ()) if left else None
-        gone = {"loss": loss, "reached": reached, "left_for": left_for}
+        gone = {"loss": loss, "reached": reached, "began": began, "left_for": left_for}
         return self._interruptibly(
             lambda cancelled: self._wait(generation, gone, finished, patience, cancelled), stop
         )
@@ -414,7 +415,13 @@ class Meeting:
                     self._over = generation, Told(why, state.hang)
                     if self._watched == generation:
                         self._watched = None
-            elif state.leave != (self._asked_of(generation) is not None):
+                continue
+            with self._changed:
+                same = state.generation == generation and state.layers == self._told.layers
+                if same and self._watched == generation:
+                    # Layers may count since, as another ingest has to hear if it was not written.
+                    self._told = state
+            if state.leave != (self._asked_of(generation) is not None):
                 with self._changed:
                     self._leaving = (generation, state.leave_layers) if state.leave else None
             elif state.again:

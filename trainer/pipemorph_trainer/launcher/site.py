@@ -240,6 +240,7 @@ class PodSite:
             finished=self.hangs.finished,
             # An ingest of an earlier release would refuse to hear of it.
             reached=self.hangs.reached if self.pod.layers_move else 0,
+            began=self.hangs.began_with if self.pod.layers_move else 0,
             left=ending.end is End.MOVED and self.pod.layers_move,
         )
         if self.is_over():

@@ -215,11 +215,12 @@ class Parts:
         job = context.job
         moves = job is not None and job.spec.adaptation.relayout
         self._resizes = job is not None and job.spec.parallelism.min_replicas is not None
+        # A host that cannot give ranks other places tells none.
+        self._replaces = context.places is not None
         self._leaves = moves or self._resizes
         """Whether the host may ask ranks to leave."""
         ring = None
-        # A host that cannot give ranks other places tells none.
-        if moves and context.places is not None and self.coordinate.mesh.lockstep == 1:
+        if moves and self._replaces and self.coordinate.mesh.lockstep == 1:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
@@ -293,7 +294,7 @@ class Parts:
         keeper = Keeper(
             folder, values, self.world, self.placements, self.wait_for,
             generation=self._generation, every=every, late=late, number=self._kept_rank,
-            changes=self._resizes, split=self._split,
+            changes=self._resizes, split=self._split, replaces=self._replaces,
         )  # fmt: skip
         self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
         return keeper

@@ -223,7 +223,8 @@ class Moves:
         return None
 
     def see(self, network: Network) -> None:
-        """Take what is known of the job, before a question is asked."""
+        """Take what is known of the job's wires, before a question is asked. It is looked at each
+        of them."""
         self._wires.see(self.layout, network)
         well = [link.wire_time for link in network.links if link.health is Health.HEALTHY]
         self._usual = median(well) if well else self._usual
@@ -245,8 +246,9 @@ class Moves:
         reason = f"late: {named(late)}" if late else "no wire is late any more"
         return Question(reason, self.spec, self.layout, network, late, cost)
 
-    def of_layers(self, network: Network, cost: float) -> Question | None:
-        """Whether to look for another split of the layers; None: not now."""
+    def of_layers(self, network: Network, cost: float, *, seen: bool = True) -> Question | None:
+        """Whether to look for another split of the layers; None: not now. ``seen``: whether
+        :meth:`see` was told of ``network``; if not, it is once there is a question."""
         if self._parts_stay:
             return None
         if self.layout.layers and not network.beside.least:
@@ -267,6 +269,8 @@ class Moves:
         times = f"{1e3 * split.times[slowest]:.1f} ms of a microbatch"
         others = 1e3 * median(t for i, t in enumerate(split.times) if i != slowest)
         reason = f"stage {slowest} computes for {times}, the others for {others:.1f} ms"
+        if not seen:
+            self.see(network)
         late, refused = dict(self._wires.late), frozenset(self._refused)
         return Question(reason, self.spec, self.layout, network, late, cost, split, refused)
 

@@ -80,7 +80,8 @@ class Keeper:
 
     They are in a subfolder ``rank-<NUMBER>.generation-<G>``, which every generation takes over.
     ``number``: of the rank in the whole job; None: its rank. ``changes``: the next generation may
-    have more replicas or fewer, and the copies of this one fit those.
+    have more replicas or fewer, and the copies of this one fit those. ``replaces``: as of
+    :class:`~.resuming.Resuming`.
     """
 
     def __init__(
@@ -97,11 +98,12 @@ class Keeper:
         number: int | None = None,
         changes: bool = False,
         split: tuple[int, ...] = (),
+        replaces: bool = False,
     ) -> None:
         mesh = world.coordinate.mesh
         self._owner = world.coordinate.rank if number is None else number
         self._mesh = (replace(mesh, replicas=1) if changes else mesh).described()
-        self._split = split
+        self._split, self._replaces = split, replaces
         self._number, self._generation = next(_numbers), generation
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0 if every else -1
@@ -421,6 +423,7 @@ class Keeper:
         resuming = Resuming(
             self._folder, self._slots, self._held, self._values, world=self._world, wait=self._wait,
             part=self._part, alike=self._alike, generation=self._generation,
+            replaces=self._replaces,
         )  # fmt: skip
         found = resuming.agree(saved, self._why)
         state = found if isinstance(found, str) else resuming.state(found)

@@ -49,7 +49,8 @@ class Resuming:
     """All ranks agree on what they go on with (:meth:`agree`), and each gets it (:meth:`state`).
 
     ``slots``, ``held``: the copies of this rank, and those of others that it holds. ``part``: what
-    its copies have to be of. ``alike``: of every rank, what its state depends on.
+    its copies have to be of. ``alike``: of every rank, what its state depends on. ``replaces``:
+    whether ranks may have left for other places, which no copy names.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Resuming:
         part: Mapping[str, Any],
         alike: Sequence[Hashable],
         generation: int,
+        replaces: bool,
     ) -> None:
         self._folder, self._slots, self._held = folder, slots, held
+        self._replaces = replaces
         self._values, self._world, self._wait = values, world, wait
         self._part, self._alike, self._generation = part, alike, generation
         self._moved = False
@@ -214,7 +217,11 @@ class Resuming:
         held, size = self._held.offers(fits)
         left = room(self._slots.folder / "a")
         marks = [self._of(offer.iteration, self._world.coordinate.rank).mark for offer in offers]
-        moved = any(mark.get("left") == before for mark in marks)
+        # If a pod was lost as they left, they are back where they were: any copies will do.
+        moved = any(
+            mark.get("left") == before and (self._replaces or mark["split"] != part["split"])
+            for mark in marks
+        )
         return _Told(offers, held, max(size, self._slots.size), left, saved, "", moved)
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
