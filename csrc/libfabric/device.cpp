@@ -1,6 +1,7 @@
 #include "libfabric/device.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <filesystem>
 #include <mutex>
@@ -215,8 +216,17 @@ void FabricEndpoint::close() {
     kept->emplace_back(std::move(memory_), std::move(operations_));
 }
 
+// libfabric is not told how long it is, and a provider reads a whole address of its kind, or as far
+// as the zero that ends a text: the peer, which chose the length, must not choose what is read
+// behind it.
 void FabricEndpoint::connect(const std::vector<uint8_t>& address) {
-    if (av_->ops->insert(av_, address.data(), 1, &peer_, 0, nullptr) != 1)
+    std::array<uint8_t, kMaxAddress + 1> padded{};
+    if (address.size() >= padded.size())
+        throw EngineError("libfabric " + device_->describe() + ": the peer's address has " +
+                          std::to_string(address.size()) + " bytes, at most " +
+                          std::to_string(kMaxAddress) + " are expected");
+    std::copy(address.begin(), address.end(), padded.begin());
+    if (av_->ops->insert(av_, padded.data(), 1, &peer_, 0, nullptr) != 1)
         throw EngineError("libfabric " + device_->describe() +
                           ": the peer's address is none of this provider's");
 }

@@ -23,6 +23,7 @@ namespace {
 constexpr uint32_t kChunk = 64 << 10;
 constexpr uint32_t kSlots = 4;
 
+namespace abi = fabric_abi;
 using Wake = FabricEndpoint::Wake;
 
 std::shared_ptr<FabricDevice> device() {
@@ -145,6 +146,70 @@ struct End final : PathHost {
         hold = false;
         changed.notify_all();
     }
+};
+
+// A device of the provider's whose library a test looks into, or takes something away from: what is
+// not named here is the provider's own.
+struct Watch {
+    size_t said = 0;    // bytes of the address that the peer says
+    int addresses = 0;  // that had zeros behind that
+    bool domains_stay = false;
+} watch;
+
+struct Watched {
+    static std::shared_ptr<FabricDevice> device(const FabricDevice& real) {
+        static Libfabric library = real.library();
+        real_fabric = real.library().fabric;
+        library.fabric = fabric;
+        return std::make_shared<FabricDevice>(library, library.dupinfo(real.info()));
+    }
+
+  private:
+    // An object of the provider's with a copy of its table of calls, which it has for ever.
+    template <typename Ops>
+    static Ops* own(Ops*& ops) {
+        ops = new Ops(*ops);  // not freed: the object may stay
+        return ops;
+    }
+    static int fabric(abi::FabricAttr* attr, abi::Fabric** out, void* context) {
+        const int result = real_fabric(attr, out, context);
+        if (result != 0) return result;
+        real_domain = (*out)->ops->domain;
+        own((*out)->ops)->domain = domain;
+        return 0;
+    }
+    static int domain(abi::Fabric* fabric, abi::Info* info, abi::Domain** out, void* context) {
+        const int result = real_domain(fabric, info, out, context);
+        if (result != 0) return result;
+        real_av_open = (*out)->ops->av_open;
+        own((*out)->ops)->av_open = av_open;
+        real_close = (*out)->fid.ops->close;
+        own((*out)->fid.ops)->close = close_domain;
+        return 0;
+    }
+    static int close_domain(abi::Fid* domain) {
+        return watch.domains_stay ? -EBUSY : real_close(domain);
+    }
+    static int av_open(abi::Domain* domain, abi::AvAttr* attr, abi::Av** out, void* context) {
+        const int result = real_av_open(domain, attr, out, context);
+        if (result != 0) return result;
+        real_insert = (*out)->ops->insert;
+        own((*out)->ops)->insert = insert;
+        return 0;
+    }
+    static int insert(abi::Av* av, const void* address, size_t count, uint64_t* out, uint64_t flags,
+                      void* context) {
+        const auto* bytes = static_cast<const uint8_t*>(address);
+        if (std::all_of(bytes + watch.said, bytes + FabricEndpoint::kMaxAddress + 1,
+                        [](uint8_t b) { return b == 0; }))
+            ++watch.addresses;
+        return real_insert(av, address, count, out, flags, context);
+    }
+    static inline decltype(Libfabric::fabric) real_fabric;
+    static inline decltype(abi::OpsFabric::domain) real_domain;
+    static inline decltype(abi::OpsDomain::av_open) real_av_open;
+    static inline decltype(abi::Ops::close) real_close;
+    static inline decltype(abi::OpsAv::insert) real_insert;
 };
 
 ConnectionKeys keys(uint8_t ours, uint8_t theirs) {
@@ -393,4 +458,24 @@ TEST(fabric_path_refuses_messages_of_strangers) {
     }
     CHECK(end->intact == 0 && end->ups == 0);
     reactor.stop();
+}
+
+// libfabric is not told how long an address is, and reads as far as its provider likes.
+TEST(fabric_endpoint_reads_nothing_behind_the_peers_address) {
+    const auto found = device();
+    if (!found) return;
+    FabricEndpoint endpoint(Watched::device(*found), 1, 1, kChunk);
+    for (const size_t bytes : {endpoint.address().size(), size_t{1}}) {
+        std::vector<uint8_t> said(2 * FabricEndpoint::kMaxAddress, 0xff);
+        std::copy_n(endpoint.address().begin(), bytes, said.begin());
+        said.resize(bytes);
+        watch = {.said = bytes};
+        try {
+            endpoint.connect(said);
+        } catch (const EngineError&) {  // it may well find that it is no address
+        }
+        CHECK(watch.addresses == 1);
+    }
+    const std::vector<uint8_t> too_long(FabricEndpoint::kMaxAddress + 1, 1);
+    CHECK(THROWS(EngineError, endpoint.connect(too_long)).find("257 bytes") != std::string::npos);
 }
