@@ -168,8 +168,9 @@ struct Watched {
     // An object of the provider's with a copy of its table of calls, which it has for ever.
     template <typename Ops>
     static Ops* own(Ops*& ops) {
-        ops = new Ops(*ops);  // not freed: the object may stay
-        return ops;
+        static std::vector<std::unique_ptr<Ops>> all;
+        all.push_back(std::make_unique<Ops>(*ops));
+        return ops = all.back().get();
     }
     static int fabric(abi::FabricAttr* attr, abi::Fabric** out, void* context) {
         const int result = real_fabric(attr, out, context);
@@ -478,4 +479,24 @@ TEST(fabric_endpoint_reads_nothing_behind_the_peers_address) {
     }
     const std::vector<uint8_t> too_long(FabricEndpoint::kMaxAddress + 1, 1);
     CHECK(THROWS(EngineError, endpoint.connect(too_long)).find("257 bytes") != std::string::npos);
+}
+
+// Where the fabric is broken and TCP is not, a path is dialled again and again.
+TEST(fabric_endpoints_that_cannot_be_closed_do_not_add_up) {
+    const auto found = device();
+    if (!found) return;
+    const auto watched = Watched::device(*found);
+    watch = {.domains_stay = true};
+    int made = 0;
+    std::string why;
+    while (why.empty() && made < 100) try {
+            FabricEndpoint endpoint(watched, 1, 1, kChunk);
+            ++made;
+        } catch (const EngineError& e) {
+            why = e.what();
+        }
+    watch = {};
+    CHECK(made == 16);
+    CHECK(why.find("could not close 16 endpoints") != std::string::npos);
+    FabricEndpoint other(found, 1, 1, kChunk);
 }
