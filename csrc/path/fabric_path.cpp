@@ -229,6 +229,7 @@ StreamPath::Sent FabricPath::send_some() {
     uint8_t* const payload = endpoint_->send_block(block) + kHead;
     guard_out_.begin(header);
     guard_out_.store(payload, {task->data, task->bytes});
+    host_->copied_out(task->bytes);
     const Tag trailer = guard_out_.finish();
     std::copy(trailer.begin(), trailer.end(), payload + task->bytes);
     send_message(block, Kind::chunk, header, task->bytes + trailer.size());
@@ -346,6 +347,7 @@ void FabricPath::take(const uint8_t* message) {
     sink_ = sink;
     const uint64_t bytes = header.length();
     guard_in_.store(sink.data, {message + kHead, bytes}, header.chunks() > 1);
+    host_->copied_in(bytes);
     Tag said;
     std::copy_n(message + kHead + bytes, said.size(), said.begin());
     const bool intact = guard_in_.fits(said);

@@ -51,6 +51,8 @@ struct End final : PathHost {
     uint64_t wrong = 0;  // taken, and not what was sent
     int broken = 0;
     int refusals = 0;
+    uint64_t bytes_out = 0;  // copied
+    uint64_t bytes_in = 0;
     int ups = 0;
     bool suspect = false;
     std::string lost;
@@ -109,6 +111,14 @@ struct End final : PathHost {
         changed.notify_all();
     }
     void stale_chunk() override {}
+    void copied_out(uint64_t count) override {
+        const std::lock_guard lock(mu);
+        bytes_out += count;
+    }
+    void copied_in(uint64_t count) override {
+        const std::lock_guard lock(mu);
+        bytes_in += count;
+    }
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
         const std::lock_guard lock(mu);
         lost = why;
@@ -287,10 +297,11 @@ void carries_both_ways(Integrity integrity, Wake wake) {
     constexpr uint64_t kMany = 200;
     pair.send(0, kMany);
     pair.send(1, kMany);
+    for (auto& end : pair.ends) end->until([&] { return end->intact == kMany; });
     for (auto& end : pair.ends) {
-        end->until([&] { return end->intact == kMany; });
         const std::lock_guard lock(end->mu);
         CHECK(end->wrong == 0 && end->broken == 0 && end->lost.empty() && end->refusals == 0);
+        CHECK(end->bytes_out == kMany * kChunk && end->bytes_in == kMany * kChunk);
     }
 }
 
