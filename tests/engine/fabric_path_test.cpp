@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <iostream>
@@ -164,6 +166,7 @@ struct Watch {
     size_t said = 0;    // bytes of the address that the peer says
     int addresses = 0;  // that had zeros behind that
     bool domains_stay = false;
+    std::atomic<bool> sends_never_complete = false;
 } watch;
 
 struct Watched {
@@ -193,10 +196,29 @@ struct Watched {
         const int result = real_domain(fabric, info, out, context);
         if (result != 0) return result;
         real_av_open = (*out)->ops->av_open;
-        own((*out)->ops)->av_open = av_open;
+        real_cq_open = (*out)->ops->cq_open;
+        auto* const ops = own((*out)->ops);
+        ops->av_open = av_open;
+        ops->cq_open = cq_open;
         real_close = (*out)->fid.ops->close;
         own((*out)->fid.ops)->close = close_domain;
         return 0;
+    }
+    static int cq_open(abi::Domain* domain, abi::CqAttr* attr, abi::Cq** out, void* context) {
+        const int result = real_cq_open(domain, attr, out, context);
+        if (result != 0) return result;
+        real_read = (*out)->ops->read;
+        own((*out)->ops)->read = read;
+        return 0;
+    }
+    static ssize_t read(abi::Cq* cq, void* out, size_t count) {
+        const ssize_t n = real_read(cq, out, count);
+        if (n <= 0 || !watch.sends_never_complete) return n;
+        auto* const entries = static_cast<abi::CqEntry*>(out);
+        const auto end = std::remove_if(entries, entries + n, [](const abi::CqEntry& each) {
+            return (each.flags & abi::kSend) != 0;
+        });
+        return end == entries ? ssize_t{-abi::kAgain} : end - entries;
     }
     static int close_domain(abi::Fid* domain) {
         return watch.domains_stay ? -EBUSY : real_close(domain);
@@ -219,6 +241,8 @@ struct Watched {
     static inline decltype(Libfabric::fabric) real_fabric;
     static inline decltype(abi::OpsFabric::domain) real_domain;
     static inline decltype(abi::OpsDomain::av_open) real_av_open;
+    static inline decltype(abi::OpsDomain::cq_open) real_cq_open;
+    static inline decltype(abi::OpsCq::read) real_read;
     static inline decltype(abi::Ops::close) real_close;
     static inline decltype(abi::OpsAv::insert) real_insert;
 };
@@ -481,7 +505,8 @@ TEST(fabric_endpoint_reads_nothing_behind_the_peers_address) {
         std::vector<uint8_t> said(2 * FabricEndpoint::kMaxAddress, 0xff);
         std::copy_n(endpoint.address().begin(), bytes, said.begin());
         said.resize(bytes);
-        watch = {.said = bytes};
+        watch.said = bytes;
+        watch.addresses = 0;
         try {
             endpoint.connect(said);
         } catch (const EngineError&) {  // it may well find that it is no address
@@ -497,7 +522,7 @@ TEST(fabric_endpoints_that_cannot_be_closed_do_not_add_up) {
     const auto found = device();
     if (!found) return;
     const auto watched = Watched::device(*found);
-    watch = {.domains_stay = true};
+    watch.domains_stay = true;
     int made = 0;
     std::string why;
     while (why.empty() && made < 100) try {
@@ -506,8 +531,22 @@ TEST(fabric_endpoints_that_cannot_be_closed_do_not_add_up) {
         } catch (const EngineError& e) {
             why = e.what();
         }
-    watch = {};
+    watch.domains_stay = false;
     CHECK(made == 16);
     CHECK(why.find("could not close 16 endpoints") != std::string::npos);
     FabricEndpoint other(found, 1, 1, kChunk);
+}
+
+TEST(fabric_path_whose_messages_are_never_said_to_have_been_sent_is_lost) {
+    const auto found = device();
+    if (!found) return;
+    Pair pair(Watched::device(*found));
+    pair.settings.dead_after_ns = kSecond;
+    pair.up();
+    watch.sends_never_complete = true;
+    pair.send(0, 100);
+    pair.ends[0]->until([&] { return !pair.ends[0]->lost.empty(); });
+    watch.sends_never_complete = false;
+    CHECK(pair.ends[0]->lost.find("has not said for") != std::string::npos);
+    CHECK(pair.ends[1]->intact >= 7 && pair.ends[1]->intact <= 8);
 }
