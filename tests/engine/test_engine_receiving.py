@@ -79,6 +79,35 @@ def test_a_message_is_held_by_whatever_shows_its_memory():
             memoryview(message)
 
 
+@TRANSPORTS
+def test_a_destination_is_held_by_whatever_shows_it(transport):
+    key, into = (0, 0, 0, 0, 0), bytearray(100)
+    with pairs.in_process(transport=transport) as p:
+        p.accepted.reserve(0, 1, 100)
+        p.accepted.post_receive(key, into)
+        data = pairs.payload(1, 100)
+        p.dialled.send(key, data)
+        message = p.accepted.receive(key, pairs.TIMEOUT)
+        view = memoryview(message)
+        message.release()
+        p.accepted.stats()  # any call gives back what nobody holds
+        with pytest.raises(BufferError, match="cannot be re-sized"):
+            into.append(0)
+        assert view == data
+        view.release()
+        del message
+
+        def let_go():
+            p.accepted.stats()
+            try:
+                into.append(0)
+            except BufferError:  # what has put it there may hold it for a moment longer
+                return False
+            return True
+
+        pairs.eventually(let_go)
+
+
 AHEAD = 16 << 10
 """Bytes that may have been read from a socket before it was known where they go."""
 COPIES = {
