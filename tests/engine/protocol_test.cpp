@@ -563,6 +563,31 @@ TEST(acknowledgements_are_not_overtaken_by_reports) {
     CHECK(report != frames.end() && std::get<BitmapFrame>(*report).reports.at(0).chunks == 0);
 }
 
+// What is under way would be less than nothing, and no path would ever be late, or each at once.
+TEST(an_acknowledgement_of_what_was_not_sent_breaks_the_protocol) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    std::vector<uint8_t> payload(2 * kChunk);
+    core.post(message(0, 2 * kChunk), payload.data(), nullptr, 1, 1);
+    const auto acknowledge = [&] {
+        Frame ack = AckFrame{{1}, {}};
+        return core.handle(ack, 2, 2);
+    };
+    const auto is_refused = [&] {
+        return acknowledge().find("which has not been sent") != std::string::npos;
+    };
+    CHECK(is_refused());
+    Frame grant = AckFrame{{}, {{0, 0, 1, 0, 0, 2 * kChunk}}};
+    CHECK(core.handle(grant, 2, 2).empty());
+    CHECK(core.next_chunk(0, 1, 2, 2));
+    CHECK(is_refused());
+    CHECK(core.next_chunk(0, 1, 2, 2));
+    CHECK(core.out().bytes_under_way() == 2 * kChunk);
+    CHECK(acknowledge().empty() && core.out().bytes_under_way() == 0);
+    CHECK(acknowledge().empty());  // once more: it is known no more
+}
+
 TEST(echo_summary_and_offset) {
     EchoMeter meter;
     CHECK(!meter.summary() && !meter.clock_offset_ns());
