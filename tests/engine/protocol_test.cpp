@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "check.hpp"
@@ -586,6 +587,22 @@ TEST(an_acknowledgement_of_what_was_not_sent_breaks_the_protocol) {
     CHECK(core.out().bytes_under_way() == 2 * kChunk);
     CHECK(acknowledge().empty() && core.out().bytes_under_way() == 0);
     CHECK(acknowledge().empty());  // once more: it is known no more
+}
+
+TEST(echoes_say_only_what_can_be) {
+    constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    const auto echo = echo_of({1000, 500, 700, 900}, 1100, 2000);
+    CHECK(echo && echo->rtt_ns == 800 && echo->peer_minus_ours_ns == 0);
+    // A clock that was set back in between is the peer's affair, and no round trip of years.
+    CHECK(echo_of({1000, 0, 1'000'000'000'000'000, 0}, 0, 2000)->rtt_ns == 60'000'000'000);
+    CHECK(!echo_of({1000, 0, 0, 1001}, 0, 2000));  // shorter than nothing
+    for (const int64_t ping : {kLeast, int64_t{-1}, int64_t{0}, int64_t{2001}, kMost})
+        CHECK(!echo_of({ping, 0, 0, 0}, 0, 2000));
+    for (const int64_t odd : {kLeast, int64_t{-1}, kMost}) {
+        CHECK(!echo_of({1, odd, 0, 0}, 0, 2000) && !echo_of({1, 0, odd, 0}, 0, 2000));
+        CHECK(!echo_of({1, 0, 0, odd}, 0, 2000));
+    }
 }
 
 TEST(echo_summary_and_offset) {
