@@ -523,6 +523,9 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     const auto link = std::make_shared<Link>(runtime_, id);
     terms.transport = transport;
     link->set_terms(std::move(terms));
+    if (error.empty() && link->path_count() == 0)
+        error = "refused: " + rank_text(id.peer_rank) + " agreed to " + name_of(transport) +
+                " without a single data path: are both ends of one version?";
     const std::string left = "connect() was left before it came up";
     std::shared_ptr<Link> before;
     std::string why = error;
