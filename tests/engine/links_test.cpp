@@ -722,6 +722,21 @@ TEST(link_without_a_path_is_refused_by_its_dialler) {
     CHECK(why.find("rank 1 agreed to tcp without a single data path") != std::string::npos);
 }
 
+// As in another network namespace of one host.
+TEST(link_uses_libfabric_where_shared_memory_cannot_be_reached) {
+    if (!has_libfabric()) return;
+    HelloReply reply;
+    reply.transport = Transport::shm;
+    reply.unix_name = "nobody listens here";
+    reply.sockets = 1;
+    reply.fabrics = 1;
+    Answering peer(reply);
+    Engine engine(config(0, Transport::libfabric));
+    const auto link = peer.connect(engine);
+    CHECK(link->transport() == Transport::libfabric);
+    CHECK(link->stats().paths.size() == 2 && link->stats().paths[0].kind == "libfabric");
+}
+
 // What a rank finds wrong right after it has connected, its neighbour has to find by itself.
 TEST(link_that_its_dialler_closes_at_once_is_accepted_all_the_same) {
     for (int i = 0; i < 20; ++i) {
