@@ -539,6 +539,46 @@ TEST(rails_that_are_alike_do_not_leave_a_chunk_to_each_other) {
     CHECK(given == 1);
 }
 
+// A rail whose memory is full takes no more, so it must not look like one that others should leave
+// chunks to.
+TEST(rails_do_not_wait_for_one_that_has_no_room) {
+    constexpr uint64_t kBlocks = 8;
+    constexpr int64_t kRoundTrip = 100'000;
+    PathSet paths(kChunk, 2000 * kChunk);
+    paths.assign({{0, 0}, {1, 1}}, Transport::tcp, 0);
+    for (const auto& [path, epoch] : paths.due(1)) {
+        paths.hold(path);
+        paths.connected(path, epoch, 1);
+        paths.pace(path, epoch);
+    }
+    int64_t now = 1;
+    uint64_t sent[2];
+    // As much as goes out at once, and a round trip later it is there.
+    const auto fill = [&](uint64_t most_of_first) {
+        sent[0] = sent[1] = 0;
+        for (bool any = true; any;) {
+            any = false;
+            for (uint32_t path = 0; path < 2; ++path) {
+                if ((path == 0 && sent[0] == most_of_first) || !paths.has_room(path, now)) continue;
+                paths.entrusted(path, kChunk, now);
+                ++sent[path];
+                any = true;
+            }
+        }
+        now += kRoundTrip;
+        for (uint32_t path = 0; path < 2; ++path)
+            for (uint64_t i = 0; i < sent[path]; ++i) paths.delivered(path, 1, now);
+    };
+    for (int i = 0; i < 6; ++i) fill(1000);
+    const uint64_t window = sent[1];
+    CHECK(window >= 8 * kBlocks && sent[0] == window);
+    fill(kBlocks);
+    CHECK(sent[1] <= window + 1);  // half of one that could have grown to twice as much
+    paths.limit(0, 1, kBlocks * kChunk);
+    fill(kBlocks);
+    CHECK(sent[0] == kBlocks && sent[1] >= 2 * window - 1);
+}
+
 // The sender would send again what the report does not name, although it is here.
 TEST(acknowledgements_are_not_overtaken_by_reports) {
     LinkCore core({false, 1, 1, kChunk});
