@@ -181,8 +181,8 @@ class PyMessage {
     void release(bool at_once = true) {
         if (std::exchange(released_, true) || link_.graveyard->inherited()) return;
         if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial, at_once);
-        // What shows its memory keeps the message, and with that the memory: a slot, or a destination
-        // which the application may free as soon as nobody here holds it.
+        // What shows its memory keeps the message, and with that the memory: a slot, or a
+        // destination which the application may free as soon as nobody here holds it.
         if (!exported_) arrived_.keep.reset();
     }
 

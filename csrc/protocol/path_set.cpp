@@ -26,8 +26,8 @@ void PathSet::assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Tr
     for (const auto& [ours, theirs] : rails) {
         Path& p = paths_.emplace_back();
         p.kind = kind;
-        p.machine = PathMachine(kind == Transport::libfabric ? kLongestPauseOfFabric
-                                                             : kLongestPauseOfRail);
+        p.machine =
+            PathMachine(kind == Transport::libfabric ? kLongestPauseOfFabric : kLongestPauseOfRail);
         p.our_rail = ours;
         p.peer_rail = theirs;
     }
