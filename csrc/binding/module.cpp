@@ -141,13 +141,14 @@ class PyMessage {
 
     // Of the message itself, which is kept by it: the slot is granted when the last one is gone.
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
-        const auto* message = nb::inst_ptr<PyMessage>(self);
+        auto* message = nb::inst_ptr<PyMessage>(self);
         if (message->released_) {
             PyErr_SetString(PyExc_BufferError, "the message has been released already");
             view->obj = nullptr;
             return -1;
         }
         const Arrived& a = message->arrived_;
+        message->exported_ = true;
         return PyBuffer_FillInfo(view, self, a.data != nullptr ? a.data : &empty_,
                                  static_cast<Py_ssize_t>(a.info.bytes), 0, flags);
     }
@@ -180,7 +181,9 @@ class PyMessage {
     void release(bool at_once = true) {
         if (std::exchange(released_, true) || link_.graveyard->inherited()) return;
         if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial, at_once);
-        arrived_.keep.reset();
+        // What shows its memory keeps the message, and with that the memory: a slot, or a
+        // destination which the application may free as soon as nobody here holds it.
+        if (!exported_) arrived_.keep.reset();
     }
 
   private:
@@ -199,6 +202,7 @@ class PyMessage {
     PyLink link_;
     Arrived arrived_;
     bool released_ = false;
+    bool exported_ = false;
 };
 
 PyType_Slot message_slots[] = {

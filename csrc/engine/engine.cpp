@@ -309,8 +309,10 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         reply.transport = Transport::rdma;
     } else if (same_fabric && !either(Transport::tcp) && !either(Transport::rdma)) {
         reply.transport = Transport::libfabric;
-        reply.fabrics = static_cast<uint8_t>(std::min<size_t>(h.fabrics, runtime_->fabrics.size()));
     }
+    // Also beside shared memory, which the dialler may find that it cannot reach.
+    if (same_fabric && !either(Transport::tcp) && !either(Transport::rdma))
+        reply.fabrics = static_cast<uint8_t>(std::min<size_t>(h.fabrics, runtime_->fabrics.size()));
     reply.sockets =
         require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
@@ -512,7 +514,9 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     if (transport == Transport::shm) {
         const Fd probe = start_connect(abstract_unix(reply.unix_name));
         if (!probe) {
-            transport = terms.rails.empty() ? Transport::tcp : Transport::rdma;
+            transport = !terms.rails.empty() ? Transport::rdma
+                        : terms.fabrics > 0  ? Transport::libfabric
+                                             : Transport::tcp;
             if (runtime_->config.transport == Transport::shm)
                 error =
                     "refused: shm is required, but the peer's unix socket cannot be reached "
@@ -523,6 +527,9 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     const auto link = std::make_shared<Link>(runtime_, id);
     terms.transport = transport;
     link->set_terms(std::move(terms));
+    if (error.empty() && link->path_count() == 0)
+        error = "refused: " + rank_text(id.peer_rank) + " agreed to " + name_of(transport) +
+                " without a single data path: are both ends of one version?";
     const std::string left = "connect() was left before it came up";
     std::shared_ptr<Link> before;
     std::string why = error;

@@ -133,6 +133,11 @@ void Link::make_paths() {
     held_ = std::vector<Held>(core_.paths().size());
 }
 
+size_t Link::path_count() const {
+    const Lock lock(mu_);
+    return held_.size();
+}
+
 bool Link::up() const {
     const Lock lock(mu_);
     return state_ == State::up || state_ == State::reconnecting;

@@ -156,6 +156,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string may_attach_data(uint32_t path, uint32_t epoch) const;
     void attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
     void tick();
+    size_t path_count() const;
     bool up() const;
     // Also a link that its acceptor does not know to be up.
     bool may_resume() const;
@@ -186,6 +187,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
                        std::optional<int64_t> rtt_ns) override;
     void path_stuck(const std::string& why) override;
     Pace pace(uint32_t path, uint32_t epoch) override;
+    void path_limited(uint32_t path, uint32_t epoch, uint64_t most) override;
     Pace chunk_delivered(uint32_t path, uint32_t epoch) override;
 
   private:

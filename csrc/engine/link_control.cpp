@@ -261,13 +261,10 @@ void Link::handle(Frame frame) {
         const int64_t now_wall = wall_ns();
         const int64_t now_steady = steady_ns();
         const Lock lock(mu_);
-        const int64_t rtt =
-            now_steady - f->ping_steady_ns - (f->sent_wall_ns - f->received_wall_ns);
-        const int64_t peer_minus_ours =
-            ((f->received_wall_ns - f->ping_wall_ns) + (f->sent_wall_ns - now_wall)) / 2;
-        if (rtt < 0) return;
-        echo_.add(rtt, peer_minus_ours);
-        core_.echoed(rtt, now_steady);
+        const auto echo = echo_of(*f, now_wall, now_steady);
+        if (!echo) return;
+        echo_.add(echo->rtt_ns, echo->peer_minus_ours_ns);
+        core_.echoed(echo->rtt_ns, now_steady);
     } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
         {
             const Lock lock(mu_);
@@ -293,9 +290,11 @@ void Link::confirmed(Transport transport) {
     }
     if (transport != this->transport()) {
         // The dialler could not reach our shared memory after all (another network namespace).
+        const bool offered = transport == Transport::tcp ||
+                             (transport == Transport::rdma && !terms_.rails.empty()) ||
+                             (transport == Transport::libfabric && terms_.fabrics > 0);
         const bool agreed = terms_.transport == Transport::shm &&
-                            runtime_->config.transport != Transport::shm &&
-                            (transport == Transport::tcp || !terms_.rails.empty());
+                            runtime_->config.transport != Transport::shm && offered;
         if (!agreed) {
             protocol_error(std::string("it chose ") + name_of(transport) + " where " +
                            name_of(terms_.transport) + " was agreed");

@@ -135,6 +135,11 @@ PathHost::Pace Link::pace(uint32_t path, uint32_t epoch) {
     return {p.flow.busy_rate(), p.flow.window()};
 }
 
+void Link::path_limited(uint32_t path, uint32_t epoch, uint64_t most) {
+    const Lock lock(mu_);
+    core_.limit(path, epoch, most);
+}
+
 PathHost::Pace Link::chunk_delivered(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
     core_.delivered(path, epoch, steady_ns());

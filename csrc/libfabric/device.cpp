@@ -1,6 +1,7 @@
 #include "libfabric/device.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <filesystem>
 #include <mutex>
@@ -14,6 +15,10 @@ namespace {
 namespace abi = fabric_abi;
 
 constexpr size_t kLeastMessage = size_t{64} << 10;
+// What may stay for ever of the endpoints on one device: with the memory of their messages, some
+// 20 MiB each; and without, which ofi_rxm (1.17) leaves of many that were broken off.
+constexpr uint32_t kMostKept = 3;
+constexpr uint32_t kMostLost = 16;
 
 struct InfoList {
     const Libfabric& library;
@@ -38,6 +43,12 @@ int look_up(const Libfabric& library, const std::string& provider, InfoList& fou
     if (!provider.empty() && provider.find_first_of(",^") == std::string::npos)
         hints.first->fabric_attr->prov_name = ::strdup(provider.c_str());
     return library.getinfo(kLibfabricVersion, nullptr, nullptr, 0, hints.first, &found.first);
+}
+
+// Before memory is taken for an endpoint of it.
+std::shared_ptr<FabricDevice> usable(std::shared_ptr<FabricDevice> device) {
+    if (const std::string trouble = device->trouble(); !trouble.empty()) throw EngineError(trouble);
+    return device;
 }
 
 }  // namespace
@@ -100,9 +111,15 @@ bool has_efa(const std::string& sysfs) {
     return false;
 }
 
+std::string FabricDevice::trouble() const {
+    if (kept_ < kMostKept && lost_ < kMostLost) return {};
+    return "libfabric " + describe() + ": its provider could not close " +
+           std::to_string(kept_ + lost_) + " endpoints, so this process makes no more of them";
+}
+
 FabricEndpoint::FabricEndpoint(std::shared_ptr<FabricDevice> device, uint32_t sends,
                                uint32_t receives, size_t block_bytes, Wake wake)
-    : device_(std::move(device)),
+    : device_(usable(std::move(device))),
       sends_(sends),
       receives_(receives),
       block_bytes_(block_bytes),
@@ -206,7 +223,9 @@ void FabricEndpoint::close() {
     shut(fabric_);
     // A domain that stays, as ofi_rxm's (1.17) does after messages that were broken off, is lost,
     // but it writes nowhere.
-    if (ep_ == nullptr && registered_ == nullptr) return;
+    const bool keeps = ep_ != nullptr || registered_ != nullptr;
+    if (!gone) device_->lost(keeps);
+    if (!keeps) return;
     // For ever: the provider may still write there.
     static std::mutex mu;
     static auto* const kept =
@@ -215,8 +234,17 @@ void FabricEndpoint::close() {
     kept->emplace_back(std::move(memory_), std::move(operations_));
 }
 
+// libfabric is not told how long it is, and a provider reads a whole address of its kind, or as far
+// as the zero that ends a text: the peer, which chose the length, must not choose what is read
+// behind it.
 void FabricEndpoint::connect(const std::vector<uint8_t>& address) {
-    if (av_->ops->insert(av_, address.data(), 1, &peer_, 0, nullptr) != 1)
+    std::array<uint8_t, kMaxAddress + 1> padded{};
+    if (address.size() >= padded.size())
+        throw EngineError("libfabric " + device_->describe() + ": the peer's address has " +
+                          std::to_string(address.size()) + " bytes, at most " +
+                          std::to_string(kMaxAddress) + " are expected");
+    std::copy(address.begin(), address.end(), padded.begin());
+    if (av_->ops->insert(av_, padded.data(), 1, &peer_, 0, nullptr) != 1)
         throw EngineError("libfabric " + device_->describe() +
                           ": the peer's address is none of this provider's");
 }

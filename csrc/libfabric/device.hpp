@@ -1,6 +1,7 @@
 // What libfabric offers here, and endpoints of it that carry messages.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,9 +28,17 @@ class FabricDevice {
     const Libfabric& library() const { return library_; }
     fabric_abi::Info* info() const { return info_; }
 
+    // Something of an endpoint could not be closed. `kept`: so its memory is kept, too.
+    void lost(bool kept) { ++(kept ? kept_ : lost_); }
+    // Why no more endpoints are made on it: those that cannot be closed must not add up for ever.
+    // Empty: they are.
+    std::string trouble() const;
+
   private:
     const Libfabric& library_;
     fabric_abi::Info* const info_;
+    std::atomic<uint32_t> kept_{0};
+    std::atomic<uint32_t> lost_{0};
 };
 
 // What was found, for people.
@@ -60,7 +69,8 @@ class FabricEndpoint {
     enum class Wake { descriptor, none };
 
     // `sends` and `receives` blocks of `block_bytes` each. `wake`: none makes it one that has to be
-    // polled, whatever the provider could do. Throws EngineError.
+    // polled, whatever the provider could do. Throws EngineError, also where too many before it
+    // could not be closed.
     FabricEndpoint(std::shared_ptr<FabricDevice> device, uint32_t sends, uint32_t receives,
                    size_t block_bytes, Wake wake = Wake::descriptor);
     // Closes it. Memory that the provider does not let go of is kept mapped, so that nothing that

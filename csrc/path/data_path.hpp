@@ -71,6 +71,8 @@ class PathHost {
     // It is up, and says with `chunk_delivered` what has got through: it is given no more than its
     // window.
     virtual Pace pace(uint32_t, uint32_t) { return {}; }
+    // Its memory holds no more bytes under way than that, whatever its window.
+    virtual void path_limited(uint32_t, uint32_t, uint64_t) {}
     // The oldest chunk that it has under way.
     virtual Pace chunk_delivered(uint32_t, uint32_t) { return {}; }
     // Bytes per second while busy, and the round trip of a probe that met no traffic.

@@ -229,6 +229,7 @@ StreamPath::Sent FabricPath::send_some() {
     uint8_t* const payload = endpoint_->send_block(block) + kHead;
     guard_out_.begin(header);
     guard_out_.store(payload, {task->data, task->bytes});
+    host_->copied_out(task->bytes);
     const Tag trailer = guard_out_.finish();
     std::copy(trailer.begin(), trailer.end(), payload + task->bytes);
     send_message(block, Kind::chunk, header, task->bytes + trailer.size());
@@ -276,6 +277,7 @@ void FabricPath::work() {
     for (const FabricEndpoint::Done& each : done) {
         if (each.sent) {
             free_blocks_.push_back(each.block);
+            freed_ns_ = steady_ns();
             freed = true;
         } else {
             arrived(each);
@@ -346,6 +348,7 @@ void FabricPath::take(const uint8_t* message) {
     sink_ = sink;
     const uint64_t bytes = header.length();
     guard_in_.store(sink.data, {message + kHead, bytes}, header.chunks() > 1);
+    host_->copied_in(bytes);
     Tag said;
     std::copy_n(message + kHead + bytes, said.size(), said.begin());
     const bool intact = guard_in_.fits(said);
@@ -401,6 +404,7 @@ void FabricPath::look() {
     const int64_t away = now - std::exchange(looked_ns_, now) - kLook;
     if (away > kAway) {
         progress_ns_ = std::min(now, progress_ns_ + away);
+        freed_ns_ = std::min(now, freed_ns_ + away);
         started_ns_ = std::min(now, started_ns_ + away);
     }
     if (!up_) {
@@ -409,7 +413,14 @@ void FabricPath::look() {
                  std::to_string(kConnectLimit / kSecond) + " s");
         return;
     }
-    if (sent_ == taken_by_peer_) return;
+    if (sent_ == taken_by_peer_) {
+        // A block whose message was taken, and which never comes back, is lost to what follows.
+        const int64_t out = now - std::max(freed_ns_, progress_ns_);
+        if (free_blocks_.size() < kWindow && out > settings_.dead_after_ns)
+            fail(device_->describe() + ": its provider has not said for " +
+                 std::to_string(out / kMillisecond) + " ms that what the peer took has been sent");
+        return;
+    }
     const int64_t silent = now - progress_ns_;
     if (silent > settings_.dead_after_ns) {
         fail(device_->describe() + ": the peer took nothing for " +

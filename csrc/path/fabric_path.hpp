@@ -80,6 +80,7 @@ class FabricPath final : public StreamPath {
     int64_t looked_ns_ = 0;
     int64_t news_ns_ = 0;      // when polling last brought anything
     int64_t progress_ns_ = 0;  // when the peer last took something, or had nothing to take
+    int64_t freed_ns_ = 0;     // when a message was last said to have been sent
 
     // The socket.
     Sealer says_;

@@ -153,6 +153,7 @@ bool RdmaPath::stage_more() {
     } catch (const EngineError&) {
         // Locked memory is limited, most of the time. What there is carries as well as before.
         staged_all_ = true;
+        host_->path_limited(index, epoch, uint64_t{settings_.chunk_bytes} * blocks_.size());
     }
     return !free_blocks_.empty();
 }
@@ -468,6 +469,8 @@ void RdmaPath::probe_completed() {
     if (!up_) {
         up_ = true;
         host_->path_up(index, epoch);
+        const uint64_t most = uint64_t{settings_.chunk_bytes} * most_blocks_;
+        if (most < settings_.most_staged) host_->path_limited(index, epoch, most);
         pace_ = host_->pace(index, epoch);
     }
 }

@@ -23,6 +23,8 @@ class Flow {
     explicit Flow(uint32_t chunk_bytes = 1, uint64_t most = 0)
         : chunk_bytes_(chunk_bytes), most_(most) {}
 
+    // There is less memory than was thought.
+    void limit(uint64_t most) { most_ = std::min(most_, most); }
     // Whether one more chunk may go out.
     bool has_room(int64_t now_ns);
     void sent(uint64_t bytes, int64_t now_ns);

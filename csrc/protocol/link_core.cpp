@@ -153,6 +153,9 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         for (const uint64_t id : ack->messages) {
             const auto message = out_.find(id);
             if (!message) continue;
+            if (!message->was_sent())
+                return "an acknowledgement of " + message->info.key.describe() +
+                       ", which has not been sent";
             for (const OutMessage::Carrier& c : message->carriers) paths_.proved(c);
             watchdog_.acknowledged(message->info.bytes);
             out_.acknowledged(id, now);

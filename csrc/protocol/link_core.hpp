@@ -150,6 +150,8 @@ class LinkCore {
                                         int64_t now_ns);
     // From now on the connection says what was delivered, and gets no more than a window.
     void pace(uint32_t path, uint32_t epoch) { paths_.pace(path, epoch); }
+    // It has no room for more bytes under way than that.
+    void limit(uint32_t path, uint32_t epoch, uint64_t most) { paths_.limit(path, epoch, most); }
     // The oldest chunk that it has under way was.
     void delivered(uint32_t path, uint32_t epoch, int64_t now_ns) {
         paths_.delivered(path, epoch, now_ns);

@@ -41,6 +41,9 @@ struct OutMessage {
     uint32_t again = 0;      // chunks that wait to be sent again
     int64_t watched_ns = 0;  // when a chunk was given last, or a path was given up for it
     uint32_t times_late = 0;
+
+    // Before that it cannot be anywhere else.
+    bool was_sent() const { return chunks == 0 ? started_steady_ns != 0 : next_chunk == chunks; }
 };
 
 // One chunk for a path to carry. Holding it keeps the payload alive.
@@ -78,7 +81,7 @@ class Outbox {
         const auto it = by_id_.find(id);
         return it == by_id_.end() ? nullptr : it->second;
     }
-    // False: no such message is in flight.
+    // One that was sent. False: no such message is in flight.
     bool acknowledged(uint64_t message, int64_t now_steady_ns);
 
     // The messages with chunks entrusted to a path's epoch: what to ask the receiver about.

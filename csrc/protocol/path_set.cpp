@@ -13,6 +13,9 @@ constexpr int64_t kHeadStart = 2 * kSecond;
 constexpr int64_t kRateAge = kSecond;
 constexpr int64_t kLongestPause = kSecond;
 constexpr int64_t kLongestPauseOfRail = 2 * kSecond;
+// An endpoint of libfabric takes a domain and memory of its own, and while it gets them the sockets
+// on its thread stand still.
+constexpr int64_t kLongestPauseOfFabric = 30 * kSecond;
 
 }  // namespace
 
@@ -23,7 +26,8 @@ void PathSet::assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Tr
     for (const auto& [ours, theirs] : rails) {
         Path& p = paths_.emplace_back();
         p.kind = kind;
-        p.machine = PathMachine(kLongestPauseOfRail);
+        p.machine =
+            PathMachine(kind == Transport::libfabric ? kLongestPauseOfFabric : kLongestPauseOfRail);
         p.our_rail = ours;
         p.peer_rail = theirs;
     }

@@ -111,6 +111,10 @@ class PathSet {
     void ran_out(uint32_t path) { paths_[path].flow.ran_out(); }
     // The connection says what was delivered, from now on.
     void pace(uint32_t path, uint32_t epoch);
+    // It has no room for more bytes under way than that.
+    void limit(uint32_t path, uint32_t epoch, uint64_t most) {
+        if (is_current(path, epoch)) paths_[path].flow.limit(most);
+    }
     void delivered(uint32_t path, uint32_t epoch, int64_t now_ns);
     // The receiver has a chunk that was given to it then.
     void proved(const OutMessage::Carrier& carrier);

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "os/clock.hpp"
+
 namespace pipemorph {
 
 void SentRing::push(const SentRecord& record) {
@@ -19,6 +21,22 @@ std::vector<SentRecord> SentRing::drain() {
     std::rotate(ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(next_), ring_.end());
     next_ = 0;
     return std::exchange(ring_, {});
+}
+
+std::optional<Echo> echo_of(const PongFrame& pong, int64_t now_wall, int64_t now_steady) {
+    constexpr int64_t kLongest = 60 * kSecond;
+    constexpr int64_t kNoClock = int64_t{1} << 62;  // so that sums of differences fit
+    const auto is_time = [](int64_t ns) { return ns >= 0 && ns < kNoClock; };
+    if (pong.ping_steady_ns <= 0 || pong.ping_steady_ns > now_steady ||
+        !is_time(pong.ping_wall_ns) || !is_time(pong.received_wall_ns) ||
+        !is_time(pong.sent_wall_ns))
+        return std::nullopt;
+    const int64_t rtt =
+        now_steady - pong.ping_steady_ns - (pong.sent_wall_ns - pong.received_wall_ns);
+    if (rtt < 0) return std::nullopt;
+    const int64_t peer_minus_ours =
+        ((pong.received_wall_ns - pong.ping_wall_ns) + (pong.sent_wall_ns - now_wall)) / 2;
+    return Echo{std::min(rtt, kLongest), peer_minus_ours};
 }
 
 void EchoMeter::add(int64_t rtt_ns, int64_t peer_minus_ours_ns) {

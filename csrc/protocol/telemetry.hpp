@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "wire/key.hpp"
+#include "wire/frames.hpp"
 
 namespace pipemorph {
 
@@ -26,6 +26,15 @@ class SentRing {
     std::vector<SentRecord> ring_;
     size_t next_ = 0;
 };
+
+struct Echo {
+    int64_t rtt_ns = 0;  // at most a minute
+    int64_t peer_minus_ours_ns = 0;
+};
+
+// What an answer that came now says. Nothing if it answers no ping that can have been sent, or
+// tells times that no clock shows: the peer may say what it likes.
+std::optional<Echo> echo_of(const PongFrame& pong, int64_t now_wall_ns, int64_t now_steady_ns);
 
 class EchoMeter {
   public:

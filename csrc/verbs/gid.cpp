@@ -22,6 +22,17 @@ auto rank(const GidInfo& g) {
     return std::tuple(type, !g.has_netdev, is_link_local(g.gid), !is_ipv4_mapped(g.gid), g.index);
 }
 
+// A port is in a list as often as it has queue pairs. For each place, the first of its port; one
+// that is down has no GID to know it by, and counts as another.
+std::vector<uint32_t> ports_of(const std::vector<GidBytes>& gids) {
+    std::vector<uint32_t> ports;
+    for (uint32_t i = 0; i < gids.size(); ++i) {
+        const auto same = std::find(gids.begin(), gids.begin() + i, gids[i]);
+        ports.push_back(gids[i] == GidBytes{} ? i : static_cast<uint32_t>(same - gids.begin()));
+    }
+    return ports;
+}
+
 }  // namespace
 
 std::string gid_text(const GidBytes& gid) {
@@ -60,17 +71,27 @@ std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table) {
 
 std::vector<std::pair<uint32_t, uint32_t>> pair_rails(const std::vector<GidBytes>& ours,
                                                       const std::vector<GidBytes>& theirs) {
-    std::vector<std::tuple<int, uint32_t, uint32_t>> candidates;
-    for (uint32_t i = 0; i < ours.size(); ++i)
-        for (uint32_t j = 0; j < theirs.size(); ++j)
-            candidates.emplace_back(-common_prefix_bits(ours[i], theirs[j]), i, j);
-    std::sort(candidates.begin(), candidates.end());
+    const std::vector<uint32_t> our_ports = ports_of(ours);
+    const std::vector<uint32_t> their_ports = ports_of(theirs);
+    std::vector<uint32_t> our_pairs(ours.size());  // by port
+    std::vector<uint32_t> their_pairs(theirs.size());
     std::vector<bool> our_taken(ours.size());
     std::vector<bool> their_taken(theirs.size());
     std::vector<std::pair<uint32_t, uint32_t>> pairs;
-    for (const auto& [_, i, j] : candidates) {
-        if (our_taken[i] || their_taken[j]) continue;
+    while (pairs.size() < std::min(ours.size(), theirs.size())) {
+        std::optional<std::tuple<uint32_t, int, uint32_t, uint32_t>> best;
+        for (uint32_t i = 0; i < ours.size(); ++i) {
+            for (uint32_t j = 0; j < theirs.size(); ++j) {
+                if (our_taken[i] || their_taken[j]) continue;
+                const std::tuple candidate(our_pairs[our_ports[i]] + their_pairs[their_ports[j]],
+                                           -common_prefix_bits(ours[i], theirs[j]), i, j);
+                if (!best || candidate < *best) best = candidate;
+            }
+        }
+        const auto [_, prefix, i, j] = *best;
         our_taken[i] = their_taken[j] = true;
+        ++our_pairs[our_ports[i]];
+        ++their_pairs[their_ports[j]];
         pairs.emplace_back(i, j);
     }
     std::sort(pairs.begin(), pairs.end());

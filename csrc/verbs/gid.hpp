@@ -29,8 +29,9 @@ bool is_ipv4_mapped(const GidBytes& gid);
 // `pipemorph doctor` ranks alike (Gid.rank of pipemorph/discovery/rdma.py).
 std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table);
 
-// Pairs ours with theirs, at most as many as the shorter list: those with the longest common
-// prefix first, since two ports in one subnet reach each other; among equals in order.
+// Pairs ours with theirs, as many as the shorter list has: those with the longest common prefix
+// first, since two ports in one subnet reach each other; among equals in order. A GID comes once
+// for each queue pair of its port, and no port gets one more while another could have it.
 std::vector<std::pair<uint32_t, uint32_t>> pair_rails(const std::vector<GidBytes>& ours,
                                                       const std::vector<GidBytes>& theirs);
 

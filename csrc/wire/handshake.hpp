@@ -61,7 +61,7 @@ struct HelloReply {
     uint16_t listen_port = 0;
     uint64_t received = 0;
     std::vector<std::array<uint8_t, 16>> rails;  // their GIDs, to pair them by
-    uint8_t fabrics = 0;                         // endpoints of libfabric, if it is the transport
+    uint8_t fabrics = 0;                         // endpoints of libfabric that it may have
 };
 
 std::vector<uint8_t> encode_hello(const Hello& hello);

@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <iostream>
@@ -23,6 +25,7 @@ namespace {
 constexpr uint32_t kChunk = 64 << 10;
 constexpr uint32_t kSlots = 4;
 
+namespace abi = fabric_abi;
 using Wake = FabricEndpoint::Wake;
 
 std::shared_ptr<FabricDevice> device() {
@@ -50,6 +53,8 @@ struct End final : PathHost {
     uint64_t wrong = 0;  // taken, and not what was sent
     int broken = 0;
     int refusals = 0;
+    uint64_t bytes_out = 0;  // copied
+    uint64_t bytes_in = 0;
     int ups = 0;
     bool suspect = false;
     std::string lost;
@@ -108,6 +113,14 @@ struct End final : PathHost {
         changed.notify_all();
     }
     void stale_chunk() override {}
+    void copied_out(uint64_t count) override {
+        const std::lock_guard lock(mu);
+        bytes_out += count;
+    }
+    void copied_in(uint64_t count) override {
+        const std::lock_guard lock(mu);
+        bytes_in += count;
+    }
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
         const std::lock_guard lock(mu);
         lost = why;
@@ -145,6 +158,93 @@ struct End final : PathHost {
         hold = false;
         changed.notify_all();
     }
+};
+
+// A device of the provider's whose library a test looks into, or takes something away from: what is
+// not named here is the provider's own.
+struct Watch {
+    size_t said = 0;    // bytes of the address that the peer says
+    int addresses = 0;  // that had zeros behind that
+    bool domains_stay = false;
+    std::atomic<bool> sends_never_complete = false;
+} watch;
+
+struct Watched {
+    static std::shared_ptr<FabricDevice> device(const FabricDevice& real) {
+        static Libfabric library = real.library();
+        real_fabric = real.library().fabric;
+        library.fabric = fabric;
+        return std::make_shared<FabricDevice>(library, library.dupinfo(real.info()));
+    }
+
+  private:
+    // An object of the provider's with a copy of its table of calls, which it has for ever.
+    template <typename Ops>
+    static Ops* own(Ops*& ops) {
+        static std::vector<std::unique_ptr<Ops>> all;
+        all.push_back(std::make_unique<Ops>(*ops));
+        return ops = all.back().get();
+    }
+    static int fabric(abi::FabricAttr* attr, abi::Fabric** out, void* context) {
+        const int result = real_fabric(attr, out, context);
+        if (result != 0) return result;
+        real_domain = (*out)->ops->domain;
+        own((*out)->ops)->domain = domain;
+        return 0;
+    }
+    static int domain(abi::Fabric* fabric, abi::Info* info, abi::Domain** out, void* context) {
+        const int result = real_domain(fabric, info, out, context);
+        if (result != 0) return result;
+        real_av_open = (*out)->ops->av_open;
+        real_cq_open = (*out)->ops->cq_open;
+        auto* const ops = own((*out)->ops);
+        ops->av_open = av_open;
+        ops->cq_open = cq_open;
+        real_close = (*out)->fid.ops->close;
+        own((*out)->fid.ops)->close = close_domain;
+        return 0;
+    }
+    static int cq_open(abi::Domain* domain, abi::CqAttr* attr, abi::Cq** out, void* context) {
+        const int result = real_cq_open(domain, attr, out, context);
+        if (result != 0) return result;
+        real_read = (*out)->ops->read;
+        own((*out)->ops)->read = read;
+        return 0;
+    }
+    static ssize_t read(abi::Cq* cq, void* out, size_t count) {
+        const ssize_t n = real_read(cq, out, count);
+        if (n <= 0 || !watch.sends_never_complete) return n;
+        auto* const entries = static_cast<abi::CqEntry*>(out);
+        const auto end = std::remove_if(entries, entries + n, [](const abi::CqEntry& each) {
+            return (each.flags & abi::kSend) != 0;
+        });
+        return end == entries ? ssize_t{-abi::kAgain} : end - entries;
+    }
+    static int close_domain(abi::Fid* domain) {
+        return watch.domains_stay ? -EBUSY : real_close(domain);
+    }
+    static int av_open(abi::Domain* domain, abi::AvAttr* attr, abi::Av** out, void* context) {
+        const int result = real_av_open(domain, attr, out, context);
+        if (result != 0) return result;
+        real_insert = (*out)->ops->insert;
+        own((*out)->ops)->insert = insert;
+        return 0;
+    }
+    static int insert(abi::Av* av, const void* address, size_t count, uint64_t* out, uint64_t flags,
+                      void* context) {
+        const auto* bytes = static_cast<const uint8_t*>(address);
+        if (std::all_of(bytes + watch.said, bytes + FabricEndpoint::kMaxAddress + 1,
+                        [](uint8_t b) { return b == 0; }))
+            ++watch.addresses;
+        return real_insert(av, address, count, out, flags, context);
+    }
+    static inline decltype(Libfabric::fabric) real_fabric;
+    static inline decltype(abi::OpsFabric::domain) real_domain;
+    static inline decltype(abi::OpsDomain::av_open) real_av_open;
+    static inline decltype(abi::OpsDomain::cq_open) real_cq_open;
+    static inline decltype(abi::OpsCq::read) real_read;
+    static inline decltype(abi::Ops::close) real_close;
+    static inline decltype(abi::OpsAv::insert) real_insert;
 };
 
 ConnectionKeys keys(uint8_t ours, uint8_t theirs) {
@@ -221,10 +321,11 @@ void carries_both_ways(Integrity integrity, Wake wake) {
     constexpr uint64_t kMany = 200;
     pair.send(0, kMany);
     pair.send(1, kMany);
+    for (auto& end : pair.ends) end->until([&] { return end->intact == kMany; });
     for (auto& end : pair.ends) {
-        end->until([&] { return end->intact == kMany; });
         const std::lock_guard lock(end->mu);
         CHECK(end->wrong == 0 && end->broken == 0 && end->lost.empty() && end->refusals == 0);
+        CHECK(end->bytes_out == kMany * kChunk && end->bytes_in == kMany * kChunk);
     }
 }
 
@@ -393,4 +494,59 @@ TEST(fabric_path_refuses_messages_of_strangers) {
     }
     CHECK(end->intact == 0 && end->ups == 0);
     reactor.stop();
+}
+
+// libfabric is not told how long an address is, and reads as far as its provider likes.
+TEST(fabric_endpoint_reads_nothing_behind_the_peers_address) {
+    const auto found = device();
+    if (!found) return;
+    FabricEndpoint endpoint(Watched::device(*found), 1, 1, kChunk);
+    for (const size_t bytes : {endpoint.address().size(), size_t{1}}) {
+        std::vector<uint8_t> said(2 * FabricEndpoint::kMaxAddress, 0xff);
+        std::copy_n(endpoint.address().begin(), bytes, said.begin());
+        said.resize(bytes);
+        watch.said = bytes;
+        watch.addresses = 0;
+        try {
+            endpoint.connect(said);
+        } catch (const EngineError&) {  // it may well find that it is no address
+        }
+        CHECK(watch.addresses == 1);
+    }
+    const std::vector<uint8_t> too_long(FabricEndpoint::kMaxAddress + 1, 1);
+    CHECK(THROWS(EngineError, endpoint.connect(too_long)).find("257 bytes") != std::string::npos);
+}
+
+// Where the fabric is broken and TCP is not, a path is dialled again and again.
+TEST(fabric_endpoints_that_cannot_be_closed_do_not_add_up) {
+    const auto found = device();
+    if (!found) return;
+    const auto watched = Watched::device(*found);
+    watch.domains_stay = true;
+    int made = 0;
+    std::string why;
+    while (why.empty() && made < 100) try {
+            FabricEndpoint endpoint(watched, 1, 1, kChunk);
+            ++made;
+        } catch (const EngineError& e) {
+            why = e.what();
+        }
+    watch.domains_stay = false;
+    CHECK(made == 16);
+    CHECK(why.find("could not close 16 endpoints") != std::string::npos);
+    FabricEndpoint other(found, 1, 1, kChunk);
+}
+
+TEST(fabric_path_whose_messages_are_never_said_to_have_been_sent_is_lost) {
+    const auto found = device();
+    if (!found) return;
+    Pair pair(Watched::device(*found));
+    pair.settings.dead_after_ns = kSecond;
+    pair.up();
+    watch.sends_never_complete = true;
+    pair.send(0, 100);
+    pair.ends[0]->until([&] { return !pair.ends[0]->lost.empty(); });
+    watch.sends_never_complete = false;
+    CHECK(pair.ends[0]->lost.find("has not said for") != std::string::npos);
+    CHECK(pair.ends[1]->intact >= 7 && pair.ends[1]->intact <= 8);
 }

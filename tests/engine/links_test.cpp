@@ -684,6 +684,59 @@ TEST(link_takes_no_data_connection_before_it_is_confirmed) {
     CHECK(late.fd);
 }
 
+// Accepts whatever is dialled with one answer.
+struct Answering {
+    Runtime runtime;
+    RefusalLog refusals;
+    std::vector<Fd> accepted;  // the control thread's
+    Listener listener;
+
+    explicit Answering(HelloReply reply)
+        : runtime(config(1, Transport::tcp)),
+          listener(runtime, refusals, resolve("127.0.0.1", 0, true).front(),
+                   [this, reply](const std::shared_ptr<Greeting>& greeting) {
+                       accepted.push_back(greeting->accept(reply));
+                   }) {
+        runtime.control.post([this] { listener.start(); });
+    }
+    ~Answering() {
+        std::promise<void> stopped;
+        runtime.control.post([&] {
+            listener.stop();
+            stopped.set_value();
+        });
+        stopped.get_future().wait();
+        runtime.stop();
+    }
+    std::shared_ptr<Link> connect(Engine& engine) {
+        return engine.connect(1, 7, "127.0.0.1", listener.port(), 20.0, [] {});
+    }
+};
+
+TEST(link_without_a_path_is_refused_by_its_dialler) {
+    HelloReply no_socket;
+    no_socket.transport = Transport::tcp;
+    Answering peer(no_socket);
+    Engine engine(config(0, Transport::tcp));
+    const std::string why = THROWS(EngineError, peer.connect(engine));
+    CHECK(why.find("rank 1 agreed to tcp without a single data path") != std::string::npos);
+}
+
+// As in another network namespace of one host.
+TEST(link_uses_libfabric_where_shared_memory_cannot_be_reached) {
+    if (!has_libfabric()) return;
+    HelloReply reply;
+    reply.transport = Transport::shm;
+    reply.unix_name = "nobody listens here";
+    reply.sockets = 1;
+    reply.fabrics = 1;
+    Answering peer(reply);
+    Engine engine(config(0, Transport::libfabric));
+    const auto link = peer.connect(engine);
+    CHECK(link->transport() == Transport::libfabric);
+    CHECK(link->stats().paths.size() == 2 && link->stats().paths[0].kind == "libfabric");
+}
+
 // What a rank finds wrong right after it has connected, its neighbour has to find by itself.
 TEST(link_that_its_dialler_closes_at_once_is_accepted_all_the_same) {
     for (int i = 0; i < 20; ++i) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "check.hpp"
@@ -538,6 +539,62 @@ TEST(rails_that_are_alike_do_not_leave_a_chunk_to_each_other) {
     CHECK(given == 1);
 }
 
+// A rail whose memory is full takes no more, so it must not look like one that others should leave
+// chunks to.
+TEST(rails_do_not_wait_for_one_that_has_no_room) {
+    constexpr uint64_t kBlocks = 8;
+    constexpr int64_t kRoundTrip = 100'000;
+    PathSet paths(kChunk, 2000 * kChunk);
+    paths.assign({{0, 0}, {1, 1}}, Transport::tcp, 0);
+    for (const auto& [path, epoch] : paths.due(1)) {
+        paths.hold(path);
+        paths.connected(path, epoch, 1);
+        paths.pace(path, epoch);
+    }
+    int64_t now = 1;
+    uint64_t sent[2];
+    // As much as goes out at once, and a round trip later it is there.
+    const auto fill = [&](uint64_t most_of_first) {
+        sent[0] = sent[1] = 0;
+        for (bool any = true; any;) {
+            any = false;
+            for (uint32_t path = 0; path < 2; ++path) {
+                if ((path == 0 && sent[0] == most_of_first) || !paths.has_room(path, now)) continue;
+                paths.entrusted(path, kChunk, now);
+                ++sent[path];
+                any = true;
+            }
+        }
+        now += kRoundTrip;
+        for (uint32_t path = 0; path < 2; ++path)
+            for (uint64_t i = 0; i < sent[path]; ++i) paths.delivered(path, 1, now);
+    };
+    for (int i = 0; i < 6; ++i) fill(1000);
+    const uint64_t window = sent[1];
+    CHECK(window >= 8 * kBlocks && sent[0] == window);
+    fill(kBlocks);
+    CHECK(sent[1] <= window + 1);  // half of one that could have grown to twice as much
+    paths.limit(0, 1, kBlocks * kChunk);
+    fill(kBlocks);
+    CHECK(sent[0] == kBlocks && sent[1] >= 2 * window - 1);
+}
+
+TEST(rails_that_cost_more_to_be_made_are_made_less_often) {
+    const auto made_in_two_minutes = [](Transport kind) {
+        PathSet paths(kChunk, 0);
+        paths.assign({{0, 0}}, Transport::tcp, 0, kind);
+        int made = 0;
+        for (int64_t now = 1; now < 120'000'000'000; now += 10'000'000)
+            for (const auto& [path, epoch] : paths.due(now)) {
+                ++made;
+                paths.dial_failed(path, epoch, "no answer", now);
+            }
+        return made;
+    };
+    CHECK(made_in_two_minutes(Transport::rdma) > 60);
+    CHECK(made_in_two_minutes(Transport::libfabric) < 20);
+}
+
 // The sender would send again what the report does not name, although it is here.
 TEST(acknowledgements_are_not_overtaken_by_reports) {
     LinkCore core({false, 1, 1, kChunk});
@@ -561,6 +618,47 @@ TEST(acknowledgements_are_not_overtaken_by_reports) {
         return std::holds_alternative<BitmapFrame>(f);
     });
     CHECK(report != frames.end() && std::get<BitmapFrame>(*report).reports.at(0).chunks == 0);
+}
+
+// What is under way would be less than nothing, and no path would ever be late, or each at once.
+TEST(an_acknowledgement_of_what_was_not_sent_breaks_the_protocol) {
+    LinkCore core({false, 1, 1, kChunk});
+    core.assign_paths({}, Transport::tcp, 1);
+    core.attach(0, 1, std::nullopt, 0);
+    std::vector<uint8_t> payload(2 * kChunk);
+    core.post(message(0, 2 * kChunk), payload.data(), nullptr, 1, 1);
+    const auto acknowledge = [&] {
+        Frame ack = AckFrame{{1}, {}};
+        return core.handle(ack, 2, 2);
+    };
+    const auto is_refused = [&] {
+        return acknowledge().find("which has not been sent") != std::string::npos;
+    };
+    CHECK(is_refused());
+    Frame grant = AckFrame{{}, {{0, 0, 1, 0, 0, 2 * kChunk}}};
+    CHECK(core.handle(grant, 2, 2).empty());
+    CHECK(core.next_chunk(0, 1, 2, 2));
+    CHECK(is_refused());
+    CHECK(core.next_chunk(0, 1, 2, 2));
+    CHECK(core.out().bytes_under_way() == 2 * kChunk);
+    CHECK(acknowledge().empty() && core.out().bytes_under_way() == 0);
+    CHECK(acknowledge().empty());  // once more: it is known no more
+}
+
+TEST(echoes_say_only_what_can_be) {
+    constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    const auto echo = echo_of({1000, 500, 700, 900}, 1100, 2000);
+    CHECK(echo && echo->rtt_ns == 800 && echo->peer_minus_ours_ns == 0);
+    // A clock that was set back in between is the peer's affair, and no round trip of years.
+    CHECK(echo_of({1000, 0, 1'000'000'000'000'000, 0}, 0, 2000)->rtt_ns == 60'000'000'000);
+    CHECK(!echo_of({1000, 0, 0, 1001}, 0, 2000));  // shorter than nothing
+    for (const int64_t ping : {kLeast, int64_t{-1}, int64_t{0}, int64_t{2001}, kMost})
+        CHECK(!echo_of({ping, 0, 0, 0}, 0, 2000));
+    for (const int64_t odd : {kLeast, int64_t{-1}, kMost}) {
+        CHECK(!echo_of({1, odd, 0, 0}, 0, 2000) && !echo_of({1, 0, odd, 0}, 0, 2000));
+        CHECK(!echo_of({1, 0, 0, odd}, 0, 2000));
+    }
 }
 
 TEST(echo_summary_and_offset) {

@@ -2,6 +2,7 @@
 #include "path/rdma_path.hpp"
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
@@ -40,6 +41,7 @@ struct Host final : PathHost {
     uint32_t chunks_received = 0;
     std::function<void()> on_chunk;  // without the lock
     bool up = false;
+    uint64_t limit = 0;  // bytes under way that it has said it has memory for
     bool suspect = false;
     std::string lost;
     std::string protocol;
@@ -99,6 +101,9 @@ struct Host final : PathHost {
         note([&] { up = true; });
     }
     Pace pace(uint32_t, uint32_t) override { return its_pace; }
+    void path_limited(uint32_t, uint32_t, uint64_t most) override {
+        note([&] { limit = most; });
+    }
     Pace chunk_delivered(uint32_t, uint32_t) override {
         const std::lock_guard lock(mu);
         ++delivered;
@@ -272,6 +277,20 @@ TEST(rdma_path_stages_as_much_as_its_window) {
         a.until("all delivered", [&] { return a.delivered == kChunks; });
         CHECK(b.received == std::vector<int>(kChunks, 1));
     }
+}
+
+// So that other rails do not leave it what it cannot take.
+TEST(rdma_path_says_that_it_cannot_stage_as_much_as_its_window) {
+    constexpr uint32_t kAtFirst = 8;
+    Pair p(uint64_t{300} * kChunk, uint64_t{100} * kChunk);
+    Host& a = *p.a->host;
+    CHECK(a.limit == 0);
+    p.fabric.intercept([](const fake::Call& call) { return call.name == "reg_mr" ? ENOMEM : 0; });
+    p.fabric.hold();
+    p.a->send(kChunks);
+    a.until("limited", [&] { return a.limit == uint64_t{kAtFirst} * kChunk; });
+    p.fabric.flow();
+    p.b->host->until("all chunks", [&] { return p.b->host->chunks_received == kChunks; });
 }
 
 TEST(rdma_path_gives_up_on_request_and_says_why) {

@@ -105,6 +105,13 @@ TEST(rails_are_paired_by_subnet_and_each_is_used_once) {
     const std::vector<GidBytes> same(3, ipv4(1, 2, 3, 4));
     CHECK((pair_rails(same, same) == Pairs{{0, 0}, {1, 1}, {2, 2}}));
     CHECK(pair_rails({}, theirs).empty());
+    // Twice as many queue pairs there: not two to one port and none to the other.
+    const GidBytes a = ipv4(10, 0, 0, 1), b = ipv4(10, 0, 0, 2);
+    const GidBytes c = ipv4(10, 0, 0, 3), d = ipv4(10, 0, 0, 8);
+    CHECK((pair_rails({a, b}, {c, d, c, d}) == Pairs{{0, 1}, {1, 0}}));
+    CHECK((pair_rails({c, d, c, d}, {a, b}) == Pairs{{0, 1}, {1, 0}}));
+    CHECK((pair_rails({a, a, a, a}, {c, d, c, d}) == Pairs{{0, 0}, {1, 1}, {2, 2}, {3, 3}}));
+    CHECK(pair_rails(std::vector<GidBytes>(2), {c, d, c, d}).size() == 2);  // both are down
 }
 
 TEST(path_states_run_in_a_circle) {
