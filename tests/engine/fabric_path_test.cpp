@@ -163,8 +163,8 @@ struct End final : PathHost {
 // A device of the provider's whose library a test looks into, or takes something away from: what is
 // not named here is the provider's own.
 struct Watch {
-    size_t said = 0;    // bytes of the address that the peer says
-    int addresses = 0;  // that had zeros behind that
+    size_t said = 0;                 // bytes of the address that the peer says
+    std::atomic<int> addresses = 0;  // that had zeros behind that
     bool domains_stay = false;
     std::atomic<bool> sends_never_complete = false;
 } watch;
@@ -182,18 +182,20 @@ struct Watched {
     template <typename Ops>
     static Ops* own(Ops*& ops) {
         static std::vector<std::unique_ptr<Ops>> all;
+        static std::mutex mu;
+        const std::lock_guard lock(mu);
         all.push_back(std::make_unique<Ops>(*ops));
         return ops = all.back().get();
     }
     static int fabric(abi::FabricAttr* attr, abi::Fabric** out, void* context) {
-        const int result = real_fabric(attr, out, context);
+        const int result = real_fabric.load()(attr, out, context);
         if (result != 0) return result;
         real_domain = (*out)->ops->domain;
         own((*out)->ops)->domain = domain;
         return 0;
     }
     static int domain(abi::Fabric* fabric, abi::Info* info, abi::Domain** out, void* context) {
-        const int result = real_domain(fabric, info, out, context);
+        const int result = real_domain.load()(fabric, info, out, context);
         if (result != 0) return result;
         real_av_open = (*out)->ops->av_open;
         real_cq_open = (*out)->ops->cq_open;
@@ -205,14 +207,14 @@ struct Watched {
         return 0;
     }
     static int cq_open(abi::Domain* domain, abi::CqAttr* attr, abi::Cq** out, void* context) {
-        const int result = real_cq_open(domain, attr, out, context);
+        const int result = real_cq_open.load()(domain, attr, out, context);
         if (result != 0) return result;
         real_read = (*out)->ops->read;
         own((*out)->ops)->read = read;
         return 0;
     }
     static ssize_t read(abi::Cq* cq, void* out, size_t count) {
-        const ssize_t n = real_read(cq, out, count);
+        const ssize_t n = real_read.load()(cq, out, count);
         if (n <= 0 || !watch.sends_never_complete) return n;
         auto* const entries = static_cast<abi::CqEntry*>(out);
         const auto end = std::remove_if(entries, entries + n, [](const abi::CqEntry& each) {
@@ -221,10 +223,10 @@ struct Watched {
         return end == entries ? ssize_t{-abi::kAgain} : end - entries;
     }
     static int close_domain(abi::Fid* domain) {
-        return watch.domains_stay ? -EBUSY : real_close(domain);
+        return watch.domains_stay ? -EBUSY : real_close.load()(domain);
     }
     static int av_open(abi::Domain* domain, abi::AvAttr* attr, abi::Av** out, void* context) {
-        const int result = real_av_open(domain, attr, out, context);
+        const int result = real_av_open.load()(domain, attr, out, context);
         if (result != 0) return result;
         real_insert = (*out)->ops->insert;
         own((*out)->ops)->insert = insert;
@@ -236,15 +238,15 @@ struct Watched {
         if (std::all_of(bytes + watch.said, bytes + FabricEndpoint::kMaxAddress + 1,
                         [](uint8_t b) { return b == 0; }))
             ++watch.addresses;
-        return real_insert(av, address, count, out, flags, context);
+        return real_insert.load()(av, address, count, out, flags, context);
     }
-    static inline decltype(Libfabric::fabric) real_fabric;
-    static inline decltype(abi::OpsFabric::domain) real_domain;
-    static inline decltype(abi::OpsDomain::av_open) real_av_open;
-    static inline decltype(abi::OpsDomain::cq_open) real_cq_open;
-    static inline decltype(abi::OpsCq::read) real_read;
-    static inline decltype(abi::Ops::close) real_close;
-    static inline decltype(abi::OpsAv::insert) real_insert;
+    static inline std::atomic<decltype(Libfabric::fabric)> real_fabric;
+    static inline std::atomic<decltype(abi::OpsFabric::domain)> real_domain;
+    static inline std::atomic<decltype(abi::OpsDomain::av_open)> real_av_open;
+    static inline std::atomic<decltype(abi::OpsDomain::cq_open)> real_cq_open;
+    static inline std::atomic<decltype(abi::OpsCq::read)> real_read;
+    static inline std::atomic<decltype(abi::Ops::close)> real_close;
+    static inline std::atomic<decltype(abi::OpsAv::insert)> real_insert;
 };
 
 ConnectionKeys keys(uint8_t ours, uint8_t theirs) {

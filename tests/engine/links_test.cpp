@@ -510,29 +510,38 @@ uint64_t fill_and_send(Link& link, Link::Lease lease, const Key& key) {
 
 TEST(link_leases_the_slot_that_the_receiver_reads) {
     constexpr size_t kBytes = 300'000;
-    for (const Integrity integrity : {Integrity::crc, Integrity::mac}) {
-        Config a = config(0, Transport::shm);
-        Config b = config(1, Transport::shm);
-        a.integrity = b.integrity = integrity;
-        Two two(std::move(a), std::move(b));
-        two.accepted->reserve(0, 2, kBytes);
-        until("granted", [&] { return two.dialled->send_slots(0) == 2; });
-        const Link::Lease lease = two.dialled->lease(0, kBytes);
-        CHECK(lease.slot && two.dialled->send_slots(0) == 1);
-        const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
-        const Arrived arrived = receive(*two.accepted, {0, 0, 1, 0, 0});
-        wait_sent(*two.dialled, ticket);
-        lease.data[0] ^= 1;  // one memory
-        CHECK((arrived.data[0] ^ lease.data[0]) == 0);
-        lease.data[0] ^= 1;
-        const auto mapped = two.dialled->peer_memory();
-        CHECK(mapped.size() == 1 && lease.data >= mapped[0]->data());
-        CHECK(lease.data + kBytes <= mapped[0]->data() + mapped[0]->size());
-        CHECK(two.dialled->stats().bytes_copied_out == 0);
-        CHECK(two.accepted->stats().bytes_copied_in == 0);
-        check_and_release(*two.accepted, arrived, kBytes);
-        until("granted", [&] { return two.dialled->send_slots(0) == 2; });
-    }
+    Two two(Transport::shm);
+    two.accepted->reserve(0, 2, kBytes);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+    const Link::Lease lease = two.dialled->lease(0, kBytes);
+    CHECK(lease.slot && two.dialled->send_slots(0) == 1);
+    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    const Arrived arrived = receive(*two.accepted, {0, 0, 1, 0, 0});
+    wait_sent(*two.dialled, ticket);
+    lease.data[0] ^= 1;  // one memory
+    CHECK((arrived.data[0] ^ lease.data[0]) == 0);
+    lease.data[0] ^= 1;
+    const auto mapped = two.dialled->peer_memory();
+    CHECK(mapped.size() == 1 && lease.data >= mapped[0]->data());
+    CHECK(lease.data + kBytes <= mapped[0]->data() + mapped[0]->size());
+    CHECK(two.dialled->stats().bytes_copied_out == 0);
+    CHECK(two.accepted->stats().bytes_copied_in == 0);
+    check_and_release(*two.accepted, arrived, kBytes);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+}
+
+TEST(link_whose_payloads_are_proved_leases_memory_of_its_own) {
+    Config a = config(0, Transport::shm);
+    Config b = config(1, Transport::shm);
+    a.integrity = b.integrity = Integrity::mac;
+    Two two(std::move(a), std::move(b));
+    two.accepted->reserve(0, 2, 300'000);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+    const Link::Lease lease = two.dialled->lease(0, 300'000);
+    CHECK(!lease.slot && two.dialled->send_slots(0) == 2);
+    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    check_and_release(*two.accepted, receive(*two.accepted, {0, 0, 1, 0, 0}), 300'000);
+    wait_sent(*two.dialled, ticket);
 }
 
 TEST(link_never_leases_the_last_slot_and_takes_back_what_is_not_sent) {
