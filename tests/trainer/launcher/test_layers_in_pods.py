@@ -168,6 +168,10 @@ class LayersJob(Job):
         assert told.layers_before is not None
 
 
+UNTOLD = 4
+"""Most iterations of which an agent has not told yet."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     job = LayersJob(tmp_path_factory.mktemp("layers") / "undisturbed")
@@ -197,7 +201,10 @@ def ended(job: LayersJob, undisturbed: dict[int, float]) -> None:
     """See a job to its end, with the losses of one that nothing has happened to."""
     (job.folder / "hurry").touch()
     assert set(job.ends()) == {0}, job
-    assert job.iterations() == undisturbed, job
+    told = job.iterations()
+    assert told.items() <= undisturbed.items(), job
+    # The pod with the agent may be lost before that has told of the last ones.
+    assert len(told) >= len(undisturbed) - UNTOLD, job
     for each in job.recoveries().last:
         # The first iterations with other layers are not kept. An older copy has a neighbour alone.
         most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or each.layers else 0
