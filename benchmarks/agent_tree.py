@@ -26,12 +26,7 @@ from typing import Any
 from plan_handout import Scripted, hosted, processor_seconds, slow_link_plan
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.observer import (
-    HEARTBEAT_SECONDS,
-    SELDOM_REPORTS,
-    JobTelemetry,
-    Observer,
-)
+from pipemorph.control.observe.observer import SELDOM_REPORTS, JobTelemetry, Observer
 from pipemorph.ingest import IngestServer
 from pipemorph.planning import Route
 from pipemorph.wire import (
@@ -50,8 +45,9 @@ STAGES, REPLICAS, RANKS, MICROBATCHES = 64, 160, 8, 128
 """Ranks: of a pod."""
 NAMESPACE, JOB = "default", "job"
 WINDOW, ITERATION = 0.05, 0.5
-SETTLE, HEALTHY, PAUSE = 60.0, 20.0, 4.0
-"""Seconds before what is recorded, of it, and between two faults."""
+SETTLE, HEALTHY, PAUSE = 60.0, 40.0, 4.0
+"""Seconds before what is recorded, of it (as long as between two heartbeats of a part), and between
+two faults."""
 BASE, DELAY, OP = 0.002, 0.030, 0.01
 TEMPLATES = 8
 """Pods that are recorded; the others are as these."""
@@ -183,6 +179,8 @@ class Pods:
         self._lines: dict[int, asyncio.StreamWriter] = {}
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._sequence = dict.fromkeys(self.parts, 10_000)
+        self._settings = dict.fromkeys(self.parts, "")
+        """The revision that each pod was told of."""
         self._keep: list[Any] = []
         self._draw = random.Random(1)
         self.slow: frozenset[int] = frozenset()
@@ -219,6 +217,9 @@ class Pods:
         while True:
             payload = await lines.read(reader)
             self.answered += len(payload) + frames.HEADER_BYTES
+            if (number := first // RANKS) in self._settings and b'"answer":{' in payload:
+                settings = json.loads(payload)["answer"].get("settings") or {}
+                self._settings[number] = settings.get("revision", self._settings[number])
             self.hear(first, payload)
 
     def hear(self, first: int, payload: bytes) -> None:
@@ -248,7 +249,8 @@ class Pods:
 
     def _send(self, number: int, told: dict[str, Any]) -> None:
         self._sequence[number] += 1
-        told |= self._names | {"sequence": self._sequence[number]}
+        told |= self._names
+        told |= {"sequence": self._sequence[number], "settings": self._settings[number]}
         data = frames.frame(json.dumps(told).encode())
         self._lines[number].write(data)
         self.sent += len(data)
@@ -290,7 +292,7 @@ class Pods:
             if what == PLAN:
                 continue
             if what == "healthy":
-                shift = random.Random(number).uniform(0, HEARTBEAT_SECONDS)
+                shift = random.Random(number).uniform(0, HEALTHY)
                 reports = [((at + shift) % HEALTHY, body) for at, body in reports]
             else:
                 reports = self._of_fault(number, what, recorded)
@@ -306,6 +308,9 @@ class Pods:
             self._send(number, told)
         lasted = HEALTHY if what == "healthy" else PAUSE
         await asyncio.sleep(max(0.0, began + lasted - time.monotonic()))
+        for each in self._keep:
+            if each.done():
+                each.result()  # Raises, for a line was lost.
 
     def _of_fault(self, number: int, what: str, recorded: Recorded) -> list[tuple[float, str]]:
         stage, column = number * RANKS // REPLICAS, number * RANKS % REPLICAS
