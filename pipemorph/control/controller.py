@@ -209,7 +209,8 @@ class JobController:
         if stages is None:
             return None
         situation = self._assessment.measured(stages, self.links(now), now)
-        return Outlook(self._rules, situation, self._first, self._plans.running)
+        running, outside = self._plans.running, self._ledger.outside
+        return Outlook(self._rules, situation, self._first, running, outside)
 
     @property
     def events(self) -> tuple[Event, ...]:

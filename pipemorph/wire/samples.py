@@ -198,3 +198,6 @@ class IterationSample(WireModel):
     barrier: bool | None = None
     """Whether all stages waited for each other between this iteration and the next one, as for the
     gradient norm of all stages; None if unknown."""
+    ops_seconds: Seconds | None = None
+    """From the first op of any rank to the end of the last one. The rest of ``seconds`` is the
+    optimizer, the gradient norm, data loading."""

@@ -138,6 +138,7 @@ class Plant:
                     plan_version=self.plan.version,
                     bubble_fraction=result.bubble_fraction,
                     barrier=self.barrier,
+                    ops_seconds=seconds,
                 )
             ],
         )

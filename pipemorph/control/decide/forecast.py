@@ -225,18 +225,21 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlook:
-    """A job as it is now, to predict its plans: that of the start, and the one in effect."""
+    """A job as it is now, to predict its plans: that of the start, and the one in effect.
+    ``outside``: seconds that an iteration takes outside of its ops, as measured."""
 
     rules: Rules
     situation: Situation
     start: Plan
     running: Plan
+    outside: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Predicted time of an iteration under the plan in effect. Raises
+        """Predicted time of an iteration under the plan in effect, with what it takes beside its
+        ops. Raises
         :class:`~pipemorph.errors.InputError` if it cannot be simulated."""
-        return Forecast(self.rules, self.situation).of(self.running).seconds
+        return Forecast(self.rules, self.situation).of(self.running).seconds + self.outside
 
 
 @dataclass(frozen=True)

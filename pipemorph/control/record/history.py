@@ -64,6 +64,9 @@ class Finished:
     loss: float | None
     plan_version: int
     bubble_fraction: float
+    outside: float | None = None
+    """Seconds before the first op of any rank and after the last; None if unknown, and without a
+    barrier, since iterations overlap then."""
 
 
 class Ledger:
@@ -113,6 +116,13 @@ class Ledger:
         newest = sorted(self._iterations)[-count:]
         return _median(self._iterations[i].seconds for i in newest)
 
+    @property
+    def outside(self) -> float:
+        """Median seconds of an iteration outside of its ops, of those that are kept; 0 if
+        unknown."""
+        known = (each.outside for each in self._iterations.values())
+        return _median(seconds for seconds in known if seconds is not None) or 0.0
+
     def under(self, plan_version: int) -> list[Finished]:
         """Iterations that ran under a plan version, as far as they are kept, in order."""
         kept = (self._iterations[i] for i in sorted(self._iterations))
@@ -161,6 +171,7 @@ class Ledger:
                 sample.loss,
                 sample.plan_version,
                 sample.bubble_fraction,
+                _outside(sample),
             )
             # Unknown: assume one, since a plan that expects it also suits a job without it.
             self._weigh_barrier(sample.barrier is not False)
@@ -227,6 +238,12 @@ class Ledger:
         disturbed = [i for i in earlier if i > detectable_at]
         partly = [i for i in earlier if i == detectable_at]
         return [self._iterations[i] for i in (disturbed or partly or earlier)[-BEFORE:]]
+
+
+def _outside(sample: IterationSample) -> float | None:
+    if sample.ops_seconds is None or sample.barrier is False:
+        return None
+    return sample.seconds - sample.ops_seconds
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -199,6 +199,18 @@ def test_time_between_the_ops_is_not_taken_for_an_error_of_the_model(noise: floa
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_an_iteration_is_predicted_with_what_it_takes_outside_of_its_ops(barrier: bool) -> None:
+    """Without a barrier iterations overlap, and nothing tells how long they are alone."""
+    plant = LyingPlant(spec(), Lies(overhead=0.2))
+    plant.barrier = barrier
+    plant.run(20)
+    outlook = plant.controller.outlook(plant.now)
+    assert outlook is not None
+    assert outlook.outside == pytest.approx(0.2 if barrier else 0.0)
+    assert outlook.seconds == pytest.approx(plant.seconds[-1] + outlook.outside, rel=0.03)
+
+
 def test_doubt_survives_a_restart_of_the_host() -> None:
     plant = LyingPlant(spec(), Lies(lambda i: i >= 20, delay=0.040))
     plant.run(45)

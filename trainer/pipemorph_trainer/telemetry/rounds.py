@@ -205,6 +205,7 @@ def _sample(iteration: int, found: _Round, summary: Summary, ended: float) -> It
         plan_version=summary.version,
         bubble_fraction=summary.bubble_fraction(seconds),
         barrier=found.barrier,
+        ops_seconds=min(seconds, max(0.0, summary.ended - summary.began)),
     )
 
 
