@@ -331,18 +331,29 @@ def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
     answers = found.answers
     applied = [a["applied_at_iteration"] for a in answers if a["applied_at_iteration"] is not None]
     late = min(applied) - PHASE if applied else None
-    called = bool(answers) and "narrow: " in answers[0]["reason"]
     of_bound, back = found.narrow / found.bound, found.after / found.before
-    return [
+    goals = [
         (f"{what} ≤ {MOST_OF_BOUND} × the least time of any schedule at the costs of its"
          f" undisturbed iterations, {found.bound * 1e3:.0f} ms: {of_bound:.3f}",
          of_bound <= MOST_OF_BOUND),
+        (f"{what}, when it is over, ≤ {MOST_OF_BOUND} × the time before: {back:.3f}",
+         back <= MOST_OF_BOUND),
+    ]  # fmt: skip
+    if not answers:
+        # As with a delay. On a busy machine ops take longer, and hide more of the messages.
+        kept = found.iterations[PHASE] / found.before
+        return [
+            *goals,
+            (f"{what}: no new plan needed (≤ {MOST_OF_OWN} × the time before from the first "
+             f"iteration): {kept:.2f}", kept <= MOST_OF_OWN),
+        ]  # fmt: skip
+    return [
+        *goals,
         (f"{what} from iteration {PHASE}: new plan in effect after ≤ {MOST_ITERATIONS} iteration: "
          f"{late} ({found.iterations[PHASE] * 1e3:.0f} ms, then {found.narrow * 1e3:.0f} ms)",
          late is not None and late <= MOST_ITERATIONS),
-        (f"{what}: the first reason says that the link is narrow", called),
-        (f"{what}, when it is over, ≤ {MOST_OF_BOUND} × the time before: {back:.3f}",
-         back <= MOST_OF_BOUND),
+        (f"{what}: the first reason says that the link is narrow",
+         "narrow: " in answers[0]["reason"]),
     ]  # fmt: skip
 
 
