@@ -136,7 +136,7 @@ class JobMoves:
         if network is None:
             return None
         # Nobody changes places by what wires are late, and of a large job they are many.
-        cost = generations.longest_start or START_SECONDS
+        cost = generations.progress.longest_start or START_SECONDS
         return self.moves.of_layers(network, cost, seen=False)
 
 

@@ -37,7 +37,7 @@ class OneJob:
     def __init__(self, pods: int = 2) -> None:
         self.job = Generations(pods, most=3)
         # So that a failure is followed by a generation.
-        self.job._finish(5)
+        self.job.progress.gone(5)
         self.writes = 0
         self.writing: Callable[[], Awaitable[None]] | None = None
 

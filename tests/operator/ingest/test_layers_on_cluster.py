@@ -54,7 +54,7 @@ class Ingest:
             await tell(self.desk, pod, event="joined", launcher=f"of {pod}")
         generations = self.store.generations(*KEY)
         assert generations is not None
-        generations.longest_start = START
+        generations.progress.longest_start = START
 
     async def looks(self, *factors: float, times: int = 1, seconds: float = 1.0) -> None:
         """So many reports, a second apart, of two iterations each, which take ``seconds``; a
