@@ -79,7 +79,12 @@ class Generations:
         )
         # Their pods still move layers if that was switched off since.
         moved = bool(self.saved.layers) or self.saved.layers_before is not None
-        self.splits = Splits(cut, move=relayout or moved)
+        self.splits = Splits(
+            cut,
+            move=relayout or moved,
+            refused=self.saved.layers_refused,
+            fixed=self.saved.layers_fixed or "",
+        )
         self.relayout = relayout
         """Whether layers may move in the next attempt: pods go by what they were told."""
         heard = saved is None or saved.attempt != attempt
@@ -158,7 +163,8 @@ class Generations:
         """What belongs into status; None where ranks have always been well, and there are no
         spares."""
         if not self.presence.spares:
-            return self.saved if self.saved.count or self.saved.last else None
+            news = self.saved.count or self.saved.last or self.saved.layers_fixed
+            return self.saved if news else None
         return self.saved.model_copy(update={"spares_ready": self.spares_ready})
 
     @property
@@ -254,6 +260,7 @@ class Generations:
         if report.event == "stays" and report.why.startswith(PARTS_STAY):
             # Also of ranks that are gone: so it would be with others.
             self.splits.fixed = report.why
+            self.saved = self.saved.model_copy(update={"layers_fixed": report.why})
         if report.generation < self.saved.generation or self._verdict is not None:
             return
         self.begun(report.generation, report)

@@ -171,7 +171,9 @@ class Following:
         if goes_back:
             # What failed may be the layers.
             cause = cause.model_copy(update={"retry": True})
-            self._splits.refused.add(self._splits.spread(tuple(before.layers)))
+            failed = self._splits.spread(tuple(before.layers))
+            self._splits.refused.add(failed)
+            before = trial.refused(before, failed)
         ladder = Ladder(
             self.most,
             self.restarts + before.counted,

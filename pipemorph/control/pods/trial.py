@@ -2,12 +2,13 @@
 layers, fail with them, or have trained with them. Pure.
 
 Which layers are in force, and which a failure goes back to, is :attr:`Recoveries.layers` and
-:attr:`Recoveries.layers_before`.
+:attr:`Recoveries.layers_before`. Which were refused is there, too: another ingest must not try them
+again.
 """
 
 from __future__ import annotations
 
-from pipemorph.api.status import Recoveries
+from pipemorph.api.status import MAX_REFUSED_KEPT, Recoveries
 from pipemorph.control.pods.splits import Split, Splits, split_of
 
 
@@ -26,6 +27,13 @@ def gone_back(saved: Recoveries) -> Recoveries:
         return saved
     update = {"layers": list(saved.layers_before), "layers_before": None}
     return saved.model_copy(update=update)
+
+
+def refused(saved: Recoveries, split: Split) -> Recoveries:
+    """As ranks have failed with these layers of all stages: they are not tried again."""
+    known = [each for each in saved.layers_refused if each != list(split)]
+    kept = [*known, list(split)][-MAX_REFUSED_KEPT:]
+    return saved.model_copy(update={"layers_refused": kept})
 
 
 def settled(saved: Recoveries) -> Recoveries:

@@ -202,6 +202,8 @@ def test_ranks_whose_parts_cannot_change_are_not_asked_again(late: bool) -> None
         job.take(word("stays", 0, why=why), 21.0)
         assert (job.state.leave, job.state.leave_layers, job.stays) == (False, (), why)
     assert job.splits.fixed == why and not job.ask((2, 4), ASKED)
+    assert job.told is not None
+    assert not started(saved=job.told).ask((2, 4), ASKED), "another ingest knows it as well"
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -192,6 +192,32 @@ def test_what_fails_on_trial_goes_back_and_is_not_tried_again() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_ingest_that_takes_over_does_not_try_again_what_was_refused(refused: bool) -> None:
+    """The ingest is killed after the ranks have gone back, the next one finds the same stage slow
+    again. Without the refused split in status it would have ranks leave for it."""
+    api = an_api()
+
+    async def work() -> None:
+        first = Ingest(api)
+        await first.begin()
+        await first.moves()
+        await first.gone(1, loss=LOSS, finished=first.done)
+        found = status(api).recoveries
+        assert found is not None and found.layers_refused == [[*MOVED]]
+        if not refused:
+            api.job["status"]["recoveries"]["layersRefused"] = []
+        second = Ingest(api, first.done)
+        second.now += 10_000.0
+        await known(second.store, api.job)
+        await second.looks(1, 1, 1, 1, times=3)
+        await second.looks(1, 1.5, 1, 1, times=6)
+        assert (second.asked == MOVED) is not refused
+        assert not refused or second.store.generations(*KEY).splits.refused == {MOVED}  # type: ignore[union-attr]
+
+    asyncio.run(work())
+
+
 def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> None:
     api = an_api()
 
