@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from operator_status import KEY, Shared, hear, known, tell
 from pipemorph.api.status import JobStatus, condition
 from pipemorph.control import JobController
 from pipemorph.exits import PARTS_STAY
-from pipemorph.ingest import GenerationDesk, PlannerLost
+from pipemorph.ingest import GenerationDesk, PlannerLost, generations
 from pipemorph_operator import names
+from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest.moving import LayerMoves
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
 from pipemorph_operator.ingest.store import ClusterStore
@@ -168,6 +170,79 @@ def test_wires_are_looked_at_only_for_a_question() -> None:
         assert seen == []
         await ingest.looks(1, 1.5, 1, 1, times=3)
         assert ingest.asked == MOVED and len(seen) == 1
+
+    asyncio.run(work())
+
+
+class Pods:
+    """The launchers of the job's pods, which have had their ranks leave for other layers. Whatever
+    they begin must be the same everywhere."""
+
+    def __init__(self, ingest: Ingest) -> None:
+        self.known = dict.fromkeys(range(4), 0)
+        """By pod, the generation that it has begun."""
+        self.began: dict[int, tuple[Any, Any]] = {}
+        """The layers of each, and those before."""
+        self._left = {"left_for": MOVED, "finished": ingest.done, "reached": ingest.done}
+
+    async def tell(self, desk: GenerationDesk, pod: int) -> None:
+        """One that has no ranks asks what to begin."""
+        if self.known[pod] > 0:
+            return
+        told = await tell(desk, pod, launcher=f"of {pod}", **self._left)
+        if told["generation"] > 0 and not told["over"]:
+            self.known[pod] = told["generation"]
+            what = tuple(told["layers"]), told["layers_before"]
+            assert self.began.setdefault(told["generation"], what) == what
+
+
+@pytest.mark.parametrize(
+    "dies", ["before the write", "refused", "after the write", "after telling 1", "telling 3"]
+)
+@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
+def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing(
+    dies: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever pods it has told, and in whatever order they ask the next one: all begin the same
+    generation with the same layers, and no failure is counted."""
+    monkeypatch.setattr(generations, "PERSIST_SECONDS", 0.005)
+    api = an_api()
+
+    async def work() -> None:
+        first = Ingest(api)
+        await first.begin()
+        await first.looks(1, 1, 1, 1)
+        await first.looks(1, 1.5, 1, 1, times=6)
+        assert first.asked == MOVED
+        pods, apply = Pods(first), api.apply
+
+        async def stuck(*args: Any, **kwargs: Any) -> Any:
+            if dies == "refused":
+                raise ApiRefused(503, "ServiceUnavailable", "try again")
+            if dies == "after the write":
+                await apply(*args, **kwargs)
+            await asyncio.Event().wait()
+
+        if "telling" not in dies:
+            api.apply = stuck  # type: ignore[method-assign]
+        again = int(dies[-1]) if "telling" in dies else 4
+        for pod in (*order, *order[:again]):
+            await pods.tell(first.desk, pod)
+        generation = first.store.generations(*KEY)
+        assert generation is not None and generation.layers == MOVED
+        assert (set(pods.known.values()) == {0}) is ("telling" not in dies)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        api.apply = apply  # type: ignore[method-assign]
+
+        second = Ingest(api, first.done)
+        await known(second.store, api.job)
+        for pod in (*order, *order):
+            await pods.tell(second.desk, pod)
+        assert set(pods.known.values()) == {1} and pods.began == {1: (MOVED, [])}
+        found = status(api).recoveries
+        assert found is not None and (found.count, found.counted) == (0, 0)
+        assert (found.generation, found.layers, found.layers_before) == (1, [*MOVED], [])
 
     asyncio.run(work())
 
