@@ -25,7 +25,7 @@ from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_ti
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
-from pipemorph_operator.reconcile import plans, replacements, waits
+from pipemorph_operator.reconcile import finishing, plans, replacements, waits
 from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
 from pipemorph_operator.reconcile.node_suspects import note_nodes, record_suspects
 
@@ -330,6 +330,12 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
     if current.succeeded >= job.spec.parallelism.all_pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
+    late = finishing.never_ran(draft, job, current)
+    if draft.out.needs_pods:
+        return draft.out
+    if late:
+        draft.out.delete_jobs.append(current.name)
+        return _complete(draft, ranks, f"; not waited for: {'; '.join(late)}")
     note_nodes(draft, job)
     replacements.look(draft, job, current)
     if draft.out.needs_pods:
@@ -352,11 +358,13 @@ def _has_begun(draft: Draft) -> bool:
     return attempt == draft.status.attempt and state != "starting"
 
 
-def _complete(draft: Draft, ranks: int) -> Decision:
-    draft.mark(names.COMPLETE, "True", names.R_COMPLETED, f"all {ranks} ranks finished")
+def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:
+    """``without``: which pods were not waited for."""
+    message = one_line(f"all {ranks} ranks finished{without}", MESSAGE_LENGTH)
+    draft.mark(names.COMPLETE, "True", names.R_COMPLETED, message)
     draft.not_running(names.R_FINISHED, "the job is complete")
     draft.status.completion_time = format_time(draft.now)
-    draft.emit("Normal", names.COMPLETE, f"all {ranks} ranks finished")
+    draft.emit("Normal", names.COMPLETE, message)
     draft.out.counts.append("successful")
     draft.end_attempts()
     return draft.done(again=True)
