@@ -492,6 +492,14 @@ class RecoveryRecord(StatusModel):
     layers: list[int] = _at_most(
         MAX_STAGES, "Layers of each stage from then on; empty if they are those of before."
     )
+    promised: float | None = Field(
+        default=None,
+        description="If layers moved since that pays: fraction of an iteration that it was"
+        " predicted to save.",
+    )
+    measured: float | None = Field(
+        default=None, description="Fraction of an iteration that it saves, once that is known."
+    )
 
 
 class PodReplacement(StatusModel):

@@ -203,10 +203,11 @@ class Generations:
         """Lost pods whose places have ranks in this generation."""
         return filter(self.presence.runs, self.presence.awaited)
 
-    def ask(self, layers: tuple[int, ...], now: float) -> bool:
+    def ask(self, layers: tuple[int, ...], now: float, *, promised: float | None = None) -> bool:
         """Have the ranks leave at the end of an iteration, and the next generation begin with so
         many ``layers`` per stage: those of all stages, also if they are evenly many. Launchers are
-        told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall clock, seconds. After
+        told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall clock, seconds;
+        ``promised``: part of an iteration that this is expected to save, for the record. After
         :data:`LEAVE_SECONDS` in which no ranks have left they are asked no more.
 
         Returns False, and changes nothing, while the ranks start again or are to leave, a pod is
@@ -217,7 +218,7 @@ class Generations:
         busy = self._leaving.asked or self.layers_before is not None or self.presence.awaited
         if ends or busy or not self.splits.allows(layers, self.layers):
             return False
-        self._leaving.for_layers(tuple(layers), now)
+        self._leaving.for_layers(tuple(layers), now, promised)
         return True
 
     def begun(self, generation: int, told: PodReport | None = None) -> bool:
@@ -451,6 +452,11 @@ class Generations:
         )
         settled = reached and self._settle()
         return self._look_for_recovery(now) or settled
+
+    def brought(self, generation: int, measured: float) -> None:
+        """Take for the record what the layers of a generation of this attempt have saved, as part
+        of an iteration."""
+        self.saved = trial.brought(self.saved, generation, measured)
 
     def _settle(self) -> bool:
         """The layers of this generation count. Returns whether that is news."""

@@ -221,7 +221,13 @@ class GenerationDesk:
         return await self._when_past((namespace, name), found, known, seconds)
 
     async def ask(
-        self, namespace: str, name: str, layers: tuple[int, ...], *, of: tuple[int, int]
+        self,
+        namespace: str,
+        name: str,
+        layers: tuple[int, ...],
+        *,
+        of: tuple[int, int],
+        promised: float | None = None,
     ) -> bool:
         """Have the ranks of a job leave for other layers, see :meth:`Generations.ask`, and tell
         their launchers. ``of``: the attempt and the generation of these ranks. Returns False if
@@ -234,7 +240,7 @@ class GenerationDesk:
         def change() -> None:
             nonlocal taken
             if (found.attempt, found.saved.generation) == of:
-                taken = found.ask(layers, time.time())
+                taken = found.ask(layers, time.time(), promised=promised)
 
         async with session.lock:
             if not session.gone:

@@ -155,6 +155,7 @@ class Following:
             # All have left at the same iteration.
             iterations_done=self._splits.reached or self._progress.done,
             layers=list(asked),
+            promised=self._splits.promised,
             **self._words_of(filled),
         )
         return self._begin(trial.taken_up(saved, asked), record, filled)

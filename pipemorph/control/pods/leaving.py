@@ -56,9 +56,11 @@ class Leaving:
         """Take that something is heard of ranks of this generation."""
         self._heard_of = max(self._heard_of, now)
 
-    def for_layers(self, layers: Split, now: float) -> None:
-        """Ask them to leave for these: numbers of layers of all stages."""
+    def for_layers(self, layers: Split, now: float, promised: float | None) -> None:
+        """Ask them to leave for these: numbers of layers of all stages. ``promised``: the part of
+        an iteration that this is expected to save, if it is known."""
         self.asked, self._stays, self._splits.asked = True, None, layers
+        self._splits.promised = promised
         self._asked_at = now
 
     def for_replicas(self, now: float) -> None:
@@ -68,6 +70,7 @@ class Leaving:
     def stay(self, why: str, now: float) -> None:
         """Take that they go on as they are."""
         self.asked, self._stays, self._splits.asked = False, (why, now), ()
+        self._splits.promised = None
 
     def left_by(self) -> float:
         """Until when they have to begin to leave for other layers."""

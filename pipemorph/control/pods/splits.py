@@ -48,6 +48,8 @@ class Splits:
     def begin_generation(self) -> None:
         self.asked: Split = ()
         """What the ranks that run are to leave for, with a number for every stage."""
+        self.promised: float | None = None
+        """Part of an iteration that this is expected to save; None: that is not known here."""
         self.left = False
         """Whether they have left, so that none of them has failed."""
         self.reached = 0

@@ -43,6 +43,18 @@ def settled(saved: Recoveries) -> Recoveries:
     return saved.model_copy(update={"layers_before": None})
 
 
+def brought(saved: Recoveries, generation: int, measured: float) -> Recoveries:
+    """As it is known what the layers of a generation have saved, as part of an iteration."""
+    which = saved.attempt, generation
+    last = [
+        each.model_copy(update={"measured": measured})
+        if (each.attempt, each.generation) == which
+        else each
+        for each in saved.last
+    ]
+    return saved.model_copy(update={"last": last})
+
+
 def began_at(saved: Recoveries, splits: Splits) -> int | None:
     """The first iteration with the layers that are on trial; None: none are, or it is not known
     here. Where another ingest has begun this generation, ranks that are gone have said so."""

@@ -135,6 +135,8 @@ def test_a_stage_that_stays_slow_gets_fewer_layers_and_status_says_so() -> None:
         assert found.recoveries is not None and found.recoveries.count == 0
         (record,) = found.recoveries.last
         assert record.layers == [*MOVED] and record.cause.startswith("layers move between stages")
+        assert record.promised is not None and 0.1 < record.promised < 0.3
+        assert record.measured is None
         assert "by stage they hold 5, 3, 4, 4 layers on trial; layers move:" in stages_even(api)[1]
         (event,) = RecoveryEvents(None).changed(found.recoveries)
         assert (event.kind, event.reason) == ("Normal", "LayersMoved")
@@ -149,6 +151,8 @@ def test_a_stage_that_stays_slow_gets_fewer_layers_and_status_says_so() -> None:
         await ingest.store.persist_generations(*KEY)
         brought = "with other layers an iteration takes 25% less time than before, "
         assert brought in stages_even(api)[1] and "% promised" in stages_even(api)[1]
+        (now,) = status(api).recoveries.last  # type: ignore[union-attr]
+        assert (now.promised, now.measured) == (record.promised, 0.25)
 
     asyncio.run(work())
 
