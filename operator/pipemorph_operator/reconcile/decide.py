@@ -89,8 +89,11 @@ def _finished(draft: Draft) -> Decision:
     """A terminal state is final: nothing starts again, and running ranks are stopped."""
     spec = draft.seen.body.get("spec") or {}
     succeeded = conditions.is_true(draft.status.conditions, names.COMPLETE)
+    complete = condition(draft.status, names.COMPLETE)
+    waits = complete is not None and complete.reason == names.R_WITHOUT_PODS
     for job in draft.jobs():
-        if not succeeded and not job.drained and not job.deleting:
+        runs = not (succeeded or job.drained) or (waits and not job.complete)
+        if runs and not job.deleting:
             draft.out.delete_jobs.append(job.name)
     left = lifetime.until_deletion(
         spec.get("ttlSecondsAfterFinished"), parse_time(draft.status.completion_time), draft.now
@@ -334,7 +337,6 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if draft.out.needs_pods:
         return draft.out
     if late:
-        draft.out.delete_jobs.append(current.name)
         return _complete(draft, ranks, f"; not waited for: {'; '.join(late)}")
     note_nodes(draft, job)
     replacements.look(draft, job, current)
@@ -361,7 +363,8 @@ def _has_begun(draft: Draft) -> bool:
 def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:
     """``without``: which pods were not waited for."""
     message = one_line(f"all {ranks} ranks finished{without}", MESSAGE_LENGTH)
-    draft.mark(names.COMPLETE, "True", names.R_COMPLETED, message)
+    reason = names.R_WITHOUT_PODS if without else names.R_COMPLETED
+    draft.mark(names.COMPLETE, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job is complete")
     draft.status.completion_time = format_time(draft.now)
     draft.emit("Normal", names.COMPLETE, message)

@@ -2,7 +2,8 @@
 without a node or an image, whose place a spare has taken, or of a replica that was left out.
 
 Such a pod ends with 0 if it comes after all, and the Job is complete. It has
-``failurePolicy.latePodSeconds`` for that, as at the first start. Then the operator deletes the Job.
+``failurePolicy.latePodSeconds`` for that, as at the first start. Then the job is complete without
+it, and its Job, which would go on waiting, is deleted.
 """
 
 from __future__ import annotations

@@ -106,12 +106,29 @@ def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
     world.later(20.1)
     world.settle()
     assert (world.status["state"], world.jobs) == ("Complete", {})
+    assert world.condition("Complete") == ("True", "FinishedWithoutPods")
     late = "pod 1 (a spare): Unschedulable: 0/3 nodes are available"
     assert world.message("Complete") == f"all 2 ranks finished; not waited for: {late}"
     assert world.counts == ["created", "successful"]
     world.later(3600.0)
     world.settle()
     assert world.status["state"] == "Complete" and world.status["attempt"] == 0
+
+
+def test_an_operator_that_dies_before_it_deletes_such_a_job_deletes_it() -> (
+    None
+):
+    world = finished()
+    world.later(40.0)
+    left = world.jobs[0]
+    world.turn()
+    assert world.status["state"] == "Complete"
+    world.jobs[0] = left
+    world.settle()
+    assert world.jobs == {}
+    world.jobs[0] = replace(left, complete=True, active=0)
+    world.settle()
+    assert 0 in world.jobs, "it came in the end"
 
 
 def test_pods_that_never_run_end_no_job_whose_ranks_have_not_finished() -> None:
