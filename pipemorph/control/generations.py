@@ -22,7 +22,7 @@ ranks leave between two iterations, and the next generation has the new layers, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -182,13 +182,14 @@ class Generations:
     def state(self) -> GenerationState:
         if self._verdict is not None:
             return self._verdict
+        awaited = filter(self.presence.runs, self.presence.awaited)
         return GenerationState(
             attempt=self.attempt,
             generation=self.saved.generation,
             over=bool(self._ending),
             reason=self._ending.why,
             hang=self._ending.hang,
-            awaits=min(self._awaited, default=None) if self._ending else None,
+            awaits=min(awaited, default=None) if self._ending else None,
             left_out=self.left_out,
             places=self.places,
             leave=self._leaving.asked and not self._ending,
@@ -197,11 +198,6 @@ class Generations:
             layers_before=self.layers_before,
             verdict="completed" if self.saved.completed else "",
         )
-
-    @property
-    def _awaited(self) -> Iterator[int]:
-        """Lost pods whose places have ranks in this generation."""
-        return filter(self.presence.runs, self.presence.awaited)
 
     def ask(self, layers: tuple[int, ...], now: float, *, promised: float | None = None) -> bool:
         """Have the ranks leave at the end of an iteration, and the next generation begin with so
