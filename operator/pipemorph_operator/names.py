@@ -113,6 +113,8 @@ R_NOT_SUSPENDED = "NotSuspended"
 R_RESTARTING = "Restarting"
 R_DRAINING = "WaitingForOldRanks"
 R_COMPLETED = "AllRanksFinished"
+R_WITHOUT_PODS = "FinishedWithoutPods"
+"""All ranks have finished, and some pods never ran: the Job would wait for them."""
 R_FINISHED = "JobFinished"
 
 R_INVALID_SPEC = "InvalidSpec"

@@ -32,6 +32,7 @@ MAX_REPLACED_KEPT = 16
 MAX_PLACES = 512
 MAX_REPLACEMENTS_KEPT = 16
 MAX_STAGES = 512
+MAX_REFUSED_KEPT = 8
 MAX_PLANS = 8
 """Most different plans of a job's replicas at a time."""
 
@@ -491,6 +492,14 @@ class RecoveryRecord(StatusModel):
     layers: list[int] = _at_most(
         MAX_STAGES, "Layers of each stage from then on; empty if they are those of before."
     )
+    promised: float | None = Field(
+        default=None,
+        description="If layers moved since that pays: fraction of an iteration that it was"
+        " predicted to save.",
+    )
+    measured: float | None = Field(
+        default=None, description="Fraction of an iteration that it saves, once that is known."
+    )
 
 
 class PodReplacement(StatusModel):
@@ -513,6 +522,9 @@ class PlaceInPod(StatusModel):
 
     place: int = _number("Number of the place: of the pod that had it first.")
     pod: int = _number("Index of the pod that has it.")
+
+
+LayersOfStages = Annotated[list[int], Field(max_length=MAX_STAGES)]
 
 
 class Recoveries(StatusModel):
@@ -555,6 +567,14 @@ class Recoveries(StatusModel):
         max_length=MAX_STAGES,
         description="While these layers are on trial, those that a failure goes back to, as layers."
         " Absent: they count.",
+    )
+    layers_refused: list[LayersOfStages] = _at_most(
+        MAX_REFUSED_KEPT,
+        "Layers of each stage with which ranks have failed, newest last: they are not tried again.",
+    )
+    layers_fixed: Text | None = Field(
+        default=None,
+        description="Why no layers move between stages, as ranks say. Absent: they may.",
     )
     completed: bool = Field(
         default=False,

@@ -11,6 +11,7 @@ from pipemorph.errors import InputError
 from pipemorph.explain.advice import advice, undelivered
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.explain.story import Story, brought, duration, few, plural, warmups, worth_line
+from pipemorph.planning.ir import dashed
 
 SEEN = (
     "LinksHealthy",
@@ -138,6 +139,13 @@ def _decided(status: JobStatus) -> Iterator[str]:
         yield (
             f"ranks were started again {plural(recoveries.count, 'time')} within their pods; last"
             f"{took}{state}; cause: {newest.cause}"
+        )
+    moves = [each for each in (recoveries.last if recoveries else ()) if each.promised is not None]
+    for move in moves[-1:]:
+        got = "not measured yet" if move.measured is None else f"{move.measured:.0%} measured"
+        yield (
+            f"layers moved ({dashed(move.layers)} per stage) in generation {move.generation}:"
+            f" {move.promised:.0%} shorter iterations promised, {got}"
         )
     if training is not None and training.last_adaptation is not None:
         yield _change(training)

@@ -1,7 +1,9 @@
 """Answers the launchers of pods, which ask for the generation of ranks to run.
 
 What follows a generation is persisted before any launcher is told of it, so that a restarted ingest
-counts on. If that takes too long, launchers are told all the same: they know the number then.
+counts on. If that takes too long, launchers are told all the same: they know the number then. Not
+so of one with other layers: its number does not say which, and ranks of another ingest's would
+refuse to begin with these. That one waits until it is written.
 
 Launchers keep a poll open to hear at once that a generation is over. Only so many may, of a job and
 in all: the others are told to come back late. Their own ranks end when they lose their peers.
@@ -31,7 +33,12 @@ log = logging.getLogger("pipemorph.ingest")
 MARGIN = 0.001
 """Seconds after the time for which a decision is due: a clock may be read a little early."""
 PERSIST_SECONDS = 2.0
-"""How long launchers wait for the status to be written."""
+"""How long launchers wait for the status to be written, if layers stay."""
+AGAIN_SECONDS = 1.0
+"""Between two tries to write which layers a generation has."""
+
+_Layers = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""``layers`` and ``layers_before`` of :class:`Generations`."""
 
 
 class GenerationStore(Protocol):
@@ -69,9 +76,11 @@ class PollLimits:
 
 @dataclass
 class _Session:
-    """State per job. ``served``: what launchers are told, once it is persisted."""
+    """State per job. ``served``: what launchers are told, once it is persisted; ``layers``: those
+    that are."""
 
     served: GenerationState
+    layers: _Layers
     tokens: float
     refilled: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -101,6 +110,7 @@ class GenerationDesk:
         self._limits = limits or PollLimits()
         self._on_change = on_change
         self._sessions: WeakKeyDictionary[Generations, _Session] = WeakKeyDictionary()
+        self._writes: set[asyncio.Task[None]] = set()
         self._waiting, self._idle = 0, 0
         self._closing = False
 
@@ -150,12 +160,20 @@ class GenerationDesk:
         if found.state != before:
             _log(namespace, name, found)
         if found.saved != saved:
-            await self._persist(namespace, name)
-        if session.gone:
+            await self._persist((namespace, name), found, session)
+        self._serve(found, session)
+
+    @staticmethod
+    def _serve(found: Generations, session: _Session) -> None:
+        """Tell launchers what there is, if they may know it."""
+        served, state = session.served, found.state
+        begins = state.attempt == served.attempt and state.generation > served.generation
+        if begins and session.layers != _layers(found):
+            return  # They are told when that is written.
+        if session.gone or state == served:
             return  # Another host has written of the job meanwhile, and knows nothing of this.
-        session.served = found.state
-        if session.served != before:
-            session.release()
+        session.served = state
+        session.release()
 
     async def poll(
         self,
@@ -203,7 +221,13 @@ class GenerationDesk:
         return await self._when_past((namespace, name), found, known, seconds)
 
     async def ask(
-        self, namespace: str, name: str, layers: tuple[int, ...], *, of: tuple[int, int]
+        self,
+        namespace: str,
+        name: str,
+        layers: tuple[int, ...],
+        *,
+        of: tuple[int, int],
+        promised: float | None = None,
     ) -> bool:
         """Have the ranks of a job leave for other layers, see :meth:`Generations.ask`, and tell
         their launchers. ``of``: the attempt and the generation of these ranks. Returns False if
@@ -216,7 +240,7 @@ class GenerationDesk:
         def change() -> None:
             nonlocal taken
             if (found.attempt, found.saved.generation) == of:
-                taken = found.ask(layers, time.time())
+                taken = found.ask(layers, time.time(), promised=promised)
 
         async with session.lock:
             if not session.gone:
@@ -301,25 +325,41 @@ class GenerationDesk:
             self._waiting -= not idle
             self._idle -= idle
 
-    async def _persist(self, namespace: str, name: str) -> None:
-        task = asyncio.ensure_future(self._store.persist_generations(namespace, name))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            # It goes on after the time limit.
-            await asyncio.wait_for(asyncio.shield(task), PERSIST_SECONDS)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
-            why = one_line(str(error)) or f"not written within {PERSIST_SECONDS:g} s"
-            log.error("%s/%s: a generation was begun and not persisted: %s", namespace, name, why)
+    async def _persist(self, job: tuple[str, str], found: Generations, session: _Session) -> None:
+        task = asyncio.create_task(self._write(job, found, session))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        # It goes on after the time limit.
+        done, _ = await asyncio.wait((task,), timeout=PERSIST_SECONDS)
+        if not done:
+            why = f"not written within {PERSIST_SECONDS:g} s"
+            log.error("%s/%s: a generation was begun and not persisted: %s", *job, why)
+
+    async def _write(self, job: tuple[str, str], found: Generations, session: _Session) -> None:
+        """Persist what there is; if layers are others than those that are, until that is done."""
+        attempt = found.attempt
+        while not (session.gone or self._closing) and found.attempt == attempt:
+            layers = _layers(found)
+            try:
+                await self._store.persist_generations(*job)
+            except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
+                why = one_line(str(error))
+                log.error("%s/%s: a generation was begun and not persisted: %s", *job, why)
+                if layers == session.layers:
+                    return
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                session.layers = layers
+                self._serve(found, session)
+                return
 
     def _session(self, found: Generations) -> _Session:
         session = self._sessions.get(found)
         if session is None:
             burst = self._limits.reports_per_pod * found.pods + 1
-            session = self._sessions[found] = _Session(found.state, burst)
+            session = self._sessions[found] = _Session(found.state, _layers(found), burst)
         elif session.served.attempt != found.attempt:
-            session.served = found.state
+            session.served, session.layers = found.state, _layers(found)
             session.release()
         return session
 
@@ -332,6 +372,10 @@ class GenerationDesk:
             return False
         session.tokens -= 1
         return True
+
+
+def _layers(found: Generations) -> _Layers:
+    return found.layers, found.layers_before
 
 
 def _past(state: GenerationState, known: GenerationState) -> bool:

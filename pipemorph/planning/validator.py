@@ -82,12 +82,14 @@ def _is_valid(
     devices = device_limits or (None,) * schedule.stage_count
     if compiled is None or any(limit is not None and limit < 1 for limit in (*caps, *devices)):
         return False
+    counts = [len(ops) for ops in schedule.stages]
+    # A limit above the ops of a stage is none, however large.
     return compiled.is_valid(
         schedule.microbatches,
         schedule.codes,
         [[op.microbatch for op in ops] for ops in schedule.stages],
-        [cap or 0 for cap in caps],
-        [limit or 0 for limit in devices],
+        [min(cap or 0, count) for cap, count in zip(caps, counts, strict=True)],
+        [min(limit or 0, count) for limit, count in zip(devices, counts, strict=True)],
     )
 
 

@@ -8,6 +8,7 @@ import base64
 import sys
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.multiprocess]
 Object = dict[str, Any]
 
 ITERATIONS = 48
+SLOW_FROM = 120
 
 
 class Rank:
@@ -72,10 +74,11 @@ class Rank:
                 values[sample.name] = max(values.get(sample.name, sample.value), sample.value)
         return values
 
-    def adapted(self) -> dict[str, float] | None:
-        """Its metrics, if it runs another plan than the first."""
+    def adapted(self, above: int = 0) -> dict[str, float] | None:
+        """Its metrics, if it runs a plan of a version above this one; by default, another one than
+        the first."""
         told = self.metrics()
-        return told if told.get("pipemorph_rank_applied_plan_version", 0) >= 1 else None
+        return told if told.get("pipemorph_rank_applied_plan_version", 0) > above else None
 
     @staticmethod
     def _files(jobs: Jobs, name: str, pod: Object, volume: Object) -> dict[str, bytes]:
@@ -140,6 +143,8 @@ def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
 def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
     jobs: Jobs, tmp_path: Path
 ) -> None:
+    """The link becomes slow by iterations, and status is written by seconds: twice within some ten
+    of them. No iteration takes less than 0.25 s, so the ingest is killed long before that."""
     times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
     job = manifest(
         "alone",
@@ -147,7 +152,7 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
         schedule={"microbatches": 8},
         emulation={"stageTimes": [times], "messageBytes": 16384},
         trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 100_000},
-        faults=[{"link": 1, "fromIteration": 40, "toIteration": 100_000, "delayMs": 60.0}],
+        faults=[{"link": 1, "fromIteration": SLOW_FROM, "toIteration": 100_000, "delayMs": 60.0}],
     )
     jobs.apply(job)
     port = free_port()
@@ -161,14 +166,15 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
         # It is told of them with the answer to its next report.
         history.wait("another report", _iterates(_training(reserved)))
         ingest.kill()
-        assert _training(jobs.get("alone"))["adaptations"] == 0
+        killed = _training(jobs.get("alone"))
+        assert killed["iteration"] < SLOW_FROM, "the ingest saw link 1 slow"
+        assert 1 not in (killed.get("lastAdaptation") or {}).get("links", [])
         for rank in ranks:
             wait_for(
-                f"{rank.process.name} to run a plan of the agent", rank.adapted, DEADLINE,
-                details=ranks[0].process.log_end,
+                f"{rank.process.name} to run a plan of the agent", partial(rank.adapted, BLOCK),
+                2 * DEADLINE, details=ranks[0].process.log_end,
             )  # fmt: skip
         applied = {rank.metrics()["pipemorph_rank_applied_plan_version"] for rank in ranks}
-        assert min(applied) > BLOCK, "a version of the agent's"
         assert "this agent decides" in ranks[0].process.log_end(200)
         ingest.start()
         known = history.wait("the agent's plan", _adapted_to_link_1)

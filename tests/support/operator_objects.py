@@ -154,7 +154,7 @@ class World:
             return decision
         if decision.status is not None:
             self.body["status"] = dump(decision.status) | {
-                k: v for k, v in self.status.items() if k == "training"
+                k: v for k, v in self.status.items() if k in ("training", "recoveries")
             }
         for name in decision.delete_jobs:
             self.jobs = {n: j for n, j in self.jobs.items() if j.name != name}

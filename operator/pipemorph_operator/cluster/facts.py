@@ -59,6 +59,8 @@ class JobFacts:
     ready: int = 0
     terminating: int = 0
     succeeded: int = 0
+    completed_indexes: str = ""
+    """Of pods that have succeeded, as Kubernetes writes them: ``0-2,5``."""
     failed_pods: int = 0
     wanted: int = 0
     """Pods it should have (``parallelism``)."""
@@ -77,6 +79,15 @@ class JobFacts:
         """Number of pods it has not created yet."""
         there = self.active + self.terminating + self.succeeded + self.failed_pods
         return max(0, self.wanted - there)
+
+    @property
+    def completed(self) -> frozenset[int]:
+        """Indices of its pods that have succeeded."""
+        found: set[int] = set()
+        for part in filter(None, self.completed_indexes.split(",")):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+        return frozenset(found)
 
     @staticmethod
     def of(body: Mapping[str, Any]) -> JobFacts:
@@ -106,6 +117,7 @@ class JobFacts:
             ready=status.get("ready") or 0,
             terminating=status.get("terminating") or 0,
             succeeded=(status.get("succeeded") or 0) + len(uncounted.get("succeeded") or ()),
+            completed_indexes=status.get("completedIndexes") or "",
             failed_pods=status.get("failed") or 0,
             wanted=(body.get("spec") or {}).get("parallelism") or 0,
             replaces="backoffLimitPerIndex" in (body.get("spec") or {}),

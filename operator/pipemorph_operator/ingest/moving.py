@@ -100,7 +100,7 @@ class JobMoves:
             controller.change_layout(None, layers)
         for move in moves.made[-1:]:
             if move.iteration is not None and move is not self._compared:
-                self._compare(move, controller)
+                self._compare(move, controller, generations)
 
     def _arrive(self, generations: Generations) -> None:
         """Take when the ranks with the new layers have finished an iteration."""
@@ -108,7 +108,7 @@ class JobMoves:
             if last.seconds is not None and last.went_on_with is not None:
                 self.moves.arrived(last.went_on_with, last.seconds)
 
-    def _compare(self, move: Move, controller: JobController) -> None:
+    def _compare(self, move: Move, controller: JobController, generations: Generations) -> None:
         """Tell what the move has brought, once enough iterations are finished."""
         assert move.iteration is not None
         first = move.iteration + SETTLES
@@ -121,6 +121,8 @@ class JobMoves:
                 f"{move.where} an iteration takes {measured:.0%} less time than before,"
                 f" {move.proposal.promised:.0%} promised"
             )
+            if move.generation is not None:
+                generations.brought(move.generation, round(measured, 4))
 
     def question(self, controller: JobController, generations: Generations) -> Question | None:
         """Whether to look for another split now. At most one look a second."""
@@ -136,7 +138,7 @@ class JobMoves:
         if network is None:
             return None
         # Nobody changes places by what wires are late, and of a large job they are many.
-        cost = generations.longest_start or START_SECONDS
+        cost = generations.progress.longest_start or START_SECONDS
         return self.moves.of_layers(network, cost, seen=False)
 
 
@@ -208,7 +210,8 @@ class LayerMoves:
             mine.moves.ask(move)
             layers = move.proposal.layout.spread(asked.split.total)
             of = job.generations.attempt, job.generations.saved.generation
-            taken = await self._desk.ask(*key, layers, of=of)
+            promised = round(move.proposal.promised, 4)
+            taken = await self._desk.ask(*key, layers, of=of, promised=promised)
             # A new generation may have begun meanwhile, as others had the job's turn.
             if not taken and mine.moves.asked is move and mine.moves.leaving:
                 fixed = job.generations.splits.fixed

@@ -272,7 +272,7 @@ class ClusterStore:
             tracked.reports.again()
         tracked.job_uid = raw.get("jobUid")
         tracked.placed = Placed.of(raw)
-        tracked.generations.restarts = raw.get("restarts") or 0
+        tracked.generations.following.restarts = raw.get("restarts") or 0
         lost = [PodReplacement.model_validate(each) for each in raw.get("replacements") or ()]
         tracked.generations.expect(lost, self._clock())
         self.on_lost(tracked.generations)
@@ -391,8 +391,8 @@ class ClusterStore:
         if spec is None:
             return
         tracked.spec = spec
-        tracked.generations.most = spec.failure_policy.max_restarts
-        tracked.generations.patience = spec.failure_policy.replacement_seconds
+        tracked.generations.following.most = spec.failure_policy.max_restarts
+        tracked.generations.following.patience = spec.failure_policy.replacement_seconds
         tracked.generations.presence.comes = spec.failure_policy.late_pod_seconds
         tracked.generations.relayout = spec.adaptation.relayout
         if spec.adaptation == tracked.controller.spec.adaptation:

@@ -25,7 +25,7 @@ from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_ti
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
-from pipemorph_operator.reconcile import plans, replacements, waits
+from pipemorph_operator.reconcile import finishing, plans, replacements, waits
 from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
 from pipemorph_operator.reconcile.node_suspects import note_nodes, record_suspects
 
@@ -89,8 +89,11 @@ def _finished(draft: Draft) -> Decision:
     """A terminal state is final: nothing starts again, and running ranks are stopped."""
     spec = draft.seen.body.get("spec") or {}
     succeeded = conditions.is_true(draft.status.conditions, names.COMPLETE)
+    complete = condition(draft.status, names.COMPLETE)
+    waits = complete is not None and complete.reason == names.R_WITHOUT_PODS
     for job in draft.jobs():
-        if not succeeded and not job.drained and not job.deleting:
+        runs = not (succeeded or job.drained) or (waits and not job.complete)
+        if runs and not job.deleting:
             draft.out.delete_jobs.append(job.name)
     left = lifetime.until_deletion(
         spec.get("ttlSecondsAfterFinished"), parse_time(draft.status.completion_time), draft.now
@@ -330,6 +333,11 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
     if current.succeeded >= job.spec.parallelism.all_pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
+    late = finishing.never_ran(draft, job, current)
+    if draft.out.needs_pods:
+        return draft.out
+    if late:
+        return _complete(draft, ranks, f"; not waited for: {'; '.join(late)}")
     note_nodes(draft, job)
     replacements.look(draft, job, current)
     if draft.out.needs_pods:
@@ -352,11 +360,14 @@ def _has_begun(draft: Draft) -> bool:
     return attempt == draft.status.attempt and state != "starting"
 
 
-def _complete(draft: Draft, ranks: int) -> Decision:
-    draft.mark(names.COMPLETE, "True", names.R_COMPLETED, f"all {ranks} ranks finished")
+def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:
+    """``without``: which pods were not waited for."""
+    message = one_line(f"all {ranks} ranks finished{without}", MESSAGE_LENGTH)
+    reason = names.R_WITHOUT_PODS if without else names.R_COMPLETED
+    draft.mark(names.COMPLETE, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job is complete")
     draft.status.completion_time = format_time(draft.now)
-    draft.emit("Normal", names.COMPLETE, f"all {ranks} ranks finished")
+    draft.emit("Normal", names.COMPLETE, message)
     draft.out.counts.append("successful")
     draft.end_attempts()
     return draft.done(again=True)

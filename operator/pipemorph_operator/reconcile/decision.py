@@ -9,7 +9,13 @@ from typing import Any
 
 from pipemorph.api.running import Places
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
+from pipemorph.api.status import (
+    MAX_ATTEMPTS_KEPT,
+    AttemptRecord,
+    ConditionStatus,
+    JobStatus,
+    Recoveries,
+)
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.cluster.events import Event, Kind
@@ -78,12 +84,18 @@ class Draft:
         """Whether what keeps the job from running is expected to pass by itself."""
 
     @property
-    def places(self) -> Places:
+    def recoveries(self) -> Recoveries | None:
         """Of the attempt in status, as the ingest has written them."""
         found = JobStatus.model_validate(self.seen.body.get("status") or {}).recoveries
         if found is None or found.attempt != (self.status.attempt or 0):
-            return ()
-        return found.moved
+            return None
+        return found
+
+    @property
+    def places(self) -> Places:
+        """Of the attempt in status, as the ingest has written them."""
+        found = self.recoveries
+        return found.moved if found is not None else ()
 
     def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""

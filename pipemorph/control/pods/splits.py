@@ -8,7 +8,7 @@ has said that they have been trained. What is in force, and what was before,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.exits import TRIAL_ITERATIONS
@@ -25,21 +25,31 @@ def named(layers: Sequence[int]) -> str:
 
 class Splits:
     """Of one job, whose ranks are cut as ``cut``; None: its layers stay. ``move``: whether
-    generations may have different layers, as the pods of this attempt were told."""
+    generations may have different layers, as the pods of this attempt were told. ``refused``,
+    ``fixed``: as of this, by what is in status."""
 
-    def __init__(self, cut: Parallelism | None, *, move: bool) -> None:
+    def __init__(
+        self,
+        cut: Parallelism | None,
+        *,
+        move: bool,
+        refused: Iterable[Sequence[int]] = (),
+        fixed: str = "",
+    ) -> None:
         stays = cut is None or cut.layers is None or cut.min_replicas is not None
         self._cut = None if stays else cut
         self._move = move
-        self.refused: set[Split] = set()
+        self.refused = {tuple(each) for each in refused}
         """Those with which ranks have failed, with a number for every stage."""
-        self.fixed = ""
+        self.fixed = fixed
         """Why the parts of the model cannot change, as ranks say; empty if they may."""
         self.begin_generation()
 
     def begin_generation(self) -> None:
         self.asked: Split = ()
         """What the ranks that run are to leave for, with a number for every stage."""
+        self.promised: float | None = None
+        """Part of an iteration that this is expected to save; None: that is not known here."""
         self.left = False
         """Whether they have left, so that none of them has failed."""
         self.reached = 0

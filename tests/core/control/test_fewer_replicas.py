@@ -10,8 +10,9 @@ from pod_words import lost_peer, lost_pod, word
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import PodReplacement, Recoveries
-from pipemorph.control.generations import LEAVE_SECONDS, STAY_SECONDS, Generations
+from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.control.pods.leaving import LEAVE_SECONDS, STAY_SECONDS
 from pipemorph.control.pods.presence import (
     REPLACED_SECONDS,
     SILENT_SECONDS,

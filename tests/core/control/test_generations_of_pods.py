@@ -103,9 +103,9 @@ def test_without_progress_an_attempt_follows_and_its_restarts_count_too() -> Non
     assert job.state.verdict == "attempt", "the operator counts that one"
     assert job.saved.counted == 1
     job.begin_attempt(1)
-    job.restarts = 1
+    job.following.restarts = 1
     assert (job.state.attempt, job.state.generation, job.state.verdict) == (1, 0, "")
-    job.restarts = 2
+    job.following.restarts = 2
     job.take(word("gone", 0, attempt=1, loss=loss()), 30.0)
     job.take(word("gone", 1, attempt=1), 30.0)
     assert job.state.verdict == "attempt" and "maxRestarts is 3" in job.state.why

@@ -10,7 +10,8 @@ from pod_words import lost_peer, lost_pod, word
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Recoveries
-from pipemorph.control.generations import LEAVE_SECONDS, Generations
+from pipemorph.control.generations import Generations
+from pipemorph.control.pods.leaving import LEAVE_SECONDS
 from pipemorph.exits import PARTS_STAY, TRIAL_ITERATIONS
 from pipemorph.wire import Loss, ResumedFrom
 
@@ -98,9 +99,9 @@ def test_a_start_takes_from_when_the_last_pod_is_there_to_the_first_iteration() 
     assert job.state.generation == 1
     job.take(word("resumed", 0, 1, resumed=KEPT), 325.0)
     job.reported(trained(LEFT_AT), 326.0)
-    assert job.longest_start == pytest.approx(6.0, abs=1.0)
+    assert job.progress.longest_start == pytest.approx(6.0, abs=1.0)
     assert job.saved.last[-1].seconds == pytest.approx(306.0, abs=1.0)
-    assert started(saved=job.saved).longest_start is None, "another ingest has seen none"
+    assert started(saved=job.saved).progress.longest_start is None, "another ingest has seen none"
 
 
 def test_a_failure_once_they_count_keeps_them() -> None:
@@ -201,6 +202,8 @@ def test_ranks_whose_parts_cannot_change_are_not_asked_again(late: bool) -> None
         job.take(word("stays", 0, why=why), 21.0)
         assert (job.state.leave, job.state.leave_layers, job.stays) == (False, (), why)
     assert job.splits.fixed == why and not job.ask((2, 4), ASKED)
+    assert job.told is not None
+    assert not started(saved=job.told).ask((2, 4), ASKED), "another ingest knows it as well"
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -284,7 +287,7 @@ def test_layers_that_have_moved_are_known_after_relayout_is_switched_off() -> No
     leave(job)
     other = started(saved=job.saved, relayout=False)
     assert (other.layers, other.layers_before) == ((4, 2), ())
-    assert not other.begun(2) and other.begun(2, (), layers=(2, 4))
+    assert not other.begun(2) and other.begun(2, word("gone", 0, 2, layers=(2, 4)))
     assert (other.state.generation, other.layers) == (2, (2, 4))
     other.begin_attempt(1)
     assert other.begun(2), "the pods of this attempt move none"

@@ -10,7 +10,8 @@ from pod_words import lost_peer, lost_pod, word
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import Recoveries
-from pipemorph.control.generations import LEAVE_SECONDS, Generations
+from pipemorph.control.generations import Generations
+from pipemorph.control.pods.leaving import LEAVE_SECONDS
 from pipemorph.control.pods.presence import (
     COMES_SECONDS,
     REPLACED_SECONDS,
@@ -271,7 +272,7 @@ def test_an_ingest_that_is_replaced_knows_who_runs_where() -> None:
     # One that could not write it hears it from launchers.
     deaf = Generations(7, 5, cut=CUT, patience=PATIENCE)
     assert not deaf.begun(1), "a poll does not say which pods run"
-    assert not deaf.begun(1, (), ((3, 4),)), "two places in one pod"
+    assert not deaf.begun(1, word("gone", 0, 1, places=((3, 4),))), "two places in one pod"
     deaf.take(word("gone", 3, 1, places=((3, 6),), launcher="new"), 27.0)
     assert (deaf.state.generation, deaf.state.places, deaf.state.over) == (1, ((3, 6),), False)
 

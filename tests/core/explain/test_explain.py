@@ -299,8 +299,28 @@ def test_a_job_of_a_cluster() -> None:
                 "the job was started again 1 time, 1 of them for evictions",
             ],
         ),
+        (
+            {
+                "recoveries": {
+                    "last": [
+                        {
+                            "generation": 1,
+                            "lostAt": "2026-01-02T03:04:05Z",
+                            "cause": "layers move between stages",
+                            "layers": [5, 3, 4, 4],
+                            "promised": 0.2,
+                            "measured": 0.18,
+                        }
+                    ],
+                },
+            },
+            [
+                "layers moved (5-3-4-4 per stage) in generation 1: 20% shorter iterations promised,"
+                " 18% measured"
+            ],
+        ),
     ],
-    ids=["pending", "failed", "silent", "recovered"],
+    ids=["pending", "failed", "silent", "recovered", "moved"],
 )
 def test_states_of_a_job(status: Content, words: list[str]) -> None:
     text = "\n".join(explain_job(job(**status)).lines())

@@ -37,7 +37,7 @@ class OneJob:
     def __init__(self, pods: int = 2) -> None:
         self.job = Generations(pods, most=3)
         # So that a failure is followed by a generation.
-        self.job._finish(5)
+        self.job.progress.gone(5)
         self.writes = 0
         self.writing: Callable[[], Awaitable[None]] | None = None
 
@@ -320,6 +320,7 @@ def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
         assert not again.done(), "it knows"
         for pod in range(7):
             await tell(desk, pod=pod, generation=1, left_out=[7])
+            await settled()
         assert state(await again)["over"], "they have begun to leave"
         found = state(await waiting)
         assert (found["generation"], found["over"], found["left_out"]) == (2, False, [])
@@ -364,6 +365,53 @@ def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
         dropped = host.job
         desk.dropped(dropped)
         assert not await desk.ask("default", "gpt", (2, 4), of=(0, 1)), "another host has the job"
+
+    run(work())
+
+
+@pytest.mark.parametrize("writes", ["hang", "fail"])
+def test_other_layers_are_not_told_before_they_are_persisted_however_long_that_takes(
+    writes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers would know the number of their generation, and another ingest not with which
+    layers. What else there is to tell of the ranks that run is told."""
+
+    async def work() -> None:
+        monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.01)
+        monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.0)
+        host, written = OneJob(), asyncio.Event()
+        host.job = Generations(
+            2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True
+        )
+        desk = GenerationDesk(host)
+
+        async def write() -> None:
+            if writes == "hang":
+                await written.wait()
+            elif not written.is_set():
+                raise OSError("no route to the API server")
+
+        assert await desk.ask("default", "gpt", (4, 2), of=(0, 0))
+        host.writing = write
+        left = {"left_for": [4, 2], "reached": 5, "finished": 5}
+        for pod in (0, 1, 0, 1):
+            found = state(await tell(desk, pod=pod, **left))
+            assert (found["generation"], found["over"]) == (0, True)
+        waiting = asyncio.create_task(tell(desk, LONG, **left))
+        await settled()
+        assert host.job.layers == (4, 2) and not waiting.done()
+        written.set()
+        found = state(await waiting)
+        assert (found["generation"], found["layers"]) == (1, [4, 2])
+        resumed = {"iteration": 5, "rung": "kept"}
+        known = {"generation": 1, "layers": [4, 2], "layers_before": []}
+        written.clear()
+        found = state(await tell(desk, event="resumed", resumed=resumed, **known))
+        assert found["layers_before"] is None, "the next generation alone has to wait"
+        found = state(await tell(desk, event="failed", loss=LOSS, **known))
+        assert found["over"]
+        written.set()
+        await settled()
 
     run(work())
 

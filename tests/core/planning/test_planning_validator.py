@@ -22,6 +22,15 @@ def test_accepts_split_fused_and_both_on_one_stage() -> None:
     check(["F0 F1 BW0 B1 W1"], 2)
 
 
+@pytest.mark.parametrize("limit", [2**31, 10**16])
+def test_a_limit_that_no_stage_can_reach_is_none_however_large(limit: int) -> None:
+    """The compiled check counts with 32 bits."""
+    schedule = schedule_of(2, ["F0 F1 B0 W0 B1 W1", "F0 BW0 F1 BW1"])
+    validate(schedule, [limit, 1], [limit, limit])
+    with pytest.raises(ScheduleError, match="stage 1"):
+        validate(schedule_of(2, ["F0 F1 BW0 BW1", "F0 F1 BW0 BW1"]), [limit, 1])
+
+
 @pytest.mark.parametrize(
     ("stages", "stage", "position", "words"),
     [

@@ -1,0 +1,273 @@
+"""What begins after a generation that is over: in which pods, with which layers, and as which
+record in status. Pure.
+
+The :class:`~pipemorph.control.decide.ladder.Ladder` decides whether there is a next one, by what
+all launchers have told: how the ranks ended, and how many iterations they had finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import inf
+from typing import Any, NamedTuple
+
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.running import Places, Running
+from pipemorph.api.status import (
+    MAX_RECOVERIES_KEPT,
+    MAX_REPLACED_KEPT,
+    PlaceInPod,
+    Recoveries,
+    RecoveryRecord,
+    SpareUsed,
+)
+from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.control.pods import trial
+from pipemorph.control.pods.ending import Ending
+from pipemorph.control.pods.places import Filled
+from pipemorph.control.pods.presence import Presence
+from pipemorph.control.pods.splits import Splits, named, split_of
+from pipemorph.control.record.progress import Progress
+from pipemorph.wire import PodReport
+
+
+class Ready(NamedTuple):
+    """Who can begin. ``missing``: pods that had ranks and are not waited for any more; ``filled``:
+    which pods have which places, None if all do, as ever."""
+
+    missing: frozenset[int]
+    filled: Filled | None
+
+
+@dataclass(frozen=True)
+class Begins:
+    """The next generation: what is in status from then on, and its record, the last one there."""
+
+    saved: Recoveries
+    record: RecoveryRecord
+
+
+@dataclass(frozen=True)
+class Ends:
+    """There is no next generation. ``verdict``, ``why``, ``cause``: as of
+    :class:`pipemorph.wire.GenerationState`."""
+
+    saved: Recoveries
+    verdict: str
+    why: str
+    cause: int | None
+
+
+class Following:
+    """Of one job; ``presence``, ``splits`` and ``progress`` are its own.
+
+    ``cut``: of a job of which not all pods have ranks in every generation; None: they have.
+    ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
+    ``patience``: seconds that replicas that may go on without others wait for the pod that replaces
+    a lost one. Times: wall clock, seconds.
+    """
+
+    def __init__(
+        self,
+        presence: Presence,
+        splits: Splits,
+        progress: Progress,
+        cut: Parallelism | None,
+        *,
+        most: int,
+        restarts: int,
+        patience: float,
+    ) -> None:
+        self._presence, self._splits, self._progress = presence, splits, progress
+        self._cut, self.most, self.restarts, self.patience = cut, most, restarts, patience
+
+    # --- who can begin ------------------------------------------------------------------------
+
+    def ready(self, ending: Ending, left_out: Collection[int], now: float) -> Ready | None:
+        """None while somebody is waited for. ``left_out``: replicas that have not run."""
+        presence = self._presence
+        if self._cut is None:
+            all_gone = len(presence.gone) == presence.pods
+            return Ready(frozenset(), None) if all_gone else None
+        missing = presence.missing()
+        unknown = missing - presence.lost.keys()
+        if unknown and now < presence.silent_until(ending.at):
+            return None
+        filled = presence.fill(presence.present(now))
+        if missing and now < self._given_up_at(missing, filled, ending, left_out):
+            return None
+        without = filled.running.left_out
+        least = self._cut.min_replicas or self._cut.replicas
+        if self._cut.replicas - len(without) < least:
+            return None
+        if without and now < presence.settled_at():
+            return None
+        return Ready(missing, filled)
+
+    def due(self, ending: Ending, left_out: Collection[int], now: float) -> float | None:
+        """When time alone may decide that they can begin; None: it does not."""
+        presence = self._presence
+        missing = presence.missing()
+        silent = presence.silent_until(ending.at)
+        if missing - presence.lost.keys() and ending.decided_at < silent:
+            return silent
+        filled = presence.fill(presence.present(now))
+        at = self._given_up_at(missing, filled, ending, left_out)
+        if filled.running.left_out:
+            at = max(at, presence.settled_at())
+        return at if ending.decided_at < at < inf else None
+
+    def _given_up_at(
+        self, missing: frozenset[int], filled: Filled, ending: Ending, left_out: Collection[int]
+    ) -> float:
+        """When none of these pods is waited for any more. ``filled``: what runs without them."""
+        whole = set(filled.running.left_out) <= set(left_out)
+        patience = 0.0 if whole else self.patience
+        return self._presence.given_up_at(missing, ending.at, patience)
+
+    # --- what begins --------------------------------------------------------------------------
+
+    def after(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
+        """``saved``: what is in status of the generation that is over."""
+        resizes = self._cut is not None and self._cut.min_replicas is not None
+        if (resizes or self._splits.left) and not ending.losses and not ready.missing:
+            # Of ranks that leave none has failed, whoever had asked them to.
+            return self._change(saved, ending, ready)
+        return self._recovery(saved, ending, ready)
+
+    def _change(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins:
+        """A generation of other replicas, or with other layers, which no failure was the cause
+        of."""
+        filled, asked = ready.filled, self._splits.asked
+        left_out = filled.running.left_out if filled is not None else ()
+        back = ", ".join(str(each) for each in saved.left_out if each not in left_out)
+        cause = f"all pods of replica {back} are there again" if back else "the ranks left"
+        if asked:
+            before = self._splits.spread(tuple(saved.layers))
+            cause = f"layers move between stages: from {named(before)} to {named(asked)}"
+        record = RecoveryRecord(
+            attempt=saved.attempt,
+            generation=saved.generation + 1,
+            lost_at=_timestamp(ending.at),
+            cause=cause,
+            # All have left at the same iteration.
+            iterations_done=self._splits.reached or self._progress.done,
+            layers=list(asked),
+            promised=self._splits.promised,
+            **self._words_of(filled),
+        )
+        return self._begin(trial.taken_up(saved, asked), record, filled)
+
+    def _recovery(self, before: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
+        """A generation after a failure, or none."""
+        presence, missing = self._presence, ready.missing
+        ending.blame(missing, presence.lost)
+        cause_pod, cause = ending.cause()
+        at = trial.began_at(before, self._splits)
+        if at is not None and self._splits.have_counted(at):
+            before = trial.settled(before)
+        goes_back = before.layers_before is not None
+        if goes_back:
+            # What failed may be the layers.
+            cause = cause.model_copy(update={"retry": True})
+            failed = self._splits.spread(tuple(before.layers))
+            self._splits.refused.add(failed)
+            before = trial.refused(before, failed)
+        ladder = Ladder(
+            self.most,
+            self.restarts + before.counted,
+            before.finished,
+            before.idle,
+            # What was finished meanwhile may have been told to another ingest alone: then the same
+            # error again is no proof that it came at the same iteration.
+            before.error if self._progress.heard else None,
+        )
+        rung, why = ladder.after(
+            cause,
+            self._progress.finished,
+            replaced=bool(presence.replaced or missing),
+            counted=cause_pod not in presence.uncounted,
+        )
+        told: dict[str, Any] = {
+            "finished": ladder.best, "idle": ladder.idle, "error": ladder.error
+        }  # fmt: skip
+        if rung not in (Rung.GENERATION, Rung.POD):
+            # Where restarts are used up, the end of the attempt is the job's.
+            twice = cause.retry and self.restarts + before.counted < self.most
+            verdict = "none" if rung is Rung.NONE and twice else "attempt"
+            # An attempt is counted by who begins it.
+            return Ends(before.model_copy(update=told), verdict, why, cause_pod)
+        presence.uncounted -= presence.replaced | missing
+        told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
+        after = trial.gone_back(before)
+        layers = self._splits.spread(tuple(after.layers)) if goes_back else ()
+        record = RecoveryRecord(
+            attempt=before.attempt,
+            generation=before.generation + 1,
+            lost_at=_timestamp(ending.lost_at),
+            cause=ending.words(cause),
+            pod=cause_pod,
+            rank=cause.rank,
+            iterations_done=self._progress.done,
+            layers=list(layers),
+            **self._words_of(ready.filled),
+        )
+        return self._begin(after.model_copy(update=told), record, ready.filled)
+
+    def elsewhere(
+        self, saved: Recoveries, generation: int, told: PodReport | None
+    ) -> Recoveries | None:
+        """What is in status of a generation that another ingest has begun, and could not write, by
+        what a launcher has ``told`` of it, if anything; None where what runs may change and it did
+        not say so, or that cannot be."""
+        update: dict[str, Any] = {"generation": generation}
+        if self._splits.move:
+            if told is None:
+                return None
+            layers, before = told.layers, told.layers_before
+            if not all(self._splits.fits(split) for split in (layers, before) if split):
+                return None
+            update["layers"] = list(split_of(layers))
+            update["layers_before"] = None if before is None else list(split_of(before))
+        if self._cut is not None:
+            if told is None or not Running(self._cut, places=told.places).fits():
+                return None
+            update["left_out"] = [each for each in told.left_out if each < self._cut.replicas]
+            update["places"] = _placed(told.places)
+        return saved.model_copy(update=update)
+
+    def _words_of(self, filled: Filled | None) -> dict[str, Any]:
+        """What a record tells of the pods that run."""
+        taken = filled.taken if filled is not None else {}
+        spares = [SpareUsed(pod=pod, instead_of=lost) for pod, lost in sorted(taken.items())]
+        replaced = sorted(self._presence.replaced - set(taken.values()))
+        found: dict[str, Any] = {
+            "replaced": replaced[:MAX_REPLACED_KEPT],
+            "spares": spares[:MAX_REPLACED_KEPT],
+        }
+        if filled is not None and filled.running.cut.min_replicas is not None:
+            found["replicas"] = len(filled.running.replicas)
+        return found
+
+    @staticmethod
+    def _begin(saved: Recoveries, record: RecoveryRecord, filled: Filled | None) -> Begins:
+        update: dict[str, Any] = {
+            "generation": record.generation,
+            "last": [*saved.last, record][-MAX_RECOVERIES_KEPT:],
+        }
+        if filled is not None:
+            update["left_out"] = list(filled.running.left_out)
+            update["places"] = _placed(filled.running.places)
+        return Begins(saved.model_copy(update=update), record)
+
+
+def _placed(places: Places) -> list[PlaceInPod]:
+    """As they are in status."""
+    return [PlaceInPod(place=place, pod=pod) for place, pod in places]
+
+
+def _timestamp(seconds: float) -> str:
+    when = datetime.fromtimestamp(seconds, UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,81 @@
+"""A job whose ranks have finished while pods without ranks never ran; no cluster, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_objects import World, body, job_facts, pod
+
+
+def finished(**recoveries: Any) -> World:
+    """Ranks 0 and 1 of a job have finished in pods 0 and 2: a spare took the place of pod 1, which
+    has no node."""
+    cut = {"parallelism": {"stages": 2, "replicas": 1, "spares": 1}}
+    world = World(body(failurePolicy={"maxRestarts": 2, "latePodSeconds": 30}, **cut))
+    world.turn()
+    world.body["status"]["training"] = {"attempt": 0, "state": "finished"}
+    world.body["status"]["recoveries"] = {
+        "attempt": 0, "generation": 1, "completed": True, "places": [{"place": 1, "pod": 2}],
+    } | recoveries  # fmt: skip
+    world.pods = [
+        pod(0, exit_code=0, finished_at=world.now),
+        pod(1, stuck="Unschedulable: 0/3 nodes are available"),
+        pod(2, exit_code=0, finished_at=world.now),
+    ]
+    done = {"stages": 3, "active": 1, "succeeded": 2, "completed_indexes": "0,2"}
+    world.jobs[0] = job_facts(replaces=True, **done)
+    return world
+
+
+def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
+    world = finished()
+    world.later(10.0)
+    decision = world.settle()
+    assert world.status["state"] != "Complete" and decision.again_in == pytest.approx(20.1)
+    world.later(20.1)
+    world.settle()
+    assert (world.status["state"], world.jobs) == ("Complete", {})
+    assert world.condition("Complete") == ("True", "FinishedWithoutPods")
+    late = "pod 1 (a spare): Unschedulable: 0/3 nodes are available"
+    assert world.message("Complete") == f"all 2 ranks finished; not waited for: {late}"
+    assert world.counts == ["created", "successful"]
+    world.later(3600.0)
+    world.settle()
+    assert world.status["state"] == "Complete" and world.status["attempt"] == 0
+
+
+def test_an_operator_that_dies_before_it_deletes_such_a_job_deletes_it() -> None:
+    world = finished()
+    world.later(40.0)
+    left = world.jobs[0]
+    world.turn()
+    assert world.status["state"] == "Complete"
+    world.jobs[0] = left
+    world.settle()
+    assert world.jobs == {}
+    world.jobs[0] = replace(left, complete=True, active=0)
+    world.settle()
+    assert 0 in world.jobs, "it came in the end"
+
+
+def test_pods_that_never_run_end_no_job_whose_ranks_have_not_finished() -> None:
+    """Or a pod that is ready, and has not heard yet that they have."""
+    for changes, recoveries in (
+        ({"completed_indexes": "0", "succeeded": 1, "active": 2}, {}),
+        ({"completed_indexes": "0-1"}, {}),
+        ({"ready": 1}, {}),
+        ({}, {"completed": False}),
+        ({}, {"attempt": 1}),
+    ):
+        world = finished(**recoveries)
+        world.jobs[0] = replace(world.jobs[0], **changes)
+        world.later(3600.0)
+        world.settle()
+        assert 0 in world.jobs and world.status["state"] != "Complete", (changes, recoveries)
+
+
+def test_the_pods_of_a_job_that_have_succeeded() -> None:
+    facts = job_facts(completed_indexes="0,2-4,7")
+    assert facts.completed == {0, 2, 3, 4, 7} and job_facts().completed == set()

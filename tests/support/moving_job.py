@@ -1,0 +1,106 @@
+"""An ingest that moves layers between the stages of a job in pods, for tests: its API server, its
+reports and its launchers are played."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from operator_status import KEY, Shared, hear, known, tell
+
+from pipemorph.api.status import JobStatus, condition
+from pipemorph.control import JobController
+from pipemorph.ingest import GenerationDesk
+from pipemorph_operator import names
+from pipemorph_operator.ingest.moving import LayerMoves
+from pipemorph_operator.ingest.store import ClusterStore
+
+EVEN, MOVED = (4, 4, 4, 4), (5, 3, 4, 4)
+LOSS = {"reason": "rank 1 exited with code 1", "at": 1.0, "rank": 1}
+RESUMED = {"event": "resumed", "resumed": {"iteration": 0, "rung": "kept"}}
+START = 2.0
+"""Seconds that ranks took to start, by the job's clock."""
+OPS = {"fused_backward": None, "activation_bytes": None, "offload_copy": None, "peak_memory": 0}
+
+
+def an_api(**parallelism: Any) -> Shared:
+    """Of a job with four pods, each with a stage of four layers."""
+    api = Shared()
+    spec = api.job["spec"]
+    spec["parallelism"] = {"stages": 4, "replicas": 1, "layers": 16, **parallelism}
+    spec["schedule"] = {"microbatches": 12}
+    spec["trainer"]["iterations"] = 5000
+    spec["failurePolicy"] = {"maxRestarts": 5}
+    spec["adaptation"] = {"relayout": True}
+    return api
+
+
+class Ingest:
+    """One that serves the job, by the second and iteration."""
+
+    def __init__(self, api: Shared, done: int = 0) -> None:
+        self.api, self.now, self.done = api, 1000.0, done
+        self.store = ClusterStore(api, monotonic=lambda: self.now)  # type: ignore[arg-type]
+        self.desk = GenerationDesk(self.store)
+        self.layers = LayerMoves(self.store, self.desk)
+
+    async def begin(self) -> None:
+        await known(self.store, self.api.job)
+        for pod in range(4):
+            await tell(self.desk, pod, event="joined", launcher=f"of {pod}")
+        generations = self.store.generations(*KEY)
+        assert generations is not None
+        generations.progress.longest_start = START
+
+    async def looks(self, *factors: float, times: int = 1, seconds: float = 1.0) -> None:
+        """So many reports, a second apart, of two iterations each, which take ``seconds``; a
+        microbatch takes so many times as long as usual on each stage."""
+        for _ in range(times):
+            self.now += 1.0
+            op = [0.01 * factor for factor in factors]
+            names = ("forward", "backward_input", "backward_weight")
+            stages = [dict.fromkeys(names, took) | OPS | {"stage": i} for i, took in enumerate(op)]
+            hear(self.store, self.done, self.done + 1, stages=stages, seconds=seconds)
+            self.done += 2
+            self.layers.reported(*KEY)
+            await asyncio.gather(*self.layers.under_way)
+
+    async def gone(self, generation: int = 0, **fields: Any) -> dict[str, Any]:
+        """All pods say that their ranks are gone."""
+        for pod in range(4):
+            told = await tell(self.desk, pod, generation=generation, launcher=f"of {pod}", **fields)
+        return told
+
+    async def moves(self) -> None:
+        """Layers move, and are on trial."""
+        await self.looks(1, 1, 1, 1)
+        await self.looks(1, 1.5, 1, 1, times=6)
+        await self.gone(left_for=MOVED, finished=self.done, reached=self.done)
+        assert self.controller.layers == MOVED
+
+    @property
+    def controller(self) -> JobController:
+        found = self.store.lookup(*KEY)
+        assert isinstance(found, JobController)
+        return found
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        generations = self.store.generations(*KEY)
+        assert generations is not None
+        return generations.splits.asked
+
+    def forwards(self) -> list[float]:
+        network = self.controller._observed.stages.times()
+        assert network is not None
+        return [round(each.forward, 6) for each in network]
+
+
+def status(api: Shared) -> JobStatus:
+    return JobStatus.model_validate(api.job["status"])
+
+
+def stages_even(api: Shared) -> tuple[str, str]:
+    found = condition(status(api), names.STAGES_EVEN)
+    assert found is not None
+    return found.reason, found.message
