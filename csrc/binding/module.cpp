@@ -217,12 +217,17 @@ class PyLease {
         : link_(std::move(link)),
           key_(key),
           lease_(link_.link->lease(static_cast<int>(key.direction), bytes)) {}
-    ~PyLease() { release(); }
+    ~PyLease() {
+        release();
+        // What it goes back to is not here.
+        if (link_.graveyard->inherited())
+            static_cast<void>(new std::shared_ptr<void>(std::move(lease_.hold)));
+    }
     PyLease(const PyLease&) = delete;
     PyLease& operator=(const PyLease&) = delete;
 
     uint64_t bytes() const { return lease_.bytes; }
-    bool in_place() const { return lease_.slot.has_value(); }
+    bool in_place() const { return lease_.in_place; }
 
     uint64_t send(const nb::bytes& note) {
         Link& link = link_.use();
@@ -611,7 +616,7 @@ NB_MODULE(_engine, m) {
             },
             "direction"_a)
         .def("slot_memory", [](const PyLink& self) { return places(self.use().slot_memory()); })
-        .def("peer_memory", [](const PyLink& self) { return places(self.use().peer_memory()); })
+        .def("lease_memory", [](const PyLink& self) { return places(self.use().lease_memory()); })
         .def("drain_telemetry", &drain_telemetry)
         .def("stats", [](const PyLink& self) { return self.use().stats(); })
         .def(

@@ -15,6 +15,7 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
              runtime_->config.chunk_bytes, runtime_->config.flight_bytes,
              // As long as a connection may take to say that what it was given got through.
              std::max(runtime_->peer_deadline_ns / 2, kSecond)}),
+      lease_pool_(std::make_shared<LeasePool>(runtime_->config.flight_bytes)),
       heard_ns_(steady_ns()),
       ticked_ns_(heard_ns_) {}
 

@@ -13,6 +13,7 @@
 
 #include "base/error.hpp"
 #include "engine/dial.hpp"
+#include "engine/lease_pool.hpp"
 #include "os/clock.hpp"
 #include "path/rdma_path.hpp"
 #include "protocol/link_core.hpp"
@@ -91,14 +92,15 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
                   const std::optional<SlotGrant>& leased = std::nullopt);
     // Memory for a payload, to be filled and then sent.
     struct Lease {
-        // Where no slot of the peer's is leased, memory of our own, sent as any other. There is
-        // none before it is asked for: who does not want it has not paid for it.
+        // Where it is not in place, memory of our own, sent as any other. There is none before it
+        // is asked for: who does not want it has not paid for it.
         uint8_t* memory();
 
         uint8_t* data = nullptr;
         uint64_t bytes = 0;
-        std::shared_ptr<void> hold;     // keeps `data` mapped
-        std::optional<SlotGrant> slot;  // the peer's, where nothing has to be copied any more
+        bool in_place = false;          // nothing has to be copied any more
+        std::shared_ptr<void> hold;     // keeps `data` mapped, and over rails from others
+        std::optional<SlotGrant> slot;  // the peer's, that it is in over shared memory
     };
     Lease lease(int direction, uint64_t bytes);
     // It is not sent after all.
@@ -114,9 +116,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as the link lives.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    // What the peer's slots lie in, as far as it is mapped here, for as long as the link lives:
-    // where leases may be. Over shared memory only.
-    std::vector<std::shared_ptr<Memory>> peer_memory() const;
+    // Where leases may be, for as long as the link lives: the peer's slots, as far as they are
+    // mapped here, or what is registered for them with the rails.
+    std::vector<std::shared_ptr<Memory>> lease_memory() const;
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
     // two grants wait for that.
@@ -181,6 +183,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void segment_offered(uint32_t number, uint64_t bytes, Fd fd) override;
     std::shared_ptr<Memory> peer_segment(uint32_t number) override;
     std::optional<RemoteSlot> remote_slot(uint32_t path, const SlotGrant& slot) override;
+    std::optional<uint32_t> payload_key(const VerbsDevice& device, const uint8_t* data) override {
+        return lease_pool_->key(device, data);
+    }
+    bool claim_staging(uint64_t bytes) override { return lease_pool_->claim(bytes); }
+    void disclaim_staging(uint64_t bytes) override { lease_pool_->disclaim(bytes); }
     void path_up(uint32_t path, uint32_t epoch) override;
     void path_suspect(uint32_t path, uint32_t epoch, bool suspicious) override;
     void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
@@ -246,6 +253,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
     // it. No lock.
     bool make_room(int direction, const Inbox::Room& room, bool needed);
+    void grow_leases(uint64_t bytes);  // no lock; where nobody has to wait for it
+    Reactor& aside();
     void start_to_grow(const Actions::Grow& what);
     void grow(const Actions::Grow& what);  // no lock; where nobody has to wait for it
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
@@ -313,6 +322,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     Terms terms_;
 
     LinkCore core_;
+    const std::shared_ptr<LeasePool> lease_pool_;
     EchoMeter echo_;
 
     // A thread that waits for a message and meanwhile reads the first path's socket itself.

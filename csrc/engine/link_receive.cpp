@@ -22,10 +22,12 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
 }
 
 // Where queue pairs are made, if there are any: the control thread should not have to wait.
+Reactor& Link::aside() {
+    return runtime_->rails.empty() ? runtime_->control : runtime_->rails.front()->setup();
+}
+
 void Link::start_to_grow(const Actions::Grow& what) {
-    Reactor& thread =
-        runtime_->rails.empty() ? runtime_->control : runtime_->rails.front()->setup();
-    thread.post([self = shared_from_this(), what] { self->grow(what); });
+    aside().post([self = shared_from_this(), what] { self->grow(what); });
 }
 
 void Link::grow(const Actions::Grow& what) {

@@ -4,6 +4,7 @@
 #include "base/text.hpp"
 #include "engine/link.hpp"
 #include "os/clock.hpp"
+#include "os/numa.hpp"
 
 namespace pipemorph {
 
@@ -21,6 +22,16 @@ Link::Lease Link::lease(int direction, uint64_t bytes) {
     out.bytes = bytes;
     const Lock lock(mu_);
     if (ended()) throw_over();
+    if (bytes > 0 && terms_.transport == Transport::rdma) {
+        if (auto piece = lease_pool_->take(bytes)) {
+            out.data = piece->data;
+            out.hold = std::move(piece->hold);
+            out.in_place = true;
+        } else if (const uint64_t more = lease_pool_->to_add(bytes)) {
+            aside().post([self = shared_from_this(), more] { self->grow_leases(more); });
+        }
+        return out;
+    }
     // What is proved has to be kept here: of a slot, whoever can write there would have a changed
     // payload proved anew when it is sent again.
     if (bytes > 0 && terms_.transport == Transport::shm &&
@@ -32,6 +43,7 @@ Link::Lease Link::lease(int direction, uint64_t bytes) {
     if (out.slot->offset < size && out.slot->bytes <= size - out.slot->offset) {
         out.data = segment->second->data() + out.slot->offset;
         out.hold = segment->second;
+        out.in_place = true;
         return out;
     }
     // Whoever sends into it says so: a broken promise of the peer's.
@@ -40,9 +52,29 @@ Link::Lease Link::lease(int direction, uint64_t bytes) {
     return out;
 }
 
-std::vector<std::shared_ptr<Memory>> Link::peer_memory() const {
+// Until it is there, messages are sent without it.
+void Link::grow_leases(uint64_t bytes) {
+    std::shared_ptr<Memory> memory;
+    std::vector<std::shared_ptr<Registration>> registered;
+    try {
+        const numa::OnNode here(runtime_->memory_node);
+        auto made = Memory::anonymous(bytes);
+        for (const auto& rail : runtime_->rails) {
+            try {
+                registered.push_back(
+                    std::make_shared<Registration>(rail->device(), made, abi::kLocalWrite));
+            } catch (const EngineError&) {  // its paths stage what is in there
+            }
+        }
+        if (!registered.empty()) memory = std::move(made);
+    } catch (const std::exception&) {  // no memory
+    }
+    lease_pool_->add(std::move(memory), std::move(registered));
+}
+
+std::vector<std::shared_ptr<Memory>> Link::lease_memory() const {
+    std::vector<std::shared_ptr<Memory>> out = lease_pool_->memory();
     const Lock lock(mu_);
-    std::vector<std::shared_ptr<Memory>> out;
     for (const auto& [_, memory] : peer_segments_) out.push_back(memory);
     return out;
 }

@@ -36,15 +36,15 @@ void prefault(uint8_t* data, size_t bytes) {
     }
 }
 
-size_t rounded(size_t bytes) {
+}  // namespace
+
+size_t Memory::mapped(size_t bytes) {
     const size_t unit = bytes >= kHugePage ? kHugePage : 4096;
     return (bytes + unit - 1) / unit * unit;
 }
 
-}  // namespace
-
 std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
-    bytes = rounded(bytes);
+    bytes = mapped(bytes);
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) fail("allocating", bytes);
     std::shared_ptr<Memory> memory(new Memory(static_cast<uint8_t*>(p), bytes, Fd()));
@@ -53,7 +53,7 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
 }
 
 std::shared_ptr<Memory> Memory::shareable(size_t bytes) {
-    bytes = rounded(bytes);
+    bytes = mapped(bytes);
     Fd fd = Fd::made_by(
         [] { return memfd_create("pipemorph-slots", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
     if (!fd) fail("creating shared memory", bytes);

@@ -11,6 +11,8 @@ namespace pipemorph {
 
 class Memory {
   public:
+    // What the first two map for so many bytes.
+    static size_t mapped(size_t bytes);
     // All three throw EngineError with the size and the system's reason.
     static std::shared_ptr<Memory> anonymous(size_t bytes);
     // A memfd: it has no name anywhere, so nothing is left behind however the process ends. It is

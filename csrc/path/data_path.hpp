@@ -16,6 +16,8 @@
 
 namespace pipemorph {
 
+class VerbsDevice;
+
 // What a path may ask of its link. Any thread.
 class PathHost {
   public:
@@ -56,6 +58,14 @@ class PathHost {
     virtual std::optional<RemoteSlot> remote_slot(uint32_t, const SlotGrant&) {
         return std::nullopt;
     }
+    // The device's key for a payload that lies where its card may read it, as long as its message
+    // is held; nothing if it has to be staged.
+    virtual std::optional<uint32_t> payload_key(const VerbsDevice&, const uint8_t*) {
+        return std::nullopt;
+    }
+    // For more staging memory. False: the link has enough of it.
+    virtual bool claim_staging(uint64_t) { return true; }
+    virtual void disclaim_staging(uint64_t) {}
     // It carries: a probe was acknowledged.
     virtual void path_up(uint32_t, uint32_t) {}
     // It has gone quiet, or has come back from that.

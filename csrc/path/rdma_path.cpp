@@ -24,7 +24,7 @@ constexpr uint64_t kStageAtOnce = uint64_t{64} << 20;  // takes some 20 ms to be
 // thread has looked. Its card then asks again until there are new ones.
 constexpr uint32_t kReceives = 256;
 // More than 16 GiB under way in chunks of 1 MiB do not pay for the memory of such long queues.
-constexpr uint64_t kMostBlocks = 16384;
+constexpr uint64_t kMostWrites = 16384;
 constexpr int kTurn = 16;  // completions handled before others on this thread have their turn
 constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
 static_assert(kChunkHeaderSize <= kHeaderRoom);
@@ -70,8 +70,8 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
       rail_(std::move(rail)),
       device_(rail_->device()),
       verbs_(device_->verbs),
-      most_blocks_(static_cast<uint32_t>(
-          std::clamp<uint64_t>(settings.most_staged / settings.chunk_bytes, kBlocks, kMostBlocks))),
+      most_writes_(static_cast<uint32_t>(
+          std::clamp<uint64_t>(settings.most_staged / settings.chunk_bytes, kBlocks, kMostWrites))),
       lane_message_(kLanes) {
     try {
         open();
@@ -84,7 +84,6 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
 void RdmaPath::open() {
     const numa::OnNode here(rail_->numa_node());  // the queues' own memory, too
     const PortAddress port = rail_->address();
-    receives_ = rail_->borrow_staging(size_t{kReceives} * kHeaderRoom);
     add_blocks(kBlocks);
     const auto fail = [&](const std::string& why) {
         throw EngineError(rail_->describe() + ": " + why);
@@ -92,13 +91,16 @@ void RdmaPath::open() {
     channel_ = verbs_.create_comp_channel(device_->context);
     if (channel_ == nullptr) fail(system_error("no completion channel", errno));
     ::fcntl(channel_->fd, F_SETFL, ::fcntl(channel_->fd, F_GETFL) | O_NONBLOCK);
-    if (!make_queues() && most_blocks_ > kBlocks) {
+    if (!make_queues() && most_writes_ > kBlocks) {
         // Not every device has queues that long: then what one has under way is less.
-        most_blocks_ = kBlocks;
+        most_writes_ = kBlocks;
         make_queues();
     }
     if (cq_ == nullptr) fail(system_error("no completion queue", errno));
     if (qp_ == nullptr) fail(system_error("no queue pair", errno));
+    headers_ = rail_->borrow_staging(size_t{kReceives + most_writes_} * kHeaderRoom);
+    writes_.resize(most_writes_);
+    for (uint32_t i = most_writes_; i-- > 0;) free_writes_.push_back(i);
     abi::QpAttr attr{};
     attr.state = abi::kQpInit;
     attr.port = rail_->port();
@@ -113,9 +115,9 @@ void RdmaPath::open() {
     infiniband_ = port.infiniband;
 }
 
-// For as many chunks as there may ever be blocks.
+// For as many chunks as there may ever be under way.
 bool RdmaPath::make_queues() {
-    const uint32_t sends = 2 * most_blocks_ + 4;
+    const uint32_t sends = 2 * most_writes_ + 4;
     cq_ = verbs_.create_cq(device_->context, static_cast<int>(kReceives + sends), nullptr, channel_,
                            0);
     if (cq_ == nullptr) return false;
@@ -124,7 +126,7 @@ bool RdmaPath::make_queues() {
     init.cap = {sends, kReceives, 1, 1, 0};
     init.type = abi::kQpReliable;
     qp_ = verbs_.create_qp(device_->pd, &init);
-    if (qp_ == nullptr && most_blocks_ > kBlocks) {
+    if (qp_ == nullptr && most_writes_ > kBlocks) {
         const int error = errno;
         verbs_.destroy_cq(std::exchange(cq_, nullptr));
         errno = error;
@@ -133,7 +135,7 @@ bool RdmaPath::make_queues() {
 }
 
 void RdmaPath::add_blocks(uint32_t count) {
-    const size_t stride = settings_.chunk_bytes + kHeaderRoom;
+    const size_t stride = settings_.chunk_bytes;
     auto memory = rail_->borrow_staging(stride * count);
     for (uint32_t i = 0; i < count; ++i) {
         free_blocks_.push_back(static_cast<uint32_t>(blocks_.size()));
@@ -144,17 +146,26 @@ void RdmaPath::add_blocks(uint32_t count) {
 
 // The window has grown beyond the staging memory.
 bool RdmaPath::stage_more() {
-    const auto wanted = std::min<uint64_t>(pace_.window / settings_.chunk_bytes, most_blocks_);
+    const auto wanted = std::min<uint64_t>(pace_.window / settings_.chunk_bytes, most_writes_);
     if (staged_all_ || blocks_.size() >= wanted) return false;
     const uint64_t at_once = std::max<uint64_t>(kStageAtOnce / settings_.chunk_bytes, kBlocks);
-    try {
-        add_blocks(static_cast<uint32_t>(
-            std::min({at_once, uint64_t{blocks_.size()}, most_blocks_ - blocks_.size()})));
-    } catch (const EngineError&) {
-        // Locked memory is limited, most of the time. What there is carries as well as before.
-        staged_all_ = true;
-        host_->path_limited(index, epoch, uint64_t{settings_.chunk_bytes} * blocks_.size());
+    const uint64_t more =
+        std::min({at_once, uint64_t{blocks_.size()}, most_writes_ - blocks_.size()});
+    const uint64_t bytes = more * settings_.chunk_bytes;
+    staged_all_ = !host_->claim_staging(bytes);
+    if (!staged_all_) {
+        claimed_ += bytes;
+        try {
+            add_blocks(static_cast<uint32_t>(more));
+        } catch (const EngineError&) {
+            staged_all_ = true;  // locked memory is limited, most of the time
+            claimed_ -= bytes;
+            host_->disclaim_staging(bytes);
+        }
     }
+    // What there is carries as well as before.
+    if (staged_all_)
+        host_->path_limited(index, epoch, uint64_t{settings_.chunk_bytes} * blocks_.size());
     return !free_blocks_.empty();
 }
 
@@ -299,8 +310,7 @@ void RdmaPath::trouble(const std::string& why) {
 
 bool RdmaPath::post_receive(uint32_t buffer) {
     const size_t at = size_t{buffer} * kHeaderRoom;
-    abi::Sge sge{reinterpret_cast<uint64_t>(receives_->data() + at), kHeaderRoom,
-                 receives_->lkey()};
+    abi::Sge sge{reinterpret_cast<uint64_t>(headers_->data() + at), kHeaderRoom, headers_->lkey()};
     abi::RecvWr wr{work_id(Work::receive, buffer), nullptr, &sge, 1};
     abi::RecvWr* bad = nullptr;
     return device_->context->ops.post_recv(qp_, &wr, &bad) == 0;
@@ -320,10 +330,10 @@ void RdmaPath::received(const abi::Wc& wc) {
 void RdmaPath::header_received(const abi::Wc& wc, uint32_t buffer) {
     const size_t at = size_t{buffer} * kHeaderRoom;
     auto header = wc.bytes == kChunkHeaderSize + sizeof(uint32_t)
-                      ? decode_chunk({receives_->data() + at, kChunkHeaderSize})
+                      ? decode_chunk({headers_->data() + at, kChunkHeaderSize})
                       : std::nullopt;
     uint32_t lane = 0;
-    std::memcpy(&lane, receives_->data() + at + kChunkHeaderSize, sizeof lane);
+    std::memcpy(&lane, headers_->data() + at + kChunkHeaderSize, sizeof lane);
     lane = ntohl(lane);
     if (!header || header->path != index || header->epoch != epoch || lane >= kLanes) {
         trouble("a damaged chunk header");
@@ -375,7 +385,7 @@ bool RdmaPath::post(abi::SendWr& first) {
 
 void RdmaPath::pump() {
     while (qp_ != nullptr && up_ && !suspect_ && !breaking_ && trouble_.empty() &&
-           (!free_blocks_.empty() || stage_more()) && send_chunk()) {
+           !free_writes_.empty() && (!free_blocks_.empty() || stage_more()) && send_chunk()) {
     }
 }
 
@@ -387,25 +397,36 @@ bool RdmaPath::send_chunk() {
         host_->protocol_error("a slot was granted outside of the memory that its rail may write");
         return false;
     }
-    const uint32_t block = free_blocks_.back();
-    free_blocks_.pop_back();
-    const auto [staged, lkey] = blocks_[block];
-    std::memcpy(staged, task->data, task->bytes);
-    host_->copied_out(task->bytes);
+    const uint32_t number = free_writes_.back();
+    free_writes_.pop_back();
+    abi::Sge payload{0, static_cast<uint32_t>(task->bytes), 0};
+    if (const auto key = host_->payload_key(*device_, task->data)) {
+        writes_[number].message = task->message;
+        payload.address = reinterpret_cast<uint64_t>(task->data);
+        payload.lkey = *key;
+    } else {
+        const uint32_t block = free_blocks_.back();
+        free_blocks_.pop_back();
+        writes_[number].block = block;
+        const auto [staged, lkey] = blocks_[block];
+        std::memcpy(staged, task->data, task->bytes);
+        host_->copied_out(task->bytes);
+        payload.address = reinterpret_cast<uint64_t>(staged);
+        payload.lkey = lkey;
+    }
 
     const uint64_t message = task->message->info.id;
     auto lane = lane_of_.find(message);
     const bool opens = lane == lane_of_.end();
     if (opens) {
-        const uint64_t number = next_lane_++;
-        uint64_t& taken_by = lane_message_[number % kLanes];
+        const uint64_t next = next_lane_++;
+        uint64_t& taken_by = lane_message_[next % kLanes];
         lane_of_.erase(taken_by);  // if it has chunks left, the next one opens a new lane
         taken_by = message;
-        lane = lane_of_.emplace(message, number % kLanes).first;
+        lane = lane_of_.emplace(message, next % kLanes).first;
     }
-    abi::Sge payload{reinterpret_cast<uint64_t>(staged), static_cast<uint32_t>(task->bytes), lkey};
     abi::SendWr write{};
-    write.id = work_id(Work::write, block);
+    write.id = work_id(Work::write, number);
     write.sges = &payload;
     write.sge_count = 1;
     write.opcode = abi::kWriteWithImmediate;
@@ -417,14 +438,15 @@ bool RdmaPath::send_chunk() {
     abi::Sge head{};
     abi::SendWr open{};
     if (opens) {
-        uint8_t* const room = staged + settings_.chunk_bytes;
+        uint8_t* const room = headers_->data() + size_t{kReceives + number} * kHeaderRoom;
         std::array<uint8_t, kChunkHeaderSize> encoded;
         encode_chunk(task->header, encoded);
         std::memcpy(room, encoded.data(), encoded.size());
-        const uint32_t number = htonl(static_cast<uint32_t>(lane->second));
-        std::memcpy(room + kChunkHeaderSize, &number, sizeof number);
-        head = {reinterpret_cast<uint64_t>(room), kChunkHeaderSize + sizeof number, lkey};
-        open.id = work_id(Work::header, block);
+        const uint32_t its_lane = htonl(static_cast<uint32_t>(lane->second));
+        std::memcpy(room + kChunkHeaderSize, &its_lane, sizeof its_lane);
+        head = {reinterpret_cast<uint64_t>(room), kChunkHeaderSize + sizeof its_lane,
+                headers_->lkey()};
+        open.id = work_id(Work::header, number);
         open.next = &write;
         open.sges = &head;
         open.sge_count = 1;
@@ -435,9 +457,11 @@ bool RdmaPath::send_chunk() {
     return true;
 }
 
-void RdmaPath::write_completed(uint32_t block) {
+void RdmaPath::write_completed(uint32_t number) {
     progress_ns_ = last_word_ns_ = steady_ns();
-    free_blocks_.push_back(block);
+    const Write done = std::exchange(writes_[number], {});
+    free_writes_.push_back(number);
+    if (done.block) free_blocks_.push_back(*done.block);
     --writes_out_;
     pace_ = host_->chunk_delivered(index, epoch);
     if (suspect_) {
@@ -469,7 +493,7 @@ void RdmaPath::probe_completed() {
     if (!up_) {
         up_ = true;
         host_->path_up(index, epoch);
-        const uint64_t most = uint64_t{settings_.chunk_bytes} * most_blocks_;
+        const uint64_t most = uint64_t{settings_.chunk_bytes} * most_writes_;
         if (most < settings_.most_staged) host_->path_limited(index, epoch, most);
         pace_ = host_->pace(index, epoch);
     }
@@ -564,7 +588,7 @@ void RdmaPath::on_close() {
 }
 
 // The error that the queue pair lives on with. Without one it is gone, and only then nothing can
-// touch a slot or the staging memory any more.
+// touch a slot, the staging memory or what is leased any more.
 int RdmaPath::destroy() {
     breaking_ = true;
     if (std::exchange(watched_, false)) reactor_.remove(channel_->fd);
@@ -577,7 +601,9 @@ int RdmaPath::destroy() {
     if (channel_ != nullptr) verbs_.destroy_comp_channel(std::exchange(channel_, nullptr));
     for (auto& piece : staging_) rail_->give_back(std::move(piece));
     staging_.clear();
-    if (receives_ != nullptr) rail_->give_back(std::move(receives_));
+    host_->disclaim_staging(std::exchange(claimed_, 0));
+    if (headers_ != nullptr) rail_->give_back(std::move(headers_));
+    writes_.clear();
     return 0;
 }
 

@@ -1,12 +1,14 @@
 // Chunks over a reliable connection between two queue pairs.
 //
-// The sender copies a chunk into staging memory and writes it straight into the granted slot with
-// an immediate value that says lane and chunk number. The first chunk of a message on a queue pair
-// comes after a SEND of the whole header, which opens a lane for it: RC keeps the order. The
-// queue pair itself stands for the path's epoch. A new connection always gets a fresh one.
+// The sender writes a chunk straight into the granted slot with an immediate value that says lane
+// and chunk number: from where it is, if that is leased memory, which the card knows; otherwise
+// from staging memory, into which it is copied. The first chunk of a message on a queue pair comes
+// after a SEND of the whole header, which opens a lane for it: RC keeps the order. The queue pair
+// itself stands for the path's epoch. A new connection always gets a fresh one.
 //
-// The application's memory is never given to the device, so a payload may be freed as soon as its
-// message is acknowledged, whatever the queue pair still does.
+// The application's own memory is never given to the device, so a payload may be freed as soon as
+// its message is acknowledged, whatever the queue pair still does. A message in leased memory is
+// held until its write has completed or the queue pair is gone.
 #pragma once
 
 #include <optional>
@@ -66,7 +68,7 @@ class RdmaPath final : public DataPath, public RailUser {
     void received(const abi::Wc& wc);
     void header_received(const abi::Wc& wc, uint32_t buffer);
     void chunk_received(uint32_t immediate, uint32_t bytes);
-    void write_completed(uint32_t block);
+    void write_completed(uint32_t number);
     void probe_completed();
     void pump();
     bool send_chunk();
@@ -86,9 +88,11 @@ class RdmaPath final : public DataPath, public RailUser {
     const std::shared_ptr<Rail> rail_;
     const std::shared_ptr<VerbsDevice> device_;
     const Verbs& verbs_;
-    // Pieces of staging memory, with a block for each chunk, and the buffers of the receives.
+    // Pieces of staging memory, with a block for each chunk.
     std::vector<std::shared_ptr<Registration>> staging_;
-    std::shared_ptr<Registration> receives_;
+    uint64_t claimed_ = 0;  // of it
+    // Rooms for headers: the receives' buffers, then one for each write.
+    std::shared_ptr<Registration> headers_;
     abi::CompChannel* channel_ = nullptr;
     abi::Cq* cq_ = nullptr;
     abi::Qp* qp_ = nullptr;
@@ -109,7 +113,14 @@ class RdmaPath final : public DataPath, public RailUser {
         uint8_t* data = nullptr;
         uint32_t lkey = 0;
     };
-    uint32_t most_blocks_;
+    // A write, posted or free. Of one that is posted either the block or the message is needed.
+    struct Write {
+        std::optional<uint32_t> block;
+        std::shared_ptr<OutMessage> message;
+    };
+    uint32_t most_writes_;
+    std::vector<Write> writes_;
+    std::vector<uint32_t> free_writes_;
     std::vector<Block> blocks_;
     std::vector<uint32_t> free_blocks_;
     bool staged_all_ = false;  // there is no more memory

@@ -56,6 +56,7 @@ class Registration {
 
     uint8_t* data() const { return memory_->data(); }
     size_t size() const { return memory_->size(); }
+    const VerbsDevice& device() const { return *device_; }
     uint32_t lkey() const { return mr_->lkey; }
     uint32_t rkey() const { return mr_->rkey; }
 

@@ -134,6 +134,7 @@ Fabric::Landing Fabric::land(Packet& packet) {
         ++not_ready_;
         return wait(kReceiverNotReadyRetriesExceeded);
     }
+    read(packet);
     abi::Wc wc{};
     uint8_t* at = nullptr;
     if (packet.opcode == abi::kSend) {
@@ -162,6 +163,19 @@ Fabric::Landing Fabric::land(Packet& packet) {
     complete(*to, wc);
     if (sends) acknowledge(*from, packet.number, abi::kWcSuccess);
     return Landing::done;
+}
+
+void Fabric::read(Packet& packet) {
+    for (const abi::Sge& s : std::exchange(packet.unread, {})) {
+        const uint8_t* const at = memory(s.lkey, s.address, s.length, 0);
+        CHECK(at != nullptr);
+        packet.payload.insert(packet.payload.end(), at, at + s.length);
+    }
+}
+
+void Fabric::read_all_of(const Pair& pair) {
+    for (Packet& packet : wire_)
+        if (packet.from == pair.number) read(packet);
 }
 
 uint8_t* Fabric::memory(uint32_t key, uint64_t address, size_t bytes, int access) {

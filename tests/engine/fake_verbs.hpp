@@ -86,6 +86,8 @@ class Fabric {
         uint32_t immediate = 0;
         uint64_t address = 0;
         uint32_t rkey = 0;
+        // A card reads as late as it can: when the packet lands, or when its queue pair ends.
+        std::vector<abi::Sge> unread;
         std::vector<uint8_t> payload;
     };
     enum class Landing { done, waits, dropped };
@@ -94,6 +96,8 @@ class Fabric {
     void run();
     bool land_one();
     Landing land(Packet& packet);
+    void read(Packet& packet);
+    void read_all_of(const Pair& pair);
     void complete(Pair& pair, abi::Wc wc);
     void acknowledge(Pair& pair, uint64_t number, uint32_t status);
     void to_error(Pair& pair);

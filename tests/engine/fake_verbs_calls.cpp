@@ -53,6 +53,10 @@ struct Calls {
         const auto l = lock();
         auto* context = static_cast<Fabric::Context*>(c);
         // With the context the kernel ends all that was made from it.
+        std::erase_if(Fabric::current_->wire_, [&](const auto& packet) {
+            const auto* const from = Fabric::current_->find(packet.from);
+            return from != nullptr && from->context == context;
+        });
         std::erase_if(Fabric::current_->pairs_,
                       [&](const auto& p) { return p->context == context; });
         ::close(context->async_fd);
@@ -237,6 +241,7 @@ struct Calls {
         if (const int error = Fabric::current_->ask("destroy_qp", pair->context->device))
             return error;
         const auto l = lock();
+        Fabric::current_->read_all_of(*pair);
         --pair->queue().pairs;
         --Fabric::current_->open_;
         std::erase_if(Fabric::current_->pairs_, [&](const auto& p) { return p.get() == pair; });
@@ -277,15 +282,18 @@ struct Calls {
             const uint64_t number = pair->next_send++;
             pair->sent.push_back({wr->id, number, (wr->flags & abi::kSignaled) != 0, wr->opcode});
             if (pair->state == abi::kQpError) continue;
-            Fabric::Packet packet{
-                pair->number,  pair->attr.destination_qp, number,        wr->opcode,
-                wr->immediate, wr->rdma.address,          wr->rdma.rkey, {}};
-            for (int i = 0; i < wr->sge_count; ++i) {
-                const abi::Sge& s = wr->sges[i];
-                const uint8_t* at = Fabric::current_->memory(s.lkey, s.address, s.length, 0);
-                if (at == nullptr) return EINVAL;
-                packet.payload.insert(packet.payload.end(), at, at + s.length);
-            }
+            Fabric::Packet packet{pair->number,
+                                  pair->attr.destination_qp,
+                                  number,
+                                  wr->opcode,
+                                  wr->immediate,
+                                  wr->rdma.address,
+                                  wr->rdma.rkey,
+                                  {wr->sges, wr->sges + wr->sge_count},
+                                  {}};
+            for (const abi::Sge& s : packet.unread)
+                if (Fabric::current_->memory(s.lkey, s.address, s.length, 0) == nullptr)
+                    return EINVAL;
             Fabric::current_->wire_.push_back(std::move(packet));
         }
         if (pair->state == abi::kQpError) Fabric::current_->to_error(*pair);

@@ -521,7 +521,7 @@ TEST(link_leases_the_slot_that_the_receiver_reads) {
     lease.data[0] ^= 1;  // one memory
     CHECK((arrived.data[0] ^ lease.data[0]) == 0);
     lease.data[0] ^= 1;
-    const auto mapped = two.dialled->peer_memory();
+    const auto mapped = two.dialled->lease_memory();
     CHECK(mapped.size() == 1 && lease.data >= mapped[0]->data());
     CHECK(lease.data + kBytes <= mapped[0]->data() + mapped[0]->size());
     CHECK(two.dialled->stats().bytes_copied_out == 0);

@@ -57,6 +57,17 @@ uint64_t send(Link& link, const Key& key, size_t bytes) {
     return link.send(std::move(info), at, std::move(data));
 }
 
+// From leased memory, as far as there is some.
+uint64_t send_leased(Link& link, const Key& key, size_t bytes) {
+    Link::Lease lease = link.lease(static_cast<int>(key.direction), bytes);
+    const auto content = payload(key, bytes);
+    std::copy(content.begin(), content.end(), lease.memory());
+    MessageInfo info;
+    info.key = key;
+    info.bytes = bytes;
+    return link.send(std::move(info), lease.data, std::move(lease.hold), lease.slot);
+}
+
 Arrived receive(Link& link, const Key& key) {
     const int64_t deadline = steady_ns() + to_ns(kTimeout);
     for (;;)
@@ -121,7 +132,8 @@ struct Two {
     std::shared_ptr<Link> dialled;
     std::shared_ptr<Link> accepted;
 
-    explicit Two(uint32_t rails = 1, uint32_t queue_pairs_low = 1, uint32_t queue_pairs_high = 1) {
+    explicit Two(uint32_t rails = 1, uint32_t queue_pairs_low = 1, uint32_t queue_pairs_high = 1,
+                 uint64_t flight_bytes = Config{}.flight_bytes) {
         std::vector<std::string> devices[2];
         for (uint32_t i = 0; i < 2 * rails; ++i) {
             devices[i % 2].push_back("fake" + std::to_string(i));
@@ -129,6 +141,7 @@ struct Two {
         }
         Config ours = config(0, devices[0]);
         Config theirs = config(1, devices[1]);
+        ours.flight_bytes = flight_bytes;
         ours.rdma.queue_pairs = queue_pairs_low;
         theirs.rdma.queue_pairs = queue_pairs_high;
         low.emplace(std::move(ours));
@@ -248,6 +261,121 @@ TEST(rdma_link_carries_all_sizes_both_ways) {
     CHECK(s.paths[0].chunks > 0 && s.paths[1].chunks > 0 && s.paths[2].chunks == 0);
 }
 
+// Memory comes a moment after it was first asked for.
+Link::Lease leased_in_place(Link& link, size_t bytes) {
+    Link::Lease lease;
+    until("memory to be leased", [&] {
+        lease = link.lease(0, bytes);
+        return lease.in_place;
+    });
+    return lease;
+}
+
+bool within(const Link& link, const uint8_t* data) {
+    for (const auto& memory : link.lease_memory())
+        if (data >= memory->data() && data < memory->data() + memory->size()) return true;
+    return false;
+}
+
+TEST(rdma_link_copies_nothing_of_what_is_leased) {
+    constexpr size_t kBytes = 300'000;
+    Two two(2, 2, 2);
+    two.linked();
+    two.accepted->reserve(0, 3, kBytes);
+    // The first is only asked for, and would be memory as any other.
+    CHECK(!two.dialled->lease(0, kBytes).in_place);
+    const Link::Lease unsent = leased_in_place(*two.dialled, kBytes);
+    CHECK(within(*two.dialled, unsent.data) && !unsent.slot);
+    two.dialled->end_lease(unsent);
+    for (int64_t i = 0; i < 20; ++i) {
+        // One lives on, so this is another one's.
+        CHECK(leased_in_place(*two.dialled, kBytes).data != unsent.data);
+        const uint64_t ticket = send_leased(*two.dialled, key(i), kBytes);
+        receive_right(*two.accepted, key(i), kBytes);
+        until("acknowledged", [&] { return two.dialled->sent(ticket); });
+    }
+    const LinkStats sent = two.dialled->stats();
+    CHECK(sent.transport == "rdma" && sent.bytes_sent == 20 * kBytes);
+    CHECK(sent.bytes_copied_out == 0 && two.accepted->stats().bytes_copied_in == 0);
+    for (size_t path = 0; path < 4; ++path) CHECK(sent.paths[path].chunks > 0);
+    CHECK(two.accepted->lease_memory().empty());  // it has leased nothing
+}
+
+// What there is goes round; beyond that messages are sent as if nothing had been leased.
+TEST(rdma_link_leases_no_more_memory_than_it_may_have) {
+    constexpr size_t kBytes = 128 << 10;
+    Two two(1, 1, 1, 3 * kBytes);
+    two.linked();
+    two.accepted->reserve(0, 6, kBytes);
+    CHECK(!two.dialled->lease(0, 4 * kBytes).in_place && two.dialled->lease_memory().empty());
+    std::vector<Link::Lease> leases;
+    for (int i = 0; i < 3; ++i) leases.push_back(leased_in_place(*two.dialled, kBytes - 100));
+    Link::Lease more = two.dialled->lease(0, 1);
+    CHECK(!more.in_place && two.dialled->lease_memory().size() <= 3);
+    send_leased(*two.dialled, key(0), kBytes);
+    receive_right(*two.accepted, key(0), kBytes);
+    CHECK(two.dialled->stats().bytes_copied_out == kBytes);
+    leases.clear();
+    // Neighbours are one again, so that a larger piece may be had.
+    for (int64_t i = 1; i <= 6; ++i) {
+        const uint64_t ticket = send_leased(*two.dialled, key(i), kBytes);
+        receive_right(*two.accepted, key(i), kBytes);
+        until("acknowledged", [&] { return two.dialled->sent(ticket); });
+    }
+    CHECK(two.dialled->stats().bytes_copied_out == kBytes);
+}
+
+// The rail is lost with a lease on its way: it goes another way, and then its memory is lent again.
+TEST(rdma_link_sends_a_lease_again_whose_rail_is_lost) {
+    Two two;
+    two.linked();
+    two.accepted->reserve(0, 2, kChunk);
+    const uint8_t* const first = leased_in_place(*two.dialled, kChunk).data;
+    two.fabric.hold();
+    const uint64_t ticket = send_leased(*two.dialled, key(0), kChunk);
+    until("under way", [&] { return two.fabric.under_way() >= 2; });
+    two.dialled->sever_data_path(0);
+    receive_right(*two.accepted, key(0), kChunk);
+    until("acknowledged", [&] { return two.dialled->sent(ticket); });
+    CHECK(two.dialled->stats().chunks_resent == 1 && two.dialled->stats().transport == "tcp");
+    CHECK(two.dialled->stats().bytes_copied_out == 0);
+    CHECK(leased_in_place(*two.dialled, kChunk).data == first);
+    send_leased(*two.dialled, key(1), kChunk);
+    const Arrived next = receive(*two.accepted, key(1));
+    two.fabric.flow();  // what the old queue pair had sent
+    is_right(next, kChunk);
+    CHECK(two.accepted->stats().messages_received == 2);
+}
+
+// A rail that cannot register the memory copies, the other one does not.
+TEST(rdma_link_stages_what_is_leased_for_a_rail_that_cannot_reach_it) {
+    for (const bool none : {false, true}) {
+        Two two(2);
+        two.linked();
+        two.accepted->reserve(0, 1, 1 << 20);
+        two.fabric.intercept([&](const fake::Call& call) {
+            return call.name == "reg_mr" && (none || call.device == "fake0") ? ENOMEM : 0;
+        });
+        if (none) {
+            CHECK(!two.dialled->lease(0, 1 << 20).in_place);
+            // Nobody asks for it any more, once that is known.
+            until("known", [&] {
+                return !two.dialled->lease(0, 1 << 20).in_place &&
+                       two.dialled->lease_memory().empty();
+            });
+        } else {
+            leased_in_place(*two.dialled, 1 << 20);
+        }
+        for (int64_t i = 0; i < 4; ++i) {
+            send_leased(*two.dialled, key(i), 1 << 20);
+            receive_right(*two.accepted, key(i), 1 << 20);
+        }
+        const LinkStats s = two.dialled->stats();
+        CHECK(s.paths[0].chunks > 0 && s.paths[1].chunks > 0 && s.transport == "rdma");
+        CHECK(s.bytes_copied_out == (none ? s.bytes_sent : s.paths[0].bytes));
+    }
+}
+
 // Queue pairs that break at either end, in the middle of messages.
 TEST(rdma_link_storm) {
     constexpr int64_t kMessages = 200;
@@ -280,8 +408,11 @@ TEST(rdma_link_storm) {
     std::thread receivers[] = {receiver(*two.accepted, 0), receiver(*two.dialled, 1)};
     std::thread sender([&] {
         for (int64_t i = 0; i < kMessages; ++i) {
-            send(*two.dialled, key(i, 0), kBytes);
-            send(*two.accepted, key(i, 1), kBytes);
+            send_leased(*two.dialled, key(i, 0), kBytes);
+            if (i % 2 == 0)
+                send_leased(*two.accepted, key(i, 1), kBytes);
+            else
+                send(*two.accepted, key(i, 1), kBytes);
         }
     });
     std::mt19937 random(3);

@@ -48,6 +48,8 @@ struct Host final : PathHost {
     std::atomic<bool> throws{false};
     Pace its_pace;
     uint32_t delivered = 0;
+    std::shared_ptr<Registration> leased;  // what the payload is in, if the card knows it
+    std::atomic<uint64_t> copied{0};
 
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
         const std::lock_guard lock(mu);
@@ -58,9 +60,10 @@ struct Host final : PathHost {
         task.header.path = path;
         task.header.epoch = epoch;
         task.header.index = sent++;
+        changed.notify_all();
         task.header.chunk_bytes = kChunk;
         task.header.message = message->info;
-        task.data = payload.data() + task.header.offset();
+        task.data = (leased ? leased->data() : payload.data()) + task.header.offset();
         task.bytes = kChunk;
         return task;
     }
@@ -97,6 +100,12 @@ struct Host final : PathHost {
         return RemoteSlot{reinterpret_cast<uint64_t>(peer_slot->data()), peer_slot->size(),
                           peer_slot->rkey()};
     }
+    std::optional<uint32_t> payload_key(const VerbsDevice& device, const uint8_t*) override {
+        if (!leased) return std::nullopt;
+        CHECK(&device == &leased->device());
+        return leased->lkey();
+    }
+    void copied_out(uint64_t bytes) override { copied += bytes; }
     void path_up(uint32_t, uint32_t) override {
         note([&] { up = true; });
     }
@@ -156,6 +165,13 @@ struct End {
     }
     ~End() { rail->stop(); }
 
+    // The payload is where its card can read it, from now on.
+    void lease() {
+        auto memory = Memory::anonymous(host->payload.size());
+        std::copy(host->payload.begin(), host->payload.end(), memory->data());
+        host->leased =
+            std::make_shared<Registration>(rail->device(), std::move(memory), abi::kLocalWrite);
+    }
     void on_thread(const std::function<void()>& what) {
         std::mutex mu;
         std::condition_variable changed;
@@ -277,6 +293,71 @@ TEST(rdma_path_stages_as_much_as_its_window) {
         a.until("all delivered", [&] { return a.delivered == kChunks; });
         CHECK(b.received == std::vector<int>(kChunks, 1));
     }
+}
+
+TEST(rdma_path_writes_what_is_leased_from_where_it_is) {
+    constexpr uint32_t kMost = 300;
+    Pair p(uint64_t{kMost} * kChunk, uint64_t{kMost} * kChunk);
+    Host& a = *p.a->host;
+    Host& b = *p.b->host;
+    p.a->lease();
+    // There is no more staging memory, and it needs none.
+    p.fabric.intercept([](const fake::Call& call) { return call.name == "reg_mr" ? ENOMEM : 0; });
+    p.fabric.hold();
+    p.a->send(kChunks);
+    a.until("as many as may be under way", [&] { return a.sent >= kMost; });
+    p.a->on_thread([] {});
+    CHECK(a.sent == kMost && a.limit == 0);
+    p.fabric.flow();
+    b.until("all chunks", [&] { return b.chunks_received == kChunks; });
+    CHECK(b.received == std::vector<int>(kChunks, 1));
+    CHECK(a.copied == 0);
+    // What is not leased is copied, over the same path.
+    a.until("all delivered", [&] { return a.delivered == kChunks; });
+    a.note([&] {
+        a.leased = nullptr;
+        a.sent = a.to_send = 0;
+    });
+    p.a->send(1);
+    b.until("one more", [&] { return b.chunks_received == kChunks + 1; });
+    CHECK(a.copied == kChunk && b.received[0] == 2);
+}
+
+// Its card may read it for so long, whatever its link thinks of the message by then.
+TEST(rdma_path_holds_what_is_leased_until_its_write_is_complete) {
+    Pair p;
+    Host& a = *p.a->host;
+    p.a->lease();
+    p.fabric.hold();
+    p.a->send(1);
+    a.until("sent", [&] { return a.sent == 1; });
+    p.a->on_thread([] {});
+    const std::weak_ptr<OutMessage> message = std::exchange(a.message, nullptr);
+    CHECK(!message.expired());
+    p.fabric.flow();
+    a.until("delivered", [&] { return a.delivered == 1; });
+    p.a->on_thread([] {});
+    CHECK(message.expired());
+}
+
+TEST(rdma_path_holds_what_is_leased_until_its_queue_pair_is_gone) {
+    Pair p;
+    Host& a = *p.a->host;
+    p.a->lease();
+    p.fabric.hold();
+    p.a->send(1);
+    a.until("sent", [&] { return a.sent == 1; });
+    p.a->on_thread([] {});
+    const std::weak_ptr<OutMessage> message = std::exchange(a.message, nullptr);
+    std::atomic<bool> lives_on{true};
+    p.fabric.intercept(
+        [&](const fake::Call& call) { return lives_on && call.name == "destroy_qp" ? EIO : 0; });
+    // In error all its work is flushed, and says so.
+    p.a->on_thread([&] { CHECK(!p.a->path->retire()); });
+    CHECK(!message.expired());
+    lives_on = false;
+    p.a->on_thread([&] { CHECK(p.a->path->retire()); });
+    CHECK(message.expired());
 }
 
 // So that other rails do not leave it what it cannot take.

@@ -120,9 +120,9 @@ class Link:
         self.b.do("reserve", direction=0, slots=slots, size=size, **more)
         self.slots = slots
 
-    def transfer(self, count: int, size: int) -> "Transfer":
+    def transfer(self, count: int, size: int, *, leased: bool = False) -> "Transfer":
         first, self._next = self._next, self._next + count
-        return Transfer(self, first, count, size)
+        return Transfer(self, first, count, size, "send_leased" if leased else "send")
 
     def times_lost(self, path: int) -> dict[str, int]:
         """How often each end has given up a path: a new link may try more than once."""
@@ -156,14 +156,14 @@ class Transfer:
     befall.
     """
 
-    def __init__(self, link: Link, first: int, count: int, size: int) -> None:
+    def __init__(self, link: Link, first: int, count: int, size: int, send: str) -> None:
         self.link, self.count = link, count
         # Before the first is sent: a fast transfer is half done when it is looked at.
         self._before = [path["chunks"] for path in link.a.stats()["paths"]]
         early = max(0, count - link.slots - 1)
         self._receiving = [link.b.start("receive", direction=0, first=first, count=early)]
         self._rest = (first + early, count - early)
-        link.a.do("send", direction=0, first=first, count=count, size=size)
+        link.a.do(send, direction=0, first=first, count=count, size=size)
         self._sending = link.a.start("wait_sent")
 
     def finish(self) -> None:

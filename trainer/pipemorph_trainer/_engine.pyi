@@ -80,7 +80,8 @@ class Lease(Buffer):
     def nbytes(self) -> int: ...
     @property
     def in_place(self) -> bool:
-        """Whether the memory is the receiver's slot, so that the engine has nothing to copy."""
+        """Whether the engine has nothing to copy, since the memory is the receiver's slot, or is
+        registered with the rails."""
     def send(self, note: bytes = b"") -> int:
         """Send the content under the key of the lease. Returns a ticket, as :meth:`Link.send`."""
     def release(self) -> None:
@@ -196,8 +197,11 @@ class Link:
         Over shared memory it is a slot of the receiver's, if one is free: the message is sent
         without a copy, and ``Message.view`` shows it there. The lease uses the slot until it is
         sent or released, but never the last free one of its size, so other messages still go
-        through. Otherwise (``in_place`` is false) it is memory of this process, allocated when it
-        is first shown, which is sent as any other payload.
+        through. Over RDMA it is memory of the link that its rails read, if so much is free of it;
+        a lease that finds none has more registered for the next one. It is used until the lease and
+        its views are gone and a sent message is acknowledged. Otherwise (``in_place`` is false) it
+        is memory of this process, allocated when it is first shown, which is sent as any other
+        payload.
         """
     def send_memory(
         self,
@@ -233,9 +237,10 @@ class Link:
     def slot_memory(self) -> list[tuple[int, int]]:
         """Address and bytes of each memory block with receive slots, for example for
         ``cudaHostRegister``. The memory stays mapped as long as this object lives."""
-    def peer_memory(self) -> list[tuple[int, int]]:
-        """The same of the peer's slots, as far as they are mapped here: leases over shared memory
-        are in there. Grows some time after the peer has reserved slots."""
+    def lease_memory(self) -> list[tuple[int, int]]:
+        """The same of what leases may be in. Over shared memory the peer's slots, as far as they
+        are mapped here: grows some time after the peer has reserved slots. Over RDMA memory of the
+        link's own: grows some time after a lease found none."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
         """Per message acknowledged since the last call: (key, bytes, queue_seconds, wire_seconds).
         Wire time is from the first byte out to the acknowledgement in, without the queue."""

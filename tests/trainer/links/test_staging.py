@@ -427,7 +427,7 @@ def test_slots_of_the_receiver_that_cannot_be_page_locked_cost_a_copy_and_a_warn
         rig.lease(batch)
         rig.out.page_lock_added()
     (record,) = caplog.records
-    assert "slots of the receiver" in record.getMessage()
+    assert "memory to send from" in record.getMessage()
     rig.begin(batch, slots=0)
     give(rig, 0, values(1, 64))
     (came,) = rig.arrived(0)

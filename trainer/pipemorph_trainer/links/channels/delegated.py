@@ -5,9 +5,9 @@ in advance. So compute never waits for a send. Tensors of a device go through
 :mod:`pipemorph_trainer.links.channels.staging`.
 
 Large tensors are copied once on the CPU at most. The receiver does not copy them: its tensors lie
-in the slots, and a slot is granted to the sender again when the last tensor in it is gone. Over
-shared memory the sender leases a slot of the receiver's and copies the tensor there itself, so that
-the engine has nothing to copy.
+in the slots, and a slot is granted to the sender again when the last tensor in it is gone. The
+sender copies the tensor into memory that it leases, so that the engine has nothing to copy: over
+shared memory a slot of the receiver's, over RDMA memory that the cards read.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class DelegatedOutgoing:
         self._hold = hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
-        self._leases = link.transport == "shm"
+        self._leases = link.transport in ("shm", "rdma")
         self._turn = 0
         self._batch: Batch | None = None
 
@@ -243,8 +243,8 @@ class DelegatedOutgoing:
             self._hand_over(key, None if tensor is None else payload_of(tensor), note)
 
     def lease(self, key: Key, nbytes: int) -> _engine.Lease | None:
-        """A slot of the receiver's for one tensor; None if none is free, or if the link has none to
-        lease. Raises :class:`PipelineError` if the link is dead."""
+        """Memory for one tensor that the engine does not copy; None if none is free, or if the link
+        has none to lease. Raises :class:`PipelineError` if the link is dead."""
         if not self._leases or not nbytes:
             return None
         try:
@@ -254,8 +254,7 @@ class DelegatedOutgoing:
         return lease if lease.in_place else None
 
     def _send_leased(self, key: Key, tensor: Tensor, note: bytes) -> bool:
-        """Send a tensor from a slot of the receiver's, if one is free and the tensor is worth
-        it."""
+        """Send a tensor from leased memory, if there is some and the tensor is worth it."""
         known = type(tensor) in PLAIN and tensor.is_cpu
         lease = self.lease(key, tensor.nbytes) if known and tensor.nbytes >= LARGE_BYTES else None
         if lease is None:

@@ -3,8 +3,8 @@
 *Out:* an event on the compute stream marks when a message's tensors are complete. A side stream
 waits for it and copies them to page-locked memory. After the copies, a thread gives the memory to
 the engine, which keeps it until the receiver has acknowledged it. Then it returns to the
-accelerator's pool. Over shared memory it is a slot of the receiver's, if one is free: then nothing
-is copied on the host.
+accelerator's pool. Over shared memory it is a slot of the receiver's, if one is free, and over RDMA
+memory of the engine that the cards read: then nothing is copied on the host.
 
 *In:* a message arrives in one of the engine's slots. The slots are page-locked, so another side
 stream copies directly from them, concurrently to ops, and as soon as the message has arrived. The
@@ -98,13 +98,13 @@ class Staging:
         self._page_lock(link, link.slot_memory(), leased=False)
 
     def page_lock_added(self) -> None:
-        """Page-lock slots that were added since: to the receivers' that are mapped here, so that
-        the device can copy to them, and by the engine to those of long links. This may wait for the
-        device, so not between ops."""
+        """Page-lock what was added since: to the memory that leases are in, so that the device can
+        copy to it, and by the engine to the slots of long links. This may wait for the device, so
+        not between ops."""
         for incoming in self.incoming:
             incoming.page_lock()
         for link in {outgoing.link for outgoing in self.outgoing}:
-            self._page_lock(link, link.peer_memory(), leased=True)
+            self._page_lock(link, link.lease_memory(), leased=True)
 
     def _page_lock(
         self, link: _engine.Link, memory: Sequence[tuple[int, int]], *, leased: bool
@@ -119,7 +119,7 @@ class Staging:
                 log.warning(
                     "%s (%d bytes) cannot be page-locked: %s; messages in them are "
                     "copied once more on the host",
-                    "slots of the receiver" if leased else "receive slots", nbytes, why,
+                    "memory to send from" if leased else "receive slots", nbytes, why,
                 )  # fmt: skip
                 continue
             array = (ctypes.c_uint8 * nbytes).from_address(address)
