@@ -85,6 +85,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
     for job in (well, lost):
         job["spec"]["trainer"]["iterations"] = 60
     lost["spec"]["parallelism"]["spares"] = 1
+    # Nobody ends the connections of its rank: the other one would wait for five minutes.
+    lost["spec"]["transport"] = {"deadlineSeconds": 8}
     lost["spec"]["recovery"] = {"neighbour": True, "snapshotIterations": SNAPSHOTS}
     lost["spec"]["placement"] = {"gang": {"kueue": {"queue": "training"}}}
     pod = lost["spec"]["template"]["spec"]
@@ -123,7 +125,6 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
         assert record["spares"] == [{"pod": 2, "insteadOf": 1}], record
         assert record["state"] == "neighbour" and record["repeated"] <= SNAPSHOTS, record
         assert after["status"]["recoveries"]["places"] == [{"place": 1, "pod": 2}]
-        assert second.name in record["cause"], record
         # Of a machine that nothing else uses. Of the node only whole seconds are known.
         assert seconds < 10.0 * patience() + 1.0
 
