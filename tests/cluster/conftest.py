@@ -74,19 +74,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _programs(items: Sequence[pytest.Item]) -> dict[str, Sequence[str]]:
     """What the selected tests need, by level, apart from levels that are not to be run."""
 
-    def marked(name: str) -> bool:
-        return any(item.get_closest_marker(name) for item in items)
+    def marked(*names: str) -> bool:
+        return any(all(item.get_closest_marker(name) for name in names) for item in items)
+
+    def more(level: str) -> tuple[str, ...]:
+        needed = {"kwok": tools.KWOK_TOOLS, "kueue": tools.KUEUE_TOOLS}
+        return tuple(
+            tool for name, names in needed.items() if marked(level, name) for tool in names
+        )
 
     skipped = skipped_levels()
     wanted: dict[str, Sequence[str]] = {}
     # For the user's own cluster, programs are looked for when they are used.
     if marked("cluster") and "cluster" not in skipped and not os.environ.get(FOREIGN):
-        more = {"kwok": tools.KWOK_TOOLS, "kueue": tools.KUEUE_TOOLS}
-        wanted["cluster"] = tools.API_TOOLS + tuple(
-            tool for marker, needed in more.items() if marked(marker) for tool in needed
-        )
+        wanted["cluster"] = tools.API_TOOLS + more("cluster")
     if marked("node") and "node" not in skipped:
-        wanted["node"] = tools.NODE_TOOLS
+        wanted["node"] = tools.NODE_TOOLS + more("node")
     return wanted
 
 

@@ -20,6 +20,8 @@ INGEST = f"{OPERATOR}-ingest"
 TRAINER_IMAGE = "pipemorph/trainer:0.1.0"
 # As in README and docs/operations.md, but for the registry.
 INSTALL = ("--namespace", SYSTEM, "--set", f"trainer.image={TRAINER_IMAGE}")
+# Ranks import torch, all at once.
+START = 120.0
 COLLECTED = ("pods", "jobs", "services", "secrets", "configmaps")
 
 Object = dict[str, Any]
@@ -252,3 +254,35 @@ def condition(job: Object, kind: str) -> Object:
 def told(job: Object) -> str:
     """A job's training status, for the message of an assertion."""
     return json.dumps(job["status"].get("training"), indent=1)
+
+
+def all_told(job: Object) -> bool:
+    """It is complete, and the ingest has had its last word."""
+    return (
+        job.get("status", {}).get("state") == "Complete"
+        and condition(job, "LinksHealthy").get("reason") == "JobFinished"
+    )
+
+
+def at_iteration(number: int) -> Callable[[Object], bool]:
+    return lambda job: (training_of(job).get("iteration") or 0) >= number
+
+
+def training_of(job: Object) -> Object:
+    return job.get("status", {}).get("training") or {}
+
+
+def at_attempt(number: int) -> Callable[[Object], bool]:
+    return lambda job: job.get("status", {}).get("attempt") == number
+
+
+LAUNCHER = "grep -qsa pipemorph_trainer[.]launcher $p/cmdline"
+
+
+def kill_process(jobs: Jobs, pod: Object, found: str, signal: str = "KILL") -> None:
+    """A signal for the process ``$p`` of a pod for which the shell's ``found`` is true."""
+    within = ["exec", f"--namespace={jobs.namespace}", pod["metadata"]["name"], "--"]
+    kill = f"echo ${{p#/proc/}} && kill -{signal} ${{p#/proc/}}"
+    kill = f"for p in /proc/[0-9]*; do {found} && {kill}; done"
+    killed = jobs.nodes.kubectl(*within, "sh", "-c", f"{kill}; true").split()
+    assert killed, f"there is no process in {pod['metadata']['name']} for which: {found}"

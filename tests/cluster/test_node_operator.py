@@ -8,7 +8,6 @@ is asserted is what the injected delay alone explains.
 import json
 import re
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 
@@ -18,17 +17,24 @@ from node_support import (
     CHART,
     INGEST,
     INSTALL,
+    LAUNCHER,
     OPERATOR,
     RELEASE,
     ROOT,
+    START,
     SYSTEM,
     Jobs,
     Witness,
     addresses,
+    all_told,
+    at_attempt,
+    at_iteration,
     condition,
     follows,
+    kill_process,
     manifest,
     told,
+    training_of,
 )
 from testbed import wait_for
 from testbed.api import Object
@@ -42,9 +48,6 @@ from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem
 
 pytest_plugins = ("node_fixtures",)
 pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
-
-# Ranks import torch, all at once.
-START = 120.0
 
 # Iterations whose median is `iterationSeconds` in status.
 WINDOW = 5
@@ -83,7 +86,7 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, node_jobs:
     example = ROOT / "examples/kubernetes/one-link.yaml"
     release.kubectl("apply", f"--namespace={node_jobs.namespace}", "-f", str(example))
     with Witness(node_jobs, "one-link") as witness:
-        done = node_jobs.wait("one-link", _all_told, 240.0)
+        done = node_jobs.wait("one-link", all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True"), told(done)
     assert done["status"]["training"]["slowLinkCount"] == 0
@@ -110,7 +113,7 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, node_jo
         adapted_to = _adapted_to(1, since=begin)
         found = witness.wait("a plan for the slow link", adapted_to, 2 * START)
         node_jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
-        done = node_jobs.wait("slow", _all_told, 240.0)
+        done = node_jobs.wait("slow", all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
     assert follows(witness.conditions("LinksDelegated"), "True", "False")
@@ -157,7 +160,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(
     before = [len(addresses(node)) for node in release.nodes]
     node_jobs.apply(manifest("real", iterations=100_000))
     with Witness(node_jobs, "real") as witness:
-        node_jobs.wait("real", _at_iteration(5), START)
+        node_jobs.wait("real", at_iteration(5), START)
         _check_ranks(release, node_jobs, "real")
         node_jobs.wait("real", "PreflightPassed=True", 90.0)
         ranks = node_jobs.pods("real")
@@ -173,14 +176,14 @@ def test_ranks_train_on_while_the_operator_is_replaced(
 
         seen = node_jobs.get("real")["status"]["training"]["iteration"]
         release.client.request("DELETE", release.client.path("pods", SYSTEM))
-        node_jobs.wait("real", _at_iteration(seen + 8), 90.0)
+        node_jobs.wait("real", at_iteration(seen + 8), 90.0)
         seen = node_jobs.get("real")["status"]["training"]["iteration"]
         more = ["--set", "operator.logLevel=DEBUG", "--set", "ingest.logLevel=DEBUG"]
         release.helm("upgrade", RELEASE, str(CHART), *INSTALL, *more)
         for name in (OPERATOR, INGEST):
             rollout = ("rollout", "status", f"--namespace={SYSTEM}", f"deployment/{name}")
             release.kubectl(*rollout, deadline=180.0)
-        node_jobs.wait("real", _at_iteration(seen + 8), 90.0)
+        node_jobs.wait("real", at_iteration(seen + 8), 90.0)
 
         node.run("tc", "qdisc", "delete", "dev", veth, "root")
         # 64 KiB take 52 ms at 10 Mbit/s.
@@ -202,7 +205,7 @@ def test_a_gpt_trains_to_completion(release: NodeCluster, node_jobs: Jobs) -> No
     job["spec"]["trainer"]["iterations"] = 20
     job["spec"]["schedule"]["microbatches"] = 4
     node_jobs.apply(job)
-    done = node_jobs.wait("gpt", _all_told, 180.0)
+    done = node_jobs.wait("gpt", all_told, 180.0)
     training = done["status"]["training"]
     assert training["iteration"] >= 18
     # 5.5 nats per byte is what knowing nothing costs.
@@ -230,7 +233,7 @@ def test_pods_check_their_rdma_ports_before_they_train(node_jobs: Jobs) -> None:
     preflight = condition(failed, "PreflightPassed")
     assert preflight["status"] == "False"
     assert "pod 1 -: has no active RDMA port" in preflight["message"]
-    done = node_jobs.wait("check-report", _all_told, START)
+    done = node_jobs.wait("check-report", all_told, START)
     found = done["status"]["training"]["fabric"]
     assert (found["pods"], found["directions"], found["sickCount"]) == (2, 0, 2), told(done)
     assert found["sick"] == [f"pod {n} -: has no active RDMA port" for n in range(2)]
@@ -242,10 +245,10 @@ def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
     node_jobs.apply(
         manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1})
     )
-    node_jobs.wait("paused", _at_iteration(1), START)
+    node_jobs.wait("paused", at_iteration(1), START)
     # Not one of the ends for which the Job makes another pod.
-    _kill(node_jobs, node_jobs.pods("paused")[1], LAUNCHER, "SEGV")
-    node_jobs.wait("paused", _attempt(1), 90.0)
+    kill_process(node_jobs, node_jobs.pods("paused")[1], LAUNCHER, "SEGV")
+    node_jobs.wait("paused", at_attempt(1), 90.0)
     node_jobs.patch("paused", {"suspend": True})
     paused = node_jobs.wait("paused", "Suspended", 60.0)
     assert paused["status"]["restarts"] == 1
@@ -255,7 +258,7 @@ def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
     attempt = resumed["status"]["attempt"]
     assert attempt in {1, 2}, "2 if attempt 1 had begun before it was suspended"
     assert len(node_jobs.pods("paused", attempt)) == 2
-    node_jobs.wait("paused", _at_iteration(1), START)
+    node_jobs.wait("paused", at_iteration(1), START)
     node_jobs.delete("paused")
 
 
@@ -282,7 +285,7 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
         names = node_jobs.nodes.kubectl(*within).split()
         return max(int(name.removeprefix("iteration-")) for name in names)
 
-    job = node_jobs.wait("saves", _at_iteration(3), START)
+    job = node_jobs.wait("saves", at_iteration(3), START)
     done = job["status"]["training"]["iteration"]
     victim = node_jobs.pods("saves")[1]["metadata"]["name"]
     node_jobs.nodes.client.delete("pods", victim, node_jobs.namespace)
@@ -299,182 +302,6 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
     job = node_jobs.wait("saves", _attempt_at_iteration(2, 1), START)
     assert job["status"]["training"]["iteration"] >= saved(2) > done
     node_jobs.delete("saves")
-
-
-def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
-    """One of a pod with four: the job is the same, its pods are, and so is the last loss."""
-    well = _gpt_of_two_pods("well", restarts=0, ranks=4)
-    lost = _gpt_of_two_pods("gpt-lost", restarts=1, ranks=4)
-    node_jobs.apply(well)
-    undisturbed = node_jobs.wait("well", _all_told, 180.0)
-    node_jobs.delete("well")
-
-    node_jobs.apply(lost)
-    before = node_jobs.wait("gpt-lost", _at_iteration(5), START)
-    pods = node_jobs.pods("gpt-lost")
-    assert len(pods) == 2
-    _kill_rank(node_jobs, pods[1], 7)
-    told_of = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
-    (record,) = told_of["status"]["recoveries"]["last"]
-    assert record["cause"] == "rank 7 (stage 1, replica 3) was killed by SIGKILL"
-    assert (record["pod"], record["rank"], record["generation"]) == (1, 7, 1)
-    assert (record["repeated"], record["state"]) == (0, "kept"), told(told_of)
-    done = node_jobs.wait("gpt-lost", _all_told, 180.0)
-    print(f"from the loss to the next finished iteration: {record['seconds']} s")
-    # A limit for a busy machine: on an idle one it takes a few seconds.
-    assert record["seconds"] < 30.0 * patience()
-    for field in ("jobUid", "attempt", "restarts", "disruptions"):
-        assert done["status"][field] == before["status"][field], told(done)
-    assert [pod["metadata"]["uid"] for pod in node_jobs.pods("gpt-lost")] == [
-        pod["metadata"]["uid"] for pod in pods
-    ]
-    assert _training(done)["loss"] == _training(undisturbed)["loss"], told(done)
-    reasons = _events(node_jobs, "gpt-lost")
-    assert {"RanksRestarted", "Recovered"} <= reasons, reasons
-    node_jobs.delete("gpt-lost")
-
-
-def test_a_killed_and_a_deleted_pod_are_replaced_in_their_job(node_jobs: Jobs) -> None:
-    """The launcher itself is killed, then a pod deleted: the Job makes one pod again each time."""
-    well = _gpt_of_two_pods("pods-well", restarts=0)
-    lost = _gpt_of_two_pods("pods-lost", restarts=1)
-    for job in (well, lost):
-        job["spec"]["trainer"]["iterations"] = 150
-        # A replica in each pod: the other one has its state.
-        job["spec"]["parallelism"]["order"] = ["dp_replicate", "pp"]
-    node_jobs.apply(well)
-    undisturbed = node_jobs.wait("pods-well", _all_told, 240.0)
-    node_jobs.delete("pods-well")
-
-    node_jobs.apply(lost)
-    before = node_jobs.wait("pods-lost", _at_iteration(5), START)
-    first = node_jobs.pods("pods-lost")
-    job = node_jobs.nodes.client.get("jobs", before["status"]["jobName"], node_jobs.namespace)
-    _kill(node_jobs, first[1], LAUNCHER)
-    after = node_jobs.wait("pods-lost", _recovered(1), 120.0)
-    record = after["status"]["recoveries"]["last"][-1]
-    assert (record["pod"], record["replaced"]) == (1, [1]), record
-    assert "exited with code 137" in record["cause"], record
-    assert (record["repeated"], record["state"]) == (0, "replica"), record
-    second = _running_pods(node_jobs, "pods-lost")
-    print(f"killed: {record['seconds']} s, {_since_running(second[1], record)} s after it ran")
-
-    node_jobs.wait("pods-lost", _at_iteration(record["wentOnWith"] + 5), START)
-    node_jobs.nodes.client.delete("pods", second[0]["metadata"]["name"], node_jobs.namespace)
-    after = node_jobs.wait("pods-lost", _recovered(2), 120.0)
-    record = after["status"]["recoveries"]["last"][-1]
-    assert record["replaced"] == [0], record
-    third = _running_pods(node_jobs, "pods-lost")
-    print(f"deleted: {record['seconds']} s, {_since_running(third[0], record)} s after it ran")
-    assert (record["repeated"], record["state"]) == (0, "replica"), record
-
-    done = node_jobs.wait("pods-lost", _all_told, 240.0)
-    for field in ("jobUid", "attempt", "restarts", "disruptions"):
-        assert done["status"][field] == before["status"][field], told(done)
-    uids = [[pod["metadata"]["uid"] for pod in pods] for pods in (first, second, third)]
-    assert uids[0][0] == uids[1][0] and uids[1][1] == uids[2][1], "the other pod stays"
-    assert len({uid for pods in uids for uid in pods}) == 4
-    now = node_jobs.nodes.client.get("jobs", before["status"]["jobName"], node_jobs.namespace)
-    assert now["metadata"]["uid"] == job["metadata"]["uid"]
-    assert not now["status"].get("failed"), "the Job controller has counted none"
-    assert _training(done)["loss"] == _training(undisturbed)["loss"], told(done)
-    assert {"PodReplaced", "RanksRestarted", "Recovered"} <= _events(node_jobs, "pods-lost")
-    node_jobs.delete("pods-lost")
-
-
-def _running_pods(node_jobs: Jobs, name: str) -> list[Object]:
-    return [pod for pod in node_jobs.pods(name) if pod["status"]["phase"] == "Running"]
-
-
-def _since_running(pod: Object, record: Object) -> float:
-    """Seconds from the start of a pod's container to the next finished iteration."""
-    (container,) = pod["status"]["containerStatuses"]
-    began = datetime.fromisoformat(container["state"]["running"]["startedAt"]).timestamp()
-    lost = datetime.fromisoformat(record["lostAt"]).timestamp()
-    return float(lost + record["seconds"] - began)
-
-
-def _gpt_of_two_pods(name: str, *, restarts: int, ranks: int = 2) -> Object:
-    """As many replicas of two stages as a pod has ``ranks``."""
-    job: Object = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
-    job["metadata"]["name"] = name
-    job["spec"]["parallelism"] = {
-        "stages": 2, "replicas": ranks, "layers": 4, "ranksPerPod": ranks,
-    }  # fmt: skip
-    job["spec"]["schedule"]["microbatches"] = 4
-    job["spec"]["trainer"]["iterations"] = 40
-    job["spec"]["failurePolicy"] = {"maxRestarts": restarts}
-    (trainer,) = job["spec"]["template"]["spec"]["containers"]
-    trainer["resources"]["limits"]["memory"] = f"{ranks}Gi"
-    return job
-
-
-def _kill_rank(node_jobs: Jobs, pod: Object, rank: int) -> None:
-    # Its data loaders would inherit the name.
-    _kill(node_jobs, pod, f"grep -qsx rank-{rank} $p/comm")
-
-
-LAUNCHER = "grep -qsa pipemorph_trainer[.]launcher $p/cmdline"
-
-
-def _kill(node_jobs: Jobs, pod: Object, found: str, signal: str = "KILL") -> None:
-    """A signal for the process ``$p`` of a pod for which the shell's ``found`` is true."""
-    within = ["exec", f"--namespace={node_jobs.namespace}", pod["metadata"]["name"], "--"]
-    kill = f"echo ${{p#/proc/}} && kill -{signal} ${{p#/proc/}}"
-    kill = f"for p in /proc/[0-9]*; do {found} && {kill}; done"
-    killed = node_jobs.nodes.kubectl(*within, "sh", "-c", f"{kill}; true").split()
-    assert killed, f"there is no process in {pod['metadata']['name']} for which: {found}"
-
-
-def _recovered(count: int) -> Callable[[Object], bool]:
-    def found(job: Object) -> bool:
-        recoveries = job.get("status", {}).get("recoveries") or {}
-        last = recoveries.get("last") or [{}]
-        return recoveries.get("count") == count and last[-1].get("seconds") is not None
-
-    return found
-
-
-def _events(node_jobs: Jobs, name: str) -> set[str]:
-    """The reasons of a job's events."""
-    found = node_jobs.nodes.client.list("events", node_jobs.namespace)
-    return {event["reason"] for event in found if event["involvedObject"]["name"] == name}
-
-
-def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Jobs) -> None:
-    """Its kubelet stops: its rank trains on for a while, and nobody can say when it ends."""
-    second = release.add_node()
-    gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
-    keys = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
-    template = {
-        "spec": {
-            "terminationGracePeriodSeconds": 1,
-            "tolerations": [gone | {"key": key} for key in keys],
-            "containers": [{"name": "trainer"}],
-        }
-    }
-    spread = {"topology": {"key": "kubernetes.io/hostname", "mode": "spread"}}
-    node_jobs.apply(
-        manifest("lost", stages=2, iterations=100_000, template=template, placement=spread)
-    )
-    node_jobs.wait("lost", _at_iteration(1), START)
-    assert {pod["spec"]["nodeName"] for pod in node_jobs.pods("lost")} == {"node-1", second.name}
-    second.kubelet.stop(grace=0)
-    ended = node_jobs.wait("lost", _attempt(1), 90.0)
-    assert ended["status"]["restarts"] == 0, "the program did nothing wrong"
-    assert ended["status"]["disruptions"] == 1
-    assert second.name in ended["status"]["attempts"][0]["message"]
-    # As the cloud's controller does with a machine that is no more.
-    release.remove_node(second)
-
-    def on_the_other(job: Object) -> bool:
-        """Runs again, in whichever attempt: one may begin before the node is gone."""
-        pods = node_jobs.pods("lost", job["status"]["attempt"])
-        running = condition(job, "Running").get("status") == "True"
-        return running and {pod["spec"].get("nodeName") for pod in pods} == {"node-1"}
-
-    node_jobs.wait("lost", on_the_other, START)
-    node_jobs.delete("lost")
 
 
 def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) -> None:
@@ -564,29 +391,9 @@ def _check_ranks(nodes: NodeCluster, node_jobs: Jobs, name: str) -> None:
     assert len(given) == 4, f"ranks share devices: {given}"
 
 
-def _all_told(job: Object) -> bool:
-    """It is complete, and the ingest has had its last word."""
-    return (
-        job.get("status", {}).get("state") == "Complete"
-        and condition(job, "LinksHealthy").get("reason") == "JobFinished"
-    )
-
-
-def _at_iteration(number: int) -> Callable[[Object], bool]:
-    return lambda job: (_training(job).get("iteration") or 0) >= number
-
-
-def _training(job: Object) -> Object:
-    return job.get("status", {}).get("training") or {}
-
-
-def _attempt(number: int) -> Callable[[Object], bool]:
-    return lambda job: job.get("status", {}).get("attempt") == number
-
-
 def _attempt_at_iteration(attempt: int, number: int) -> Callable[[Object], bool]:
     def there(job: Object) -> bool:
-        training = _training(job)
+        training = training_of(job)
         return training.get("attempt") == attempt and (training.get("iteration") or 0) >= number
 
     return there
@@ -596,11 +403,11 @@ def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:
     """A plan for what was found of a link is in effect, at iteration `since` or later."""
 
     def adapted(job: Object) -> bool:
-        change = _training(job).get("lastAdaptation") or {}
+        change = training_of(job).get("lastAdaptation") or {}
         return (
             condition(job, "ScheduleAdapted").get("status") == "True"
             and link in change.get("links", [])
-            and _training(job)["iteration"] >= since
+            and training_of(job)["iteration"] >= since
             and change.get("appliedAtIteration") is not None
         )
 
@@ -608,7 +415,7 @@ def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:
 
 
 def _has_saved(job: Object) -> bool:
-    return (_training(job).get("savedSeconds") or 0.0) > 1.0
+    return (training_of(job).get("savedSeconds") or 0.0) > 1.0
 
 
 def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Object], bool]:
@@ -618,10 +425,10 @@ def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Obje
     longer than they were planned with and any link may be late by what a stall takes, and then
     another plan is the best.
     """
-    before = _training(adapted)["appliedPlanVersion"]
+    before = training_of(adapted)["appliedPlanVersion"]
 
     def forgotten(job: Object) -> bool:
-        training = _training(job)
+        training = training_of(job)
         return training["appliedPlanVersion"] > before and not any(
             slow["link"] == link and slow["delayMs"] >= delay_ms / 2
             for slow in training.get("slowLinks", [])
