@@ -509,6 +509,11 @@ class PodReplacement(StatusModel):
     pod: int = _number("Index of the pod.")
     uid: str = Field(max_length=64, description="UID of the pod that was lost.")
     at: Timestamp = Field(description="When the operator noticed.")
+    gone_by: Timestamp | None = Field(
+        default=None,
+        description="When its ranks have ended at the latest: after its grace period, if it is "
+        "being deleted. Its node may be lost, and no connection end.",
+    )
     cause: Text = Field(description="Which ranks, on which node, and how it was lost.")
     counted: bool = Field(
         default=True,

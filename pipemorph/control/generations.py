@@ -321,6 +321,11 @@ class Generations:
         if self._ending:
             self._decide(now)
             return
+        over_at, why = self.presence.unnoticed()
+        if now >= over_at:
+            self._ending.begin(why, now)
+            self._decide(now)
+            return
         if now >= self._come_by():
             if (late := self.presence.do_without(now)) is not None:
                 self._ending.begin(late.why, now)
@@ -351,10 +356,12 @@ class Generations:
             return None
         if self._ending:
             return self.following.due(self._ending, self.left_out, now)
+        over_at = max(now, self.presence.unnoticed()[0])
         if leaving.asked:
-            return leaving.silent_at()
+            return min(leaving.silent_at(), over_at)
         at = (leaving.again_at(), self._come_by())
-        return min((each for each in at if now < each < inf), default=None)
+        found = min((each for each in at if now < each < inf), default=inf)
+        return None if (found := min(found, over_at)) == inf else found
 
     def _come_by(self) -> float:
         """Until when pods that have not come are waited for, before spares take their places."""

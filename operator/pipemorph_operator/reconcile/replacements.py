@@ -65,6 +65,7 @@ def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
         pod=pod.index,
         uid=pod.uid,
         at=format_time(draft.now),
+        gone_by=format_time(draft.now if pod.gone_by is None else pod.gone_by),
         cause=cause[: conditions.MESSAGE_LENGTH],
         counted=not by_cluster and pod.exit_code not in (EXIT_SAVED, EXIT_SIGTERM),
     )

@@ -33,15 +33,20 @@ every few seconds; of more than a hundred, each after so many more seconds as th
 TAKEOVER_SECONDS = 12.0
 """How long the pods that wait have to be heard of by an ingest that has just taken over, before it
 goes on without them: two of their requests."""
+GONE_SECONDS = 2.0
+"""After the latest time at which the ranks of a lost pod end: for their peers to notice, which say
+more. Where its node is lost at once no connection ends, and they would wait for a message."""
 SELDOM_SECONDS = 600.0
 """Longer than launchers that may not keep a poll open wait between two requests."""
 
 
 class Lost(NamedTuple):
-    """How a pod was lost, and when: wall clock, seconds."""
+    """How a pod was lost, when, and when its ranks have ended at the latest: wall clock,
+    seconds."""
 
     why: str
     at: float
+    gone_by: float = inf
 
 
 class Presence:
@@ -191,7 +196,7 @@ class Presence:
         places; as often as it likes. Returns whether one is waited for that was not before."""
         news = False
         for each in lost:
-            at = datetime.fromisoformat(each.at).timestamp()
+            at = _seconds(each.at)
             if each.attempt != attempt or each.uid in self._told or each.pod >= self.pods:
                 continue
             known = self.uids.get(each.pod)
@@ -202,7 +207,8 @@ class Presence:
             if replaced or now - at >= REPLACED_SECONDS:
                 continue
             news = True
-            self.awaited[each.pod], self.lost[each.pod] = at, Lost(each.cause, at)
+            gone_by = inf if each.gone_by is None else _seconds(each.gone_by)
+            self.awaited[each.pod], self.lost[each.pod] = at, Lost(each.cause, at, gone_by)
             self.gone.discard(each.pod)
             self._came.discard(each.pod)
             self._came_at = max(self._came_at, at)
@@ -252,6 +258,13 @@ class Presence:
         if self._settles_at is None or waiting <= self.gone:
             return -inf
         return self._settles_at
+
+    def unnoticed(self) -> tuple[float, str]:
+        """When the generation is over although no rank says so, and why: a pod with ranks is lost,
+        and its ranks have ended. Infinite: no such pod is known."""
+        known = self.with_ranks & self.awaited.keys() & self.lost.keys()
+        first = min((self.lost[pod] for pod in known), key=lambda each: each.gone_by, default=None)
+        return (inf, "") if first is None else (first.gone_by + GONE_SECONDS, first.why)
 
     # --- who takes which place ----------------------------------------------------------------
 
@@ -307,3 +320,7 @@ class Presence:
         self._came_at = max(self._came_at, now)
         # All say first that they have joined, be it to another ingest.
         self._came_elsewhere |= pod not in self.launchers
+
+
+def _seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()

@@ -14,6 +14,7 @@ from pipemorph.control.generations import Generations
 from pipemorph.control.pods.leaving import LEAVE_SECONDS
 from pipemorph.control.pods.presence import (
     COMES_SECONDS,
+    GONE_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
     UNHEARD_SECONDS,
@@ -94,6 +95,45 @@ def test_a_spare_takes_the_place_of_a_lost_pod_as_soon_as_the_loss_is_known() ->
     assert (job.saved.count, job.spares_ready) == (1, 0)
     end(job, 0, 1, 2, 4, now=20.0, finished=9)
     assert job.state.over and job.state.awaits is None, "nobody waits for the new pod 3"
+
+
+def test_a_pod_whose_peers_notice_nothing_is_given_up_when_its_ranks_have_ended() -> None:
+    """Its node lost power, so that no connection has ended. Until its grace period is over, ranks
+    of a pod that is deleted may save."""
+    job = started()
+    gone_by = lost_pod(3, 40.0).at
+    job.expect([lost_pod(3, 10.0, gone_by=gone_by, cause="node n is lost")], 11.0)
+    assert job.due(11.0) == 40.0 + GONE_SECONDS
+    job.look(41.0)
+    assert not job.state.over
+    job.look(42.0)
+    assert (job.state.over, job.state.reason) == (True, "node n is lost")
+    stands_by(job, 6, 42.5)
+    end(job, 0, 1, 2, 4, 5, now=43.0)
+    job.look(43.0)
+    assert (job.state.generation, job.state.places) == (1, ((3, 6),))
+    (record,) = job.saved.last
+    assert (record.pod, record.cause) == (3, "node n is lost")
+
+
+def test_what_is_told_late_of_a_lost_pod_is_due_at_once() -> None:
+    job = started()
+    job.expect([lost_pod(3, 10.0, gone_by=lost_pod(3, 10.0).at)], 60.0)
+    assert job.due(60.0) == 60.0
+    job.look(60.0)
+    assert job.state.over
+
+
+def test_of_a_lost_pod_in_whose_place_another_has_ranks_nothing_is_due() -> None:
+    job = started()
+    stands_by(job, 6, 9.0)
+    job.expect([lost_pod(3, 10.0, gone_by=lost_pod(3, 12.0).at)], 10.0)
+    end(job, 0, 1, 2, 4, 5, now=11.0)
+    job.look(11.0)
+    assert job.state.generation == 1
+    assert job.due(11.5) is None
+    job.look(20.0)
+    assert not job.state.over
 
 
 def test_the_pod_that_comes_back_is_a_spare_from_then_on() -> None:
