@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "engine/dial.hpp"
 #include "engine/lease_pool.hpp"
 #include "os/clock.hpp"
@@ -246,7 +247,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void wake_reader();
     bool reads_here() const { return reader_ && reader_->thread == std::this_thread::get_id(); }
     void give_back(uint32_t slot, uint64_t serial, bool at_once);
-    void await_reader();
+    bool await_reader();
     void leave_to_reactor(Lock& lock);
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
     std::optional<Arrived> take(Lock& lock, const Key& key);
@@ -261,7 +262,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string nothing_arrived(const Key& key, double timeout) const;
 
     // Control connection (lock held unless said otherwise).
-    void flush();
+    void flush() noexcept;
+    void write_frames();
     void send_frame(const Frame& frame);
     void send_confirm();
     void send_last_words(Connection& connection);
@@ -282,8 +284,16 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     Hello hello(Purpose purpose) const;
 
     // Paths.
+    // What a link cannot do by halves, on whatever thread. Where it fails, the next tick ends the
+    // link: that needs memory, which may be what there is none of.
     template <typename F>
-    void or_die(F&& run);  // no lock
+    void or_die(F&& run) noexcept {
+        try {
+            run();
+        } catch (const std::exception& e) {
+            if (doom_.empty()) keep_words(doom_, e.what());
+        }
+    }
     void kick_paths();
     std::vector<std::shared_ptr<DataPath>> live_paths() const;
     std::shared_ptr<DataPath> current(uint32_t index) const;
@@ -319,6 +329,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::condition_variable changed_;
     State state_ = State::connecting;
     std::string error_;  // to be told when it has ended
+    std::string doom_;   // what has failed by halves: nothing is taken or said any more
     Terms terms_;
 
     LinkCore core_;

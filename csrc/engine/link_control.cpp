@@ -112,10 +112,14 @@ void Link::send_frame(const Frame& frame) {
     act();
 }
 
-void Link::flush() {
+void Link::flush() noexcept {
+    flush_due_ = false;
+    if (doom_.empty()) or_die([this] { write_frames(); });
+}
+
+void Link::write_frames() {
     constexpr size_t kBatch = size_t{256} << 10;
     core_.collect();
-    flush_due_ = false;
     if (!control_ || !control_->fd || state_ == State::connecting) return;
     Connection& c = *control_;
     for (;;) {

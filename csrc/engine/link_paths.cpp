@@ -198,32 +198,21 @@ std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
 
 // A chunk that is half entered, or a message that is here and not acknowledged, is more than the
 // end of a path: no fence would find it.
-template <typename F>
-void Link::or_die(F&& run) {
-    try {
-        run();
-    } catch (const std::exception& e) {  // out of memory, most likely
-        die(describe() + " is dead: a chunk could not be taken: " + e.what());
-    }
-}
-
 ChunkSink Link::begin_chunk(const ChunkHeader& header) {
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
-    or_die([&] {
-        const Lock lock(mu_);
-        if (over())
-            core_.stale_chunk();
-        else
-            sink = core_.begin_chunk(header);
-    });
+    const Lock lock(mu_);
+    if (over() || !doom_.empty())
+        core_.stale_chunk();
+    else
+        or_die([&] { sink = core_.begin_chunk(header); });
     return sink;
 }
 
 void Link::finish_chunk(const ChunkSink& sink, bool intact) {
+    const Lock lock(mu_);
+    if (over() || !doom_.empty()) return;
     or_die([&] {
-        const Lock lock(mu_);
-        if (over()) return;
         const uint64_t whole = core_.finish_chunk(sink, intact, wall_ns());
         Actions actions = core_.take_actions();
         // What it waits for goes first, and what it releases goes along.

@@ -187,29 +187,33 @@ bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
     // Nobody reads the paths of a link that ends, and it must not hold what holds it.
     if (!read || over()) return read;
     kept_ = path;
-    if (core_.in().has(key) && waiting_ == 0) {
-        await_reader();
-        return true;
-    }
+    if (core_.in().has(key) && waiting_ == 0 && await_reader()) return true;
     // It may wait for long, or others do.
-    if (flush_due_) flush();
     leave_to_reactor(lock);
+    if (flush_due_) flush();
     return true;
 }
 
 // Messages often come one after the other, so it keeps the socket and its acknowledgements for a
-// moment. If it does not come back, the control thread sees to both.
-void Link::await_reader() {
+// moment. If it does not come back, the control thread sees to both. False: nobody can, since there
+// is no memory for that.
+bool Link::await_reader() {
     constexpr int64_t kMoment = kMillisecond / 2;
-    if (std::exchange(reader_awaited_, true)) return;
-    runtime_->control.post_within(kMoment, [weak = weak_from_this()] {
-        const auto self = weak.lock();
-        if (!self) return;
-        Lock lock(self->mu_);
-        self->reader_awaited_ = false;
-        if (self->flush_due_) self->flush();
-        if (!self->reader_) self->leave_to_reactor(lock);
-    });
+    if (reader_awaited_) return true;
+    try {
+        runtime_->control.post_within(kMoment, [weak = weak_from_this()] {
+            const auto self = weak.lock();
+            if (!self) return;
+            Lock lock(self->mu_);
+            self->reader_awaited_ = false;
+            if (self->flush_due_) self->flush();
+            if (!self->reader_) self->leave_to_reactor(lock);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    reader_awaited_ = true;
+    return true;
 }
 
 void Link::leave_to_reactor(Lock& lock) {
@@ -242,8 +246,10 @@ void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
 }
 
 void Link::give_back(uint32_t slot, uint64_t serial, bool at_once) {
-    core_.release(slot, serial, at_once);
-    act_for_reader();
+    or_die([&] {
+        core_.release(slot, serial, at_once);
+        act_for_reader();
+    });
 }
 
 }  // namespace pipemorph

@@ -173,7 +173,9 @@ void Link::tick() {
     {
         const Lock lock(mu_);
         forgive_pause(now);
-        if (state_ == State::up && control_) {
+        if (!doom_.empty()) {
+            dead = "what had to be done at once failed: " + doom_;
+        } else if (state_ == State::up && control_) {
             live = true;
             core_.look_after_flow(now);
             act();

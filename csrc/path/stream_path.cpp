@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/text.hpp"
 #include "os/clock.hpp"
 #include "os/socket.hpp"
 
@@ -56,6 +57,7 @@ void StreamPath::on_start() {
 void StreamPath::on_event(uint32_t events) {
     const Lock lock(mu_);
     guarded([this, events] {
+        if (fd_ && !broken_.empty()) fail(broken_);
         if (open() && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) receive_some();
         if (open() && (events & EPOLLOUT)) pump();
     });
@@ -124,20 +126,19 @@ void StreamPath::shut() {
     fd_.reset();
 }
 
-void StreamPath::fail(const std::string& why) {
+void StreamPath::fail(std::string_view why) {
     if (!fd_) return;
     if (elsewhere_) {
         if (!broken_.empty()) return;
-        broken_ = why;
-        reactor_.post([self = shared_from_this(), this] {
-            const Lock lock(mu_);
-            fail(broken_);
-        });
+        // Also where there is no memory for anything: the end of the stream is an event, whatever
+        // the descriptor is watched for.
+        keep_words(broken_, why);
+        ::shutdown(fd_.get(), SHUT_RDWR);
         return;
     }
     drop_work();
     shut();
-    if (!retired_) host_->path_lost(index, epoch, why);
+    if (!retired_) host_->path_lost(index, epoch, std::string(why));
 }
 
 bool StreamPath::would_block_or_fail(const char* what) {

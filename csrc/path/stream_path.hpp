@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <string_view>
 
 #include "path/data_path.hpp"
 
@@ -45,7 +46,7 @@ class StreamPath : public DataPath {
     // Let go of the chunk being sent and of the one being received.
     virtual void drop_work() = 0;
 
-    void fail(const std::string& why);
+    void fail(std::string_view why);
     // For an errno from the socket: true if it only means "later".
     bool would_block_or_fail(const char* what);
     // The first header that a drained path gets to see, and every one after it.

@@ -15,6 +15,7 @@
 
 #include "check.hpp"
 #include "crypto/crc32c.hpp"
+#include "no_memory.hpp"
 #include "os/clock.hpp"
 #include "path/tcp_path.hpp"
 
@@ -514,18 +515,44 @@ TEST(path_that_breaks_elsewhere_is_taken_apart_on_its_own_thread) {
         HeldUp reactor(wire.reactor);
         auto bad = wire.chunk(header(), 7);
         bad[kHead + kBytes] ^= 1;
+        const auto next = wire.chunk(header(), 8);
+        bad.insert(bad.end(), next.begin(), next.end());
         wire.say(bad);
         CHECK(wire.path->read_here(wake.get(), kLong));
         CHECK(wire.host->broken == 1 && wire.host->lost.empty());
         // Nothing more is read or sent meanwhile.
         wire.host->to_send = {std::vector<uint8_t>(100, 3)};
-        wire.say(wire.chunk(header(), 8));
         CHECK(!wire.path->read_here(wake.get(), kLong) && !wire.path->send_here());
     }
     wire.host->until([&] { return !wire.host->lost.empty(); });
     CHECK(wire.host->lost.find("checksum") != std::string::npos);
     CHECK(wire.host->told_by == own && wire.host->losses == 1);
     CHECK(wire.host->taken == 1 && wire.host->to_send.size() == 1);
+}
+
+TEST(path_that_breaks_elsewhere_is_taken_apart_although_there_is_no_memory) {
+    for (const bool sends : {false, true}) {
+        Wire wire;
+        std::thread::id own;
+        wire.on_reactor([&] { own = std::this_thread::get_id(); });
+        const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        wire.host->throws = sends;
+        {
+            const HeldUp reactor(wire.reactor);
+            auto bad = wire.chunk(header(), 7);
+            bad[kHead + kBytes] ^= 1;
+            if (!sends) wire.say(bad);
+            const NoMemory none;
+            if (sends)
+                CHECK(!wire.path->send_here());
+            else
+                CHECK(wire.path->read_here(wake.get(), kLong));
+            CHECK(none.failures() > 0);
+        }
+        wire.host->until([&] { return !wire.host->lost.empty(); });
+        CHECK(wire.host->lost == (sends ? "std::bad_alloc" : "out of memory"));
+        CHECK(wire.host->told_by == own && wire.host->losses == 1);
+    }
 }
 
 TEST(path_that_is_fenced_is_neither_read_nor_sent_to_elsewhere) {
