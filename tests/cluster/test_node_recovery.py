@@ -85,8 +85,6 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
     for job in (well, lost):
         job["spec"]["trainer"]["iterations"] = 60
     lost["spec"]["parallelism"]["spares"] = 1
-    # Nobody ends the connections of its rank: the other one would wait for five minutes.
-    lost["spec"]["transport"] = {"deadlineSeconds": 8}
     lost["spec"]["recovery"] = {"neighbour": True, "snapshotIterations": SNAPSHOTS}
     lost["spec"]["placement"] = {"gang": {"kueue": {"queue": "training"}}}
     pod = lost["spec"]["template"]["spec"]
