@@ -45,8 +45,7 @@ KeyTuple to_tuple(const Key& k) {
 
 int64_t deadline_after(double timeout) {
     if (std::isnan(timeout)) throw nb::value_error("timeout must be a number");
-    constexpr double kForever = 1e9;
-    return steady_ns() + to_ns(std::clamp(timeout, 0.0, kForever));
+    return steady_ns() + to_ns(std::max(timeout, 0.0));
 }
 
 void check_signals() {

@@ -38,11 +38,6 @@ std::vector<GidBytes> rail_gids(const Runtime& runtime) {
     return gids;
 }
 
-// By the wall clock, see Link::wait_slice.
-void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, int64_t ns) {
-    changed.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns));
-}
-
 }  // namespace
 
 Engine::Engine(Config config)
@@ -159,7 +154,7 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
                     message += "; last that came: " + why;
             throw EngineTimeout(message);
         }
-        wait(changed_, lock, std::min(left, kSlice));
+        wait_ns(changed_, lock, std::min(left, kSlice));
         lock.unlock();
         try {
             interrupted();
@@ -445,7 +440,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             try {
                 while (!attempt->finished) {
                     check_open();
-                    wait(changed_, lock, kSlice);
+                    wait_ns(changed_, lock, kSlice);
                     lock.unlock();
                     interrupted();
                     lock.lock();
@@ -477,7 +472,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             if (refused) throw EngineError(message);
             throw EngineTimeout(message);
         }
-        wait(changed_, lock, kRetry);
+        wait_ns(changed_, lock, kRetry);
         check_open();
         lock.unlock();
         interrupted();

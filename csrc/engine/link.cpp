@@ -86,10 +86,7 @@ void Link::wake_reader() {
 }
 
 void Link::wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns) {
-    const int64_t wait = std::min(deadline_ns - steady_ns(), slice_ns);
-    // By the wall clock: the thread sanitizer of gcc 12 does not know the steady wait. A step of
-    // the clock costs at most one slice, since the deadline itself is steady.
-    changed_.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(wait));
+    wait_ns(changed_, lock, std::min(deadline_ns - steady_ns(), slice_ns));
 }
 
 void Link::close(int64_t deadline_ns) {

@@ -1,8 +1,11 @@
 // Two clocks: steady for durations and deadlines, wall for what Python compares to time.time().
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 
 namespace pipemorph {
 
@@ -18,12 +21,26 @@ inline int64_t wall_ns() {
         .count();
 }
 
+// At most thirty years: what is longer, or infinite, is no number of nanoseconds.
 inline int64_t to_ns(double seconds) {
-    return static_cast<int64_t>(seconds * 1e9);
+    constexpr double kForever = 1e9;
+    return static_cast<int64_t>(std::clamp(seconds, -kForever, kForever) * 1e9);
 }
 
 inline double to_seconds(int64_t ns) {
     return static_cast<double>(ns) * 1e-9;
+}
+
+// For at most so long. The thread sanitizer of gcc 12 does not know the steady wait: under it a
+// step back of the clock makes this wait longer.
+inline void wait_ns(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                    int64_t ns) {
+    const std::chrono::nanoseconds most(ns);
+#ifdef __SANITIZE_THREAD__
+    changed.wait_until(lock, std::chrono::system_clock::now() + most);
+#else
+    changed.wait_for(lock, most);
+#endif
 }
 
 constexpr int64_t kMillisecond = 1'000'000;

@@ -7,7 +7,7 @@ namespace {
 
 // Empty messages take no slot, so something else has to bound how many are under way.
 constexpr size_t kMaxInlineInFlight = 4096;
-constexpr size_t kMaxFailuresKept = 4096;
+constexpr size_t kMaxReasonsKept = 4096;
 // Of so many chunks one is the oldest message's.
 constexpr uint64_t kOldestEvery = 8;
 
@@ -217,7 +217,12 @@ void Outbox::forget(const Pointer& m) {
 void Outbox::fail(const Pointer& m, std::string why) {
     std::erase(queue_[m->queue], m);
     failed_[m->info.id] = std::move(why);
-    if (failed_.size() > kMaxFailuresKept) failed_.erase(failed_.begin());
+    explained_.push_back(m->info.id);
+    if (explained_.size() > kMaxReasonsKept) {
+        // What failed stays known: a ticket that is not is one of a message that was sent.
+        failed_[explained_.front()] = std::string();
+        explained_.pop_front();
+    }
     forget(m);
 }
 
@@ -298,7 +303,9 @@ Outbox::Ticket Outbox::ticket(uint64_t id) const {
 
 std::string Outbox::failure(uint64_t id) const {
     const auto it = failed_.find(id);
-    return it == failed_.end() ? std::string() : it->second;
+    if (it == failed_.end()) return std::string();
+    return it->second.empty() ? "a message failed, and thousands after it: why is not kept"
+                              : it->second;
 }
 
 std::string Outbox::describe(uint64_t id) const {

@@ -142,7 +142,8 @@ class Outbox {
     uint64_t under_way_ = 0;
     std::map<uint64_t, Pointer> by_id_;
     std::unordered_set<Key, KeyHash> keys_;
-    std::map<uint64_t, std::string> failed_;
+    std::map<uint64_t, std::string> failed_;  // why; of the oldest of very many empty
+    std::deque<uint64_t> explained_;          // those of which the reason is kept, oldest first
     std::unordered_set<uint64_t> abandoned_;
 };
 

@@ -158,6 +158,18 @@ TEST(a_message_larger_than_any_slot_is_an_error_with_numbers) {
     CHECK(p.carry(*p.next()));
 }
 
+TEST(of_very_many_messages_that_fail_none_counts_as_sent) {
+    constexpr int64_t kMany = 5000;
+    Pair p;
+    std::vector<uint64_t> tickets;
+    for (int64_t i = 0; i < kMany; ++i) tickets.push_back(p.post(message(i, 2 * kChunk)));
+    p.reserve(0, 1, kChunk);
+    for (const uint64_t ticket : tickets) {
+        CHECK(p.out.ticket(ticket) == Outbox::Ticket::failed);
+        CHECK(!p.out.failure(ticket).empty());
+    }
+}
+
 TEST(a_key_in_flight_is_refused_and_free_after_its_acknowledgement) {
     Pair p;
     p.reserve(0, 2, kChunk);

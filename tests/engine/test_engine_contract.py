@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import gc
+import math
 import os
 import pathlib
 import select
@@ -493,6 +494,15 @@ def test_close_ends_waits_in_other_threads():
         with pytest.raises(EngineError, match="closed"):
             p.low.accept(peer_rank=1, link_id=0, timeout=1.0)
         p.low.close()
+
+
+@pytest.mark.parametrize("forever", [math.inf, 1e12])
+def test_a_timeout_may_be_infinite(forever):
+    with pairs.in_process(transport="tcp") as p:
+        p.dialled.send((0, 0, 0, 0, 0), b"x" * (8 << 20))
+        p.accepted.reserve(0, 1, 8 << 20)
+        p.low.close(forever)  # sends what is left first
+        assert len(memoryview(p.accepted.receive((0, 0, 0, 0, 0), forever))) == 8 << 20
 
 
 def test_engine_is_keyword_only():
