@@ -75,6 +75,7 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Job
     node_jobs.delete("lost")
 
 
+@pytest.mark.soak
 @pytest.mark.kueue
 def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs: Jobs) -> None:
     """As by a power cut, and nobody takes the node away. One of two pods with a stage each is on
@@ -83,7 +84,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
     well = _gpt_of_two_pods("spare-well", restarts=0, ranks=1)
     lost = _gpt_of_two_pods("spare-lost", restarts=1, ranks=1)
     for job in (well, lost):
-        job["spec"]["trainer"]["iterations"] = 60
+        job["spec"]["trainer"]["iterations"] = 150
     lost["spec"]["parallelism"]["spares"] = 1
     lost["spec"]["recovery"] = {"neighbour": True, "snapshotIterations": SNAPSHOTS}
     lost["spec"]["placement"] = {"gang": {"kueue": {"queue": "training"}}}
