@@ -168,7 +168,6 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
         ingest.kill()
         killed = _training(jobs.get("alone"))
         assert killed["iteration"] < SLOW_FROM, "the ingest saw link 1 slow"
-        assert 1 not in (killed.get("lastAdaptation") or {}).get("links", [])
         for rank in ranks:
             wait_for(
                 f"{rank.process.name} to run a plan of the agent", partial(rank.adapted, BLOCK),

@@ -133,6 +133,8 @@ class DelayDetector:
         the previous level."""
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
+        self._first: int | None = None
+        """Mark of the first window of all."""
         self._learned_at: int | None = None
         """Mark of the last window that the first base was learned from."""
         self._sum = 0.0
@@ -444,12 +446,21 @@ class DelayDetector:
 
     def _learn(self, value: float, exact: bool, mark: int) -> None:
         assert self.route is not None
+        if self._first is None:
+            self._first = mark
+        first = self.level is Level.LEARNING and mark == self._first
+        if self.level is Level.LEARNING and not first and self._suspected_at == self._first:
+            # Ranks that have just begun are late for their first messages by tens of milliseconds.
+            self._learning.clear()
         if not self._learning:
             self._suspected_at = mark
         self._learning.append((value, exact))
         true = [v for v, was_exact in self._learning if was_exact]
-        # The delay of a slow link may vary: use enough windows to see several values of it.
-        enough = 2 * LEARN if self.level is Level.SLOW else LEARN
+        enough = LEARN
+        if first:
+            enough = 4 * LEARN  # Those are few among the windows of a long iteration.
+        elif self.level is Level.SLOW:
+            enough = 2 * LEARN  # The delay may vary: enough windows to see several values of it.
         if len(true) < enough and len(self._learning) < 4 * LEARN:
             return
         values = sorted(true or (v for v, _ in self._learning))

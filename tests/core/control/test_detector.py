@@ -173,6 +173,34 @@ def test_first_windows_may_be_slow() -> None:
     assert run.detector.base == pytest.approx(BASE, abs=0.001)
 
 
+def test_the_first_iteration_of_new_processes_tells_nothing_if_others_do() -> None:
+    detector = DelayDetector()
+    for value in (0.002, 0.095, 0.063, 0.095, 0.063):
+        detector.observe(value, mark=0, route="direct")
+    assert detector.level is Level.LEARNING
+    for _ in range(5):
+        detector.observe(BASE, mark=1, route="direct")
+    assert detector.level is Level.HEALTHY
+    assert detector.base == pytest.approx(BASE)
+    assert not detector.lower_base(BASE)
+
+
+def test_a_link_that_was_slow_from_the_first_iteration_is_known_by_its_peers_in_the_second() -> None:
+    detector = DelayDetector()
+    for mark in (0, 1):
+        for _ in range(5):
+            detector.observe(BASE + 0.06, mark=mark, route="direct")
+    assert detector.lower_base(BASE)
+    assert detector.delay == pytest.approx(0.06)
+
+
+def test_in_a_long_first_iteration_most_windows_tell_what_is_normal() -> None:
+    detector = DelayDetector()
+    for value in [0.095] * 6 + [BASE] * 14:
+        detector.observe(value, mark=0, route="direct")
+    assert detector.base == pytest.approx(BASE)
+
+
 @pytest.mark.parametrize("hover", [0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003])
 def test_a_delay_near_the_threshold_does_not_flap(hover: float) -> None:
     """Least delay that counts is 2 ms: once slow, it stays so until below half of that."""
@@ -500,7 +528,7 @@ def test_a_link_that_turned_slow_while_its_base_was_learned_was_not_slow_from_th
 
 def test_a_change_begins_after_windows_that_may_show_none() -> None:
     detector = DelayDetector()
-    for _ in range(10):
+    for _ in range(20):
         detector.observe(BASE, mark=0, route="direct")
     detector.observe(BASE + 0.060, mark=0, route="direct")
     for iteration in (1, 2):

@@ -136,7 +136,7 @@ def test_a_base_that_has_held_for_long_needs_no_seed() -> None:
     job = Job(spec(2))
     job.agent.observer.checked(view(rate=None))
     job.delays[0, 0] = LATE
-    job.run(round(SEED_SECONDS / 0.05) + 10)
+    job.run(round(SEED_SECONDS / 0.05) + 30)
     job.agent.observer.checked(view(pair(0, 1)))
     job.run(SETTLED)
     assert job.health() == [Health.HEALTHY]

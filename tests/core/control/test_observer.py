@@ -27,7 +27,7 @@ from pipemorph.wire import (
 
 BASE, LATE = 0.0012345678901234, 0.03
 WINDOW = 0.05
-SETTLED = 60
+SETTLED = 75
 """Windows after which nothing is new in a job whose links do not change."""
 
 

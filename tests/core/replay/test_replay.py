@@ -248,7 +248,8 @@ def test_iterations_without_a_barrier_follow_each_other() -> None:
     )
     found = replay(given, parse_trace('{"at_iteration": 120, "links": {}}', 7), iterations=120)
     (change,) = found.changes
-    assert change.promised == pytest.approx(change.measured, abs=1e-3)
+    # Wire times are measured to some percent, and ops wait for messages that come later than that.
+    assert change.promised == pytest.approx(change.measured, abs=0.01)
     seconds = found.seconds
     assert seconds["adaptive"] < seconds["zero-bubble"] < seconds["1f1b"]
     # But for the first iterations, until no barrier is expected; the bound is of all schedules.
