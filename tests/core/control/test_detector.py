@@ -185,7 +185,7 @@ def test_the_first_iteration_of_new_processes_tells_nothing_if_others_do() -> No
     assert not detector.lower_base(BASE)
 
 
-def test_a_link_that_was_slow_from_the_first_iteration_is_known_by_its_peers_in_the_second() -> None:
+def test_a_link_that_was_slow_from_the_start_is_known_by_its_peers() -> None:
     detector = DelayDetector()
     for mark in (0, 1):
         for _ in range(5):

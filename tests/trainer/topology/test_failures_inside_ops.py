@@ -19,8 +19,8 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.topology.mesh import join_process_group
 
 N, ROWS, BROKEN, SECONDS = 4, 8, 2, 20.0
-"""``SECONDS``: beside other tests. A rank hears within 0.5 s, and 3 s later in the first forward of an
-iteration; without being told, it would wait for its deadline of 600 s."""
+"""``SECONDS``: beside other tests. A rank hears within 0.5 s, and 3 s later in the first forward of
+an iteration; without being told, it would wait for its deadline of 600 s."""
 
 
 def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
