@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
+FIRST_ITERATIONS = 30
+"""Until then op times may be planned for that nobody knew before the start."""
 PROCESSORS = len(os.sched_getaffinity(0))
 
 
@@ -44,8 +46,8 @@ def train(folder: Path, stages: int, iterations: int) -> tuple[dict[str, Any], s
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("busy", [False, True], ids=["quiet", "a busy loop"])
 def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> None:
-    """Measured op times may ask once for another plan, such as one with fused backwards, which then
-    has to pay. Beside a busy loop one stage is slower indeed, and may be planned for; links
+    """The first measured op times may ask for another plan, such as one with fused backwards, which
+    then has to pay. Beside a busy loop one stage is slower indeed, and may be planned for; links
     are not."""
     if PROCESSORS < 2:
         pytest.skip("a host with one processor is crowded")
@@ -65,6 +67,7 @@ def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> Non
     if not busy:
         assert len(changes) <= 1
         for each in changes:
+            assert each["applied_at_iteration"] <= FIRST_ITERATIONS, each
             assert each["measured"] >= each["promised"] / 2, each
         predicted = report["predicted"]
         assert predicted["seconds"] == pytest.approx(predicted["measured"], rel=0.08), predicted
