@@ -34,6 +34,8 @@ from pipemorph_trainer.context import TrainerContext
 
 T = TypeVar("T")
 DEADLINE = 60.0
+ENOUGH = 20
+"""Windows of a first iteration from which what is normal for a link is learned."""
 MOST_ITERATIONS = 256
 """That one report tells of."""
 SECRET = b"the attempt's secret"
@@ -210,7 +212,7 @@ def sample(link: int = 0, p50: float = 0.001, iteration: int = 0, replica: int =
 
 
 def samples(p50: float, count: int, iteration: int = 0) -> list[LinkSample]:
-    """So many windows: five are enough to know what is normal."""
+    """So many windows: ``ENOUGH`` are enough to know what is normal."""
     return [sample(p50=p50, iteration=iteration)] * count
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from agents import (
     DEADLINE,
+    ENOUGH,
     MOST_ITERATIONS,
     SECRET,
     Ingest,
@@ -84,7 +85,7 @@ def test_telemetry_of_all_ranks_in_one_stream_of_reports(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
     zero, one = line(0), line(1)
-    one.publish(telemetry(1, links=samples(0.03, 5)))
+    one.publish(telemetry(1, links=samples(0.03, ENOUGH)))
     zero.publish(telemetry(0, iteration=4, applied_plan_version=2, finished_iteration=finished(3)))
 
     until(lambda: ingest.iterations() and ingest.links(), "both reports")

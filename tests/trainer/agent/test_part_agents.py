@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from agents import (
     DEADLINE,
+    ENOUGH,
     SECRET,
     Ingest,
     context,
@@ -97,7 +98,7 @@ def test_what_ranks_of_a_part_tell_reaches_the_ingest(job: Job) -> None:
     lines = [job.line(rank) for rank in range(4)]
     assert all(line.ready for line in lines)
     lines[0].publish(telemetry(0, iteration=4, finished_iteration=finished(3)))
-    windows(lines[2], USUAL, 5)
+    windows(lines[2], USUAL, ENOUGH)
     until(lambda: job.ingest.iterations() == [3] and job.ingest.links(), "link 0 and iteration 3")
     (link,) = job.ingest.links()
     assert (link.link, link.health, link.wire_time) == (0, "healthy", USUAL)
@@ -109,7 +110,7 @@ def test_what_ranks_of_a_part_tell_reaches_the_ingest(job: Job) -> None:
 
 def test_a_slow_link_of_a_part_is_known_within_200_ms(job: Job) -> None:
     line = job.line(2)
-    windows(line, USUAL, 5)
+    windows(line, USUAL, ENOUGH)
     until(job.ingest.links, "link 0")
     windows(line, LATE, 3)
     began = time.monotonic()
@@ -129,7 +130,7 @@ def test_a_directive_reaches_the_ranks_of_all_parts(job: Job) -> None:
 
 def test_a_part_goes_on_with_another_agent_of_the_job(job: Job) -> None:
     line = job.line(2)
-    windows(line, USUAL, 5)
+    windows(line, USUAL, ENOUGH)
     windows(line, LATE, 4)
     until(job.told, "that link 0 is slow")
     replaced(job.zero)
@@ -144,7 +145,7 @@ def test_a_part_goes_on_with_another_agent_of_its_own(job: Job) -> None:
     """Which learns that a link is slow: by itself it would take that for normal."""
     job.ingest.issue(3)
     line = job.line(2)
-    windows(line, USUAL, 5)
+    windows(line, USUAL, ENOUGH)
     windows(line, LATE, 4)
     until(job.told, "that link 0 is slow")
     until(line.newest_plan, "plan 3")
@@ -173,7 +174,7 @@ def test_what_is_not_of_a_part_is_refused(job: Job, token_file: Path) -> None:
     )  # fmt: skip
     try:
         line = job.line(2)
-        windows(line, USUAL, 5)
+        windows(line, USUAL, ENOUGH)
         until(job.ingest.links, "link 0, from the part with the secret")
     finally:
         third.close(1.0)
