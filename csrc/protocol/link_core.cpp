@@ -146,7 +146,7 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         acknowledge(id);
         changed();
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
-        for (const SlotGrant& slot : ack->slots) out_.granted(slot);
+        out_.granted(ack->slots);
         actions_.wake = true;
         if (!ack->slots.empty() && out_.has_chunks()) actions_.kick = true;
         if (ack->messages.empty()) return {};

@@ -83,17 +83,20 @@ std::optional<MessageInfo> Outbox::next_inline(int64_t now_wall_ns, int64_t now_
     return m->info;
 }
 
-void Outbox::granted(const SlotGrant& grant) {
-    const size_t d = grant.direction;
-    credits_[d][grant.bytes].free.push_back(grant);
-    largest_slot_[d] = std::max(largest_slot_[d], grant.bytes);
-    promise_slots(d);
+void Outbox::granted(std::span<const SlotGrant> grants) {
+    for (const SlotGrant& grant : grants) {
+        const size_t d = grant.direction;
+        credits_[d][grant.bytes].free.push_back(grant);
+        largest_slot_[d] = std::max(largest_slot_[d], grant.bytes);
+    }
+    for (size_t d = 0; d < kDirections; ++d) promise_slots(d);
 }
 
 // The oldest waiting message that fits is promised one of the smallest slots that hold it. In the
 // order of the messages: the receiver may ask for them in that order, and free no slot before.
 void Outbox::promise_slots(size_t direction) {
     auto& waiting = waiting_[direction];
+    if (waiting.empty()) return;
     auto& credits = credits_[direction];
     size_t left = Outbox::credits(static_cast<int>(direction));
     for (auto it = waiting.begin(); it != waiting.end() && left > 0;) {

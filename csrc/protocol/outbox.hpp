@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -70,7 +71,10 @@ class Outbox {
     // An empty message that may go out on the control connection now.
     std::optional<MessageInfo> next_inline(int64_t now_wall_ns, int64_t now_steady_ns);
 
-    void granted(const SlotGrant& grant);
+    // What is too large for all slots that are known fails. So slots that came together are granted
+    // together: one of them may be a message's, however small the others are.
+    void granted(std::span<const SlotGrant> grants);
+    void granted(const SlotGrant& grant) { granted(std::span(&grant, 1)); }
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_steady_ns, int64_t clock_ns = 0);
     bool has_chunks() const;

@@ -158,6 +158,23 @@ TEST(a_message_larger_than_any_slot_is_an_error_with_numbers) {
     CHECK(p.carry(*p.next()));
 }
 
+// Posted before the receiver has reserved anything, which then says all of it at once.
+TEST(a_message_waits_for_the_largest_of_the_slots_that_are_granted_together) {
+    for (const bool small_first : {true, false}) {
+        LinkCore core({true, 1, 1, kChunk});
+        core.assign_paths({}, Transport::tcp, 1);
+        core.attach(0, 1, std::nullopt, 0);
+        std::vector<uint8_t> payload(5 * kChunk);
+        const auto large = core.post(message(0, 5 * kChunk), payload.data(), nullptr, 1, 1);
+        AckFrame slots{{}, {{0, 0, 1, 0, 0, kChunk}, {0, 1, 1, 1, 0, 5 * kChunk}}};
+        if (!small_first) std::swap(slots.slots[0], slots.slots[1]);
+        Frame frame = std::move(slots);
+        CHECK(core.handle(frame, 2, 2).empty());
+        CHECK(core.out().ticket(large->info.id) == Outbox::Ticket::in_flight);
+        CHECK(core.next_chunk(0, 1, 2, 2)->message->slot->slot == 1);
+    }
+}
+
 TEST(of_very_many_messages_that_fail_none_counts_as_sent) {
     constexpr int64_t kMany = 5000;
     Pair p;
