@@ -167,6 +167,14 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
 }
 
 void Engine::decide(const std::shared_ptr<Greeting>& greeting) {
+    try {
+        decide_by_hello(greeting);
+    } catch (const std::exception& e) {  // out of memory, most likely: this connection only
+        greeting->refuse(Verdict::not_yet, e.what());
+    }
+}
+
+void Engine::decide_by_hello(const std::shared_ptr<Greeting>& greeting) {
     const Hello& h = greeting->hello();
     const Config& c = runtime_->config;
     if (h.job != c.job)

@@ -61,7 +61,10 @@ void Link::carry_out(const Actions& actions) {
         changed();
     else if (actions.wake)
         changed_.notify_all();
-    if (actions.dial) runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
+    if (actions.dial)
+        runtime_->control.post([self = shared_from_this()] {
+            self->or_die_without_lock([&] { self->dial_paths(); });
+        });
 }
 
 // Acknowledgements that wait for it to be back take grants along, unless there is more to say.

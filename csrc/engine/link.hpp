@@ -278,8 +278,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void confirmed(Transport transport);        // no lock
     void back_off(int64_t now_ns);
     std::string refused_text() const;
-    void redial_control();  // no lock
-    void probe_peer();      // no lock
+    void look_after(int64_t now_ns);  // no lock
+    void seek_peer();                 // no lock
+    void redial_control();            // no lock
+    void probe_peer();                // no lock
     void forgive_pause(int64_t now_ns);
     Hello hello(Purpose purpose) const;
 
@@ -291,6 +293,16 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         try {
             run();
         } catch (const std::exception& e) {
+            if (doom_.empty()) keep_words(doom_, e.what());
+        }
+    }
+    // The same, called without the lock.
+    template <typename F>
+    void or_die_without_lock(F&& run) noexcept {
+        try {
+            run();
+        } catch (const std::exception& e) {
+            const Lock lock(mu_);
             if (doom_.empty()) keep_words(doom_, e.what());
         }
     }
@@ -316,6 +328,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string paths_text() const;
     std::string missing_rail(int64_t now_ns) const;
     RdmaPath::Settings rdma_settings() const;
+    std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
+                                        const ConnectionKeys& keys);
     std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
                                                const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;

@@ -1,10 +1,14 @@
 // Links whose application finds no memory left on a thread of its own.
 #include "no_memory.hpp"
 
+#include <sys/socket.h>
+
 #include <atomic>
+#include <functional>
 #include <future>
 #include <new>
 
+#include "engine/dial.hpp"
 #include "two_engines.hpp"
 
 using namespace pipemorph;
@@ -27,6 +31,27 @@ size_t receive_without_memory(Link& link, const Key& key, size_t first, std::ato
         failures = none.failures();
     }
     return failures;
+}
+
+// Runs it on the control thread, where the allocations after the `first` ones fail. How many did.
+size_t without_memory(Runtime& runtime, size_t first, const std::function<void()>& what) {
+    std::promise<size_t> failures;
+    runtime.control.post([&] {
+        size_t n = 0;
+        std::string thrown;
+        try {
+            const NoMemory none(first);
+            what();
+            n = none.failures();
+        } catch (const std::exception& e) {
+            thrown = e.what();
+        }
+        if (thrown.empty())
+            failures.set_value(n);
+        else
+            failures.set_exception(std::make_exception_ptr(check::Failure("thrown: " + thrown)));
+    });
+    return failures.get_future().get();
 }
 
 // A link that goes on delivers whatever comes; one that does not says that it has ended.
@@ -66,4 +91,45 @@ TEST(link_whose_receiver_finds_no_memory_goes_on_or_ends) {
         }
         CHECK(first > 3);
     }
+}
+
+// Whatever becomes of the link, its engine has others.
+TEST(link_that_finds_no_memory_for_a_connection_goes_on_or_ends_and_its_engine_goes_on) {
+    size_t first = 0;
+    for (size_t failures = 1; failures > 0; ++first) {
+        Two two(Transport::tcp);
+        two.accepted->reserve(0, 2, 4096);
+        int ends[2];
+        CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+        Fd theirs(ends[0]);
+        Fd ours(ends[1]);
+        failures = without_memory(two.high.runtime(), first, [&] {
+            two.accepted->attach_data(0, 2, std::move(theirs), ConnectionKeys{});
+        });
+        ours.reset();
+        go_on(two);
+        THROWS(EngineTimeout, two.high.accept(0, 8, 0.01, [] {}));
+    }
+    CHECK(first > 3);
+}
+
+TEST(dial_that_finds_no_memory_says_so) {
+    Engine nobody_waits(config(1, Transport::tcp));
+    const Address address = resolve("127.0.0.1", nobody_waits.port(), false).front();
+    Runtime runtime(config(0, Transport::tcp));
+    size_t first = 0;
+    for (size_t failures = 1; failures > 0; ++first) {
+        std::promise<DialResult> said;
+        failures = without_memory(runtime, first, [&] {
+            try {
+                dial(runtime, address, Hello{}, 100 * kMillisecond,
+                     [&](DialResult result) { said.set_value(std::move(result)); });
+            } catch (const std::bad_alloc&) {  // it was not even begun
+                said.set_value({});
+            }
+        });
+        CHECK(!said.get_future().get().fd);
+    }
+    CHECK(first > 3);
+    runtime.stop();
 }
