@@ -179,7 +179,11 @@ void Link::finish(State state, const std::string& why) {
         if (over()) return;
         settles = !identity_.dials && state_ == State::connecting && !never_came_;
         // What only this end knows: the peer would look for it, and wait, in vain.
-        if (state == State::dead && !peer_left_) send_frame(ByeFrame{without_name(why), true});
+        if (state == State::dead && !peer_left_) {
+            send_frame(ByeFrame{without_name(why), true});
+            // The last word is said also where nothing else is any more.
+            if (!doom_.empty()) or_die([this] { write_frames(); });
+        }
         state_ = State::ending;
         error_ = why;
         connection = std::exchange(control_, nullptr);

@@ -98,10 +98,22 @@ class LinkCore {
     bool is_short_of_slots(int direction) const;
 
     // --- The application ---
+    // Where it throws nothing was posted. Otherwise `posted` has to follow.
+    std::shared_ptr<OutMessage> enqueue(MessageInfo info, const uint8_t* data,
+                                        std::shared_ptr<void> hold, int64_t now_ns,
+                                        const std::optional<SlotGrant>& leased = std::nullopt) {
+        return out_.post(std::move(info), data, std::move(hold), now_ns, leased);
+    }
+    void posted(const OutMessage& message, int64_t now_wall_ns, int64_t now_ns);
+    // Both.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_wall_ns,
                                      int64_t now_ns,
-                                     const std::optional<SlotGrant>& leased = std::nullopt);
+                                     const std::optional<SlotGrant>& leased = std::nullopt) {
+        auto message = enqueue(std::move(info), data, std::move(hold), now_ns, leased);
+        posted(*message, now_wall_ns, now_ns);
+        return message;
+    }
     // A slot of the peer's that the application fills before it posts the message.
     std::optional<SlotGrant> lease(int direction, uint64_t bytes) {
         return out_.lease(direction, bytes);

@@ -59,8 +59,8 @@ class Outbox {
   public:
     Outbox(size_t queues, uint32_t chunk_bytes);
 
-    // Throws EngineError for a key in flight or a message larger than any slot. `leased`: the slot
-    // that its payload is in already.
+    // Throws EngineError for a key in flight or a message larger than any slot, and has then posted
+    // nothing, as where there is no memory. `leased`: the slot that its payload is in already.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_steady_ns,
                                      const std::optional<SlotGrant>& leased = std::nullopt);
