@@ -104,7 +104,7 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     // `closed` is let go of when nothing of it can write anywhere any more.
     void close(std::shared_ptr<void> closed = nullptr) {
         reactor_.post(
-            [self = shared_from_this(), closed = std::move(closed)] { self->on_close(); });
+            [self = shared_from_this(), closed = std::move(closed)] { self->on_close(closed); });
     }
 
     // Up to this size a message is small: to wake another thread for it takes longer than to send
@@ -134,7 +134,8 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     virtual void on_kick() = 0;
     virtual void on_sever() = 0;
     virtual void on_give_up(const std::string& why) = 0;
-    virtual void on_close() = 0;
+    // What cannot be closed yet keeps `closed`.
+    virtual void on_close(const std::shared_ptr<void>& closed) = 0;
 
     Reactor& reactor_;
     std::shared_ptr<PathHost> host_;

@@ -583,8 +583,13 @@ bool RdmaPath::retire() {
     return false;
 }
 
-void RdmaPath::on_close() {
-    if (!retire()) reactor_.after(kRetireAgain, [self = shared_from_this(), this] { on_close(); });
+void RdmaPath::on_close(const std::shared_ptr<void>& closed) {
+    if (retire()) return;
+    // Nobody waits for ever for a queue pair that cannot be destroyed. This path lives as long as
+    // it does, and holds its link with all that it may write to.
+    const bool in_time = steady_ns() - retiring_since_ns_ <= settings_.retire_within_ns;
+    reactor_.after(kRetireAgain, [self = std::static_pointer_cast<RdmaPath>(shared_from_this()),
+                                  kept = in_time ? closed : nullptr] { self->on_close(kept); });
 }
 
 // The error that the queue pair lives on with. Without one it is gone, and only then nothing can

@@ -56,7 +56,7 @@ class RdmaPath final : public DataPath, public RailUser {
     void on_kick() override { guarded(&RdmaPath::pump); }
     void on_sever() override { break_off("severed on request"); }
     void on_give_up(const std::string& why) override { break_off(rail_->describe() + ": " + why); }
-    void on_close() override;
+    void on_close(const std::shared_ptr<void>& closed) override;
 
     void open();
     void guarded(void (RdmaPath::*what)());

@@ -177,7 +177,7 @@ void StreamPath::on_give_up(const std::string& why) {
     fail(why);
 }
 
-void StreamPath::on_close() {
+void StreamPath::on_close(const std::shared_ptr<void>& /*closed*/) {
     const Lock lock(mu_);
     drop_work();
     shut();

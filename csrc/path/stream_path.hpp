@@ -30,7 +30,7 @@ class StreamPath : public DataPath {
     void on_kick() override;
     void on_sever() override;
     void on_give_up(const std::string& why) override;
-    void on_close() override;
+    void on_close(const std::shared_ptr<void>& closed) override;
 
     // All of these with the mutex held.
     //

@@ -360,6 +360,23 @@ TEST(rdma_path_holds_what_is_leased_until_its_queue_pair_is_gone) {
     CHECK(message.expired());
 }
 
+TEST(rdma_path_is_closed_when_its_queue_pair_is_gone) {
+    Pair p;
+    std::atomic<bool> lives_on{true};
+    p.fabric.intercept(
+        [&](const fake::Call& call) { return lives_on && call.name == "destroy_qp" ? EIO : 0; });
+    auto closed = std::make_shared<int>();
+    const std::weak_ptr<int> kept = closed;
+    p.a->path->close(std::move(closed));
+    for (int i = 0; i < 2; ++i) p.a->on_thread([] {});  // tasks go by the batch
+    CHECK(!kept.expired() && p.fabric.queue_pairs("fake0") == 1);
+    lives_on = false;
+    const int64_t deadline = steady_ns() + 20 * kSecond;
+    while (!kept.expired() && steady_ns() < deadline) p.a->on_thread([] {});
+    CHECK(kept.expired() && p.fabric.queue_pairs("fake0") == 0);
+    p.fabric.intercept(nullptr);
+}
+
 // So that other rails do not leave it what it cannot take.
 TEST(rdma_path_says_that_it_cannot_stage_as_much_as_its_window) {
     constexpr uint32_t kAtFirst = 8;
