@@ -108,6 +108,21 @@ struct SlotView {
     size_t bytes;
 };
 
+// For what Python calls without a C++ caller: whether `is_usable` throws nothing.
+template <typename F>
+bool may_show(Py_buffer* view, F&& is_usable) {
+    try {
+        is_usable();
+        return true;
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_BufferError, e.what());
+    }
+    view->obj = nullptr;
+    return false;
+}
+
 int slot_view_buffer(PyObject* self, Py_buffer* view, int flags) {
     const auto* slot = nb::inst_ptr<SlotView>(self);
     return PyBuffer_FillInfo(view, self, slot->data, static_cast<Py_ssize_t>(slot->bytes), 0,
@@ -141,11 +156,7 @@ class PyMessage {
     // Of the message itself, which is kept by it: the slot is granted when the last one is gone.
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
         auto* message = nb::inst_ptr<PyMessage>(self);
-        if (message->released_) {
-            PyErr_SetString(PyExc_BufferError, "the message has been released already");
-            view->obj = nullptr;
-            return -1;
-        }
+        if (!may_show(view, [message] { message->check(); })) return -1;
         const Arrived& a = message->arrived_;
         message->exported_ = true;
         return PyBuffer_FillInfo(view, self, a.data != nullptr ? a.data : &empty_,
@@ -193,6 +204,7 @@ class PyMessage {
                                    .c_str());
     }
     void check() const {
+        link_.use();
         if (released_)
             throw EngineError(arrived_.info.key.describe() + " has been released already");
     }
@@ -229,14 +241,13 @@ class PyLease {
     bool in_place() const { return lease_.in_place; }
 
     uint64_t send(const nb::bytes& note) {
-        Link& link = link_.use();
-        if (over_) throw EngineError(key_.describe() + " has been " + over_ + " already");
+        check();
         MessageInfo info;
         info.key = key_;
         info.note = checked(note);
         info.bytes = lease_.bytes;
         const uint8_t* data = lease_.memory();
-        const uint64_t ticket = link.send(std::move(info), data, lease_.hold, lease_.slot);
+        const uint64_t ticket = link_.link->send(std::move(info), data, lease_.hold, lease_.slot);
         over_ = "sent";
         return ticket;
     }
@@ -249,22 +260,22 @@ class PyLease {
 
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
         auto* lease = nb::inst_ptr<PyLease>(self);
-        if (lease->over_) {
-            PyErr_Format(PyExc_BufferError, "the memory was %s already", lease->over_);
-            view->obj = nullptr;
+        uint8_t* data = nullptr;
+        if (!may_show(view, [&] {
+                lease->check();
+                data = lease->lease_.memory();
+            }))
             return -1;
-        }
-        try {
-            return PyBuffer_FillInfo(view, self, lease->lease_.memory(),
-                                     static_cast<Py_ssize_t>(lease->lease_.bytes), 0, flags);
-        } catch (const std::bad_alloc&) {
-            PyErr_NoMemory();
-            view->obj = nullptr;
-            return -1;
-        }
+        return PyBuffer_FillInfo(view, self, data, static_cast<Py_ssize_t>(lease->lease_.bytes), 0,
+                                 flags);
     }
 
   private:
+    void check() const {
+        link_.use();
+        if (over_) throw EngineError(key_.describe() + " has been " + over_ + " already");
+    }
+
     PyLink link_;
     Key key_;
     Link::Lease lease_;

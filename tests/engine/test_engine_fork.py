@@ -75,6 +75,7 @@ with pairs.in_process() as pair:
     key, parent = (0, 0, 0, 0, 0), os.getpid()
     pair.dialled.send(key, b"x")
     message = pair.accepted.receive(key, pairs.TIMEOUT)
+    lease = pair.dialled.lease((0, 1, 0, 0, 0), 1)
 
     def use():
         for call in (
@@ -85,15 +86,22 @@ with pairs.in_process() as pair:
             lambda: pair.accepted.reserve(0, 1, 1),
             lambda: pair.low.port,
             lambda: pair.low.accept(peer_rank=1, link_id=0, timeout=1.0),
+            lambda: message.view(),
+            lambda: message.copy_into(bytearray(1)),
+            lambda: message.move_to(1, 1, True),
+            lambda: memoryview(message),
+            lambda: lease.send(),
+            lambda: memoryview(lease),
         ):
             try:
                 call()
-            except EngineError as error:
+            except (EngineError, BufferError) as error:
                 said = str(error)
                 assert f"forked off process {parent}" in said and "make an engine here" in said
             else:
                 raise AssertionError("no error")
         message.release()
+        lease.release()
         with pairs.in_process() as own:  # while what is inherited ends
             own.accepted.reserve(0, 1, 100)
             own.dialled.send(key, b"of its own")
