@@ -55,14 +55,14 @@ void check_signals() {
 
 class Buffer {
   public:
-    Buffer(nb::handle object, int flags) : buffer_(new Py_buffer) {
+    Buffer(nb::handle object, int flags) : buffer_(new HeldBuffer) {
         if (PyObject_GetBuffer(object.ptr(), buffer_.get(), flags) != 0) {
             delete buffer_.release();
             throw nb::python_error();
         }
     }
     // Memory of `owner`, which need not have a buffer interface.
-    Buffer(nb::handle owner, void* data, size_t bytes) : buffer_(new Py_buffer) {
+    Buffer(nb::handle owner, void* data, size_t bytes) : buffer_(new HeldBuffer) {
         if (PyBuffer_FillInfo(buffer_.get(), owner.ptr(), data, static_cast<Py_ssize_t>(bytes), 1,
                               PyBUF_SIMPLE) != 0) {
             delete buffer_.release();
@@ -76,10 +76,10 @@ class Buffer {
     Buffer& operator=(const Buffer&) = delete;
     uint8_t* data() const { return static_cast<uint8_t*>(buffer_->buf); }
     size_t size() const { return static_cast<size_t>(buffer_->len); }
-    std::unique_ptr<Py_buffer> take() { return std::move(buffer_); }
+    std::unique_ptr<HeldBuffer> take() { return std::move(buffer_); }
 
   private:
-    std::unique_ptr<Py_buffer> buffer_;
+    std::unique_ptr<HeldBuffer> buffer_;
 };
 
 struct PyLink {

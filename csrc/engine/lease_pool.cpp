@@ -35,7 +35,7 @@ std::optional<LeasePool::Piece> LeasePool::take(uint64_t bytes) {
     return std::nullopt;
 }
 
-void LeasePool::give_back(size_t number, size_t offset, size_t bytes) {
+void LeasePool::give_back(size_t number, size_t offset, size_t bytes) noexcept {
     const std::lock_guard lock(mu_);
     auto& free = segments_[number].free;
     const auto after = free.lower_bound(offset);
@@ -51,7 +51,10 @@ void LeasePool::give_back(size_t number, size_t offset, size_t bytes) {
             return;
         }
     }
-    free.emplace(offset, bytes);
+    try {
+        free.emplace(offset, bytes);
+    } catch (const std::bad_alloc&) {  // nobody gets it any more
+    }
 }
 
 // As much again as there is: whoever leases piece after piece has enough after a few times.

@@ -48,7 +48,7 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
         std::vector<std::shared_ptr<Registration>> registered;
         std::map<size_t, size_t> free;  // from where, so many bytes; no two that touch
     };
-    void give_back(size_t segment, size_t offset, size_t bytes);
+    void give_back(size_t segment, size_t offset, size_t bytes) noexcept;
 
     mutable std::mutex mu_;
     std::vector<Segment> segments_;

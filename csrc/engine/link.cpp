@@ -208,11 +208,11 @@ void Link::finish(State state, const std::string& why) {
     if (settles && on_settled) on_settled(why);
 }
 
-void Link::paths_closed(State state) {
+void Link::paths_closed(State state) noexcept {
     const Lock lock(mu_);
     state_ = state;
     core_.abandon();
-    act();
+    changed();
 }
 
 Hello Link::hello(Purpose purpose) const {

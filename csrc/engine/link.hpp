@@ -334,7 +334,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
                                                const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock
-    void paths_closed(State state);                    // no lock
+    void paths_closed(State state) noexcept;           // no lock
 
     const std::shared_ptr<Runtime> runtime_;
     const Identity identity_;

@@ -116,10 +116,9 @@ void LinkCore::grant(const std::vector<SlotGrant>& grants) {
     actions_.flush = true;
 }
 
-void LinkCore::abandon() {
+void LinkCore::abandon() noexcept {
     out_.abandon();
     in_.abandon();
-    changed();
 }
 
 // --- The peer's frames ---------------------------------------------------------------------------

@@ -135,7 +135,8 @@ class LinkCore {
     void grant_room(uint32_t segment) { grant(in_.grant_segment(segment)); }
     // Shared memory: the next segment that the peer is still to be shown.
     std::optional<uint32_t> next_segment_to_offer();
-    void abandon();
+    // The link is over: lets go of what is the application's. Nothing is left to be done.
+    void abandon() noexcept;
 
     // --- The peer's frames ---
     // Grants, messages, acknowledgements, fences and regions. Others need more than rules.

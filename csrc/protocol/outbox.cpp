@@ -289,10 +289,10 @@ std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns)
     return out;
 }
 
-void Outbox::abandon() {
-    for (const auto& [id, m] : by_id_) abandoned_.insert(id);
+void Outbox::abandon() noexcept {
+    for (auto& [_, m] : by_id_) m.reset();
+    abandoned_.merge(by_id_);
     under_way_ = 0;
-    by_id_.clear();
     keys_.clear();
     again_.clear();
     inline_.clear();
