@@ -342,6 +342,19 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
     return wrap(self, std::move(arrived));
 }
 
+nb::object try_receive(const PyLink& self, const KeyTuple& key) {
+    Link& link = self.use();
+    const Key k = to_key(key);
+    std::optional<Arrived> arrived;
+    {
+        std::optional<nb::gil_scoped_release> no_gil;
+        arrived = link.try_receive(k, [&no_gil](uint64_t bytes) {
+            if (bytes >= kCopyWithoutGil) no_gil.emplace();
+        });
+    }
+    return wrap(self, std::move(arrived));
+}
+
 void post_receive(const PyLink& self, const KeyTuple& key, nb::handle destination) {
     Link& link = self.use();
     const Key k = to_key(key);
@@ -606,12 +619,7 @@ NB_MODULE(_engine, m) {
             "sent", [](const PyLink& self, uint64_t ticket) { return self.use().sent(ticket); },
             "ticket"_a)
         .def("wait_sent", &wait_sent, "ticket"_a, "timeout"_a)
-        .def(
-            "try_receive",
-            [](const PyLink& self, const KeyTuple& key) {
-                return wrap(self, self.use().try_receive(to_key(key)));
-            },
-            "key"_a)
+        .def("try_receive", &try_receive, "key"_a)
         .def("receive", &receive, "key"_a, "timeout"_a)
         .def("post_receive", &post_receive, "key"_a, "destination"_a)
         .def(

@@ -112,7 +112,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, double timeout);
     std::optional<Arrived> receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                    double timeout);
-    std::optional<Arrived> try_receive(const Key& key);
+    // `copies`: told before so many bytes are copied, without the lock.
+    using Copies = std::function<void(uint64_t bytes)>;
+    std::optional<Arrived> try_receive(const Key& key, const Copies& copies = {});
     void post_receive(const Key& key, Destination destination);
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as the link lives.
@@ -250,7 +252,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool await_reader();
     void leave_to_reactor(Lock& lock);
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
-    std::optional<Arrived> take(Lock& lock, const Key& key);
+    std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
     // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
     // it. No lock.
     bool make_room(int direction, const Inbox::Room& room, bool needed);
