@@ -111,7 +111,11 @@ void Engine::tick() {
         if (closed_) return;
         for (const auto& [_, link] : links_) links.push_back(link);
     }
-    for (const auto& link : links) link->tick();
+    for (const auto& link : links) {
+        link->tick();
+        // Here and in links_.
+        if (link.use_count() == 2) link->let_go();
+    }
     // Without links there is nothing to keep time for.
     runtime_->control.after(links.empty() ? 4 * kTick : kTick, [this] { tick(); });
 }

@@ -80,6 +80,12 @@ void LeasePool::add(std::shared_ptr<Memory> memory,
     segments_.push_back({std::move(memory), std::move(registered), {{0, size}}});
 }
 
+void LeasePool::drop() {
+    decltype(segments_) dropped;
+    const std::lock_guard lock(mu_);
+    dropped.swap(segments_);
+}
+
 std::vector<std::shared_ptr<Memory>> LeasePool::memory() const {
     const std::lock_guard lock(mu_);
     std::vector<std::shared_ptr<Memory>> out;

@@ -215,6 +215,28 @@ void Link::paths_closed(State state) noexcept {
     changed();
 }
 
+void Link::let_go() {
+    {
+        const Lock lock(mu_);
+        if (!ended() || std::exchange(let_go_, true)) return;
+    }
+    aside().post([self = shared_from_this()] { self->drop_memory(); });
+}
+
+void Link::drop_memory() {
+    Inbox inbox;
+    decltype(registrations_) registrations;
+    decltype(peer_segments_) peer_segments;
+    {
+        const Lock lock(mu_);
+        inbox = core_.drop_inbox();
+        registrations.swap(registrations_);
+        peer_segments.swap(peer_segments_);
+    }
+    // Somebody else may have a lease, which goes back to the pool.
+    if (lease_pool_.use_count() == 1) lease_pool_->drop();
+}
+
 Hello Link::hello(Purpose purpose) const {
     Hello h;
     h.purpose = purpose;

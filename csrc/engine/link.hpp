@@ -117,10 +117,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<Arrived> try_receive(const Key& key, const Copies& copies = {});
     void post_receive(const Key& key, Destination destination);
     bool arrived(const Key& key) const;
-    // What the receive slots lie in; mapped for as long as the link lives.
+    // What the receive slots lie in; mapped for as long as anybody but the engine has the link.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    // Where leases may be, for as long as the link lives: the peer's slots, as far as they are
-    // mapped here, or what is registered for them with the rails.
+    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or what
+    // is registered for them with the rails.
     std::vector<std::shared_ptr<Memory>> lease_memory() const;
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
@@ -161,6 +161,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string may_attach_data(uint32_t path, uint32_t epoch) const;
     void attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
     void tick();
+    // Nobody but the engine has it any more. If it has ended, its memory is given back.
+    void let_go();
     size_t path_count() const;
     bool up() const;
     // Also a link that its acceptor does not know to be up.
@@ -335,6 +337,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
                                                const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
+    void drop_memory();                                // no lock; it may take a while
     void finish(State state, const std::string& why);  // no lock
     void paths_closed(State state) noexcept;           // no lock
 
@@ -344,6 +347,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     mutable std::mutex mu_;
     std::condition_variable changed_;
     State state_ = State::connecting;
+    bool let_go_ = false;
     std::string error_;  // to be told when it has ended
     std::string doom_;   // what has failed by halves: nothing is taken or said any more
     Terms terms_;

@@ -137,6 +137,8 @@ class LinkCore {
     std::optional<uint32_t> next_segment_to_offer();
     // The link is over: lets go of what is the application's. Nothing is left to be done.
     void abandon() noexcept;
+    // And nobody has any of what is in there.
+    Inbox drop_inbox() { return std::exchange(in_, Inbox()); }
 
     // --- The peer's frames ---
     // Grants, messages, acknowledgements, fences and regions. Others need more than rules.
