@@ -119,8 +119,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as anybody but the engine has the link.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or what
-    // is registered for them with the rails.
+    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or
+    // what is registered for them with the rails.
     std::vector<std::shared_ptr<Memory>> lease_memory() const;
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
@@ -337,9 +337,12 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
                                                const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
-    void drop_memory();                                // no lock; it may take a while
-    void finish(State state, const std::string& why);  // no lock
-    void paths_closed(State state) noexcept;           // no lock
+    void drop_memory();  // no lock; it may take a while
+    struct Ending;
+    // Where there is no memory for it the next tick ends the link.
+    void finish(State state, const std::string& why) noexcept;  // no lock
+    bool begin_to_end(State state, const std::string& why);     // no lock
+    void paths_closed(State state) noexcept;                    // no lock
 
     const std::shared_ptr<Runtime> runtime_;
     const Identity identity_;

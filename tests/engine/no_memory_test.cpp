@@ -176,3 +176,29 @@ TEST(dial_that_finds_no_memory_says_so) {
     CHECK(first > 3);
     runtime.stop();
 }
+
+TEST(link_that_finds_no_memory_to_end_ends_all_the_same) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        size_t first = 0;
+        for (size_t failures = 1; failures > 0; ++first) {
+            Two two(transport);
+            auto posted = std::make_shared<std::vector<uint8_t>>(100);
+            const std::weak_ptr<void> held = posted;
+            uint8_t* const at = posted->data();
+            two.accepted->post_receive({0, 0, 0, 0, 0}, {at, 100, std::move(posted)});
+            const std::string why(100, 'y');
+            try {
+                const NoMemory none(first);
+                two.accepted->die(why);
+                failures = none.failures();
+            } catch (const std::bad_alloc&) {
+                check::fail(__FILE__, __LINE__, "the end of a link has thrown");
+            }
+            until("ended", [&] { return !two.accepted->alive(); });
+            until("let go of", [&] { return held.expired(); });
+            until("the peer ended", [&] { return !two.dialled->alive(); });
+            THROWS(EngineTimeout, two.high.accept(0, 8, 0.01, [] {}));
+        }
+        CHECK(first > 3);
+    }
+}
