@@ -58,7 +58,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             :func:`~pipemorph_trainer.torch.split_backward`), or as the stage's own ``dw_builder``
             does it. ``fused``: B is the whole backward.
         mesh: all ranks, by the dimensions that :class:`pipemorph_trainer.Pipeline` knows; needed
-            if there are more ranks than stages. The stages of ranks that share all but ``pp`` form
+            where other dimensions than replicas divide the ranks of a stage. The stages of ranks that share all but ``pp`` form
             a pipeline. Ranks of one stage run the same ops in the same order.
         context: identity of this rank; default: :meth:`TrainerContext.from_env`.
         policy, dispatch, route, plan, faults, deadline_seconds, engine, queues, direct_sends,
