@@ -55,14 +55,14 @@ void check_signals() {
 
 class Buffer {
   public:
-    Buffer(nb::handle object, int flags) : buffer_(new Py_buffer) {
+    Buffer(nb::handle object, int flags) : buffer_(new HeldBuffer) {
         if (PyObject_GetBuffer(object.ptr(), buffer_.get(), flags) != 0) {
             delete buffer_.release();
             throw nb::python_error();
         }
     }
     // Memory of `owner`, which need not have a buffer interface.
-    Buffer(nb::handle owner, void* data, size_t bytes) : buffer_(new Py_buffer) {
+    Buffer(nb::handle owner, void* data, size_t bytes) : buffer_(new HeldBuffer) {
         if (PyBuffer_FillInfo(buffer_.get(), owner.ptr(), data, static_cast<Py_ssize_t>(bytes), 1,
                               PyBUF_SIMPLE) != 0) {
             delete buffer_.release();
@@ -76,10 +76,10 @@ class Buffer {
     Buffer& operator=(const Buffer&) = delete;
     uint8_t* data() const { return static_cast<uint8_t*>(buffer_->buf); }
     size_t size() const { return static_cast<size_t>(buffer_->len); }
-    std::unique_ptr<Py_buffer> take() { return std::move(buffer_); }
+    std::unique_ptr<HeldBuffer> take() { return std::move(buffer_); }
 
   private:
-    std::unique_ptr<Py_buffer> buffer_;
+    std::unique_ptr<HeldBuffer> buffer_;
 };
 
 struct PyLink {
@@ -338,6 +338,19 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
     {
         const nb::gil_scoped_release no_gil;
         while (!(arrived = link.receive(k, deadline, kSlice, timeout))) check_signals();
+    }
+    return wrap(self, std::move(arrived));
+}
+
+nb::object try_receive(const PyLink& self, const KeyTuple& key) {
+    Link& link = self.use();
+    const Key k = to_key(key);
+    std::optional<Arrived> arrived;
+    {
+        std::optional<nb::gil_scoped_release> no_gil;
+        arrived = link.try_receive(k, [&no_gil](uint64_t bytes) {
+            if (bytes >= kCopyWithoutGil) no_gil.emplace();
+        });
     }
     return wrap(self, std::move(arrived));
 }
@@ -606,12 +619,7 @@ NB_MODULE(_engine, m) {
             "sent", [](const PyLink& self, uint64_t ticket) { return self.use().sent(ticket); },
             "ticket"_a)
         .def("wait_sent", &wait_sent, "ticket"_a, "timeout"_a)
-        .def(
-            "try_receive",
-            [](const PyLink& self, const KeyTuple& key) {
-                return wrap(self, self.use().try_receive(to_key(key)));
-            },
-            "key"_a)
+        .def("try_receive", &try_receive, "key"_a)
         .def("receive", &receive, "key"_a, "timeout"_a)
         .def("post_receive", &post_receive, "key"_a, "destination"_a)
         .def(

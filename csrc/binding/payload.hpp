@@ -10,14 +10,18 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "base/error.hpp"
 #include "os/fd.hpp"
 
 namespace pipemorph {
+
+// With its place on the list, so that whoever drops the last reference needs no memory for it.
+struct HeldBuffer : Py_buffer {
+    HeldBuffer* next = nullptr;
+};
 
 class Graveyard {
   public:
@@ -37,36 +41,30 @@ class Graveyard {
         release_all();
     }
 
-    void bury(Py_buffer* buffer) {
+    void bury(HeldBuffer* buffer) noexcept {
         if (inherited()) return;
-        const std::lock_guard lock(mu_);
-        dead_.push_back(buffer);
-        any_.store(true, std::memory_order_release);
+        buffer->next = dead_.load(std::memory_order_relaxed);
+        while (!dead_.compare_exchange_weak(buffer->next, buffer, std::memory_order_release,
+                                            std::memory_order_relaxed)) {
+        }
     }
 
     // With the GIL.
     void release_all() {
-        if (inherited() || !any_.load(std::memory_order_acquire)) return;
-        std::vector<Py_buffer*> dead;
-        {
-            const std::lock_guard lock(mu_);
-            dead.swap(dead_);
-            any_.store(false, std::memory_order_release);
-        }
+        if (inherited() || dead_.load(std::memory_order_relaxed) == nullptr) return;
+        HeldBuffer* dead = dead_.exchange(nullptr, std::memory_order_acquire);
         // When the interpreter is gone there is nobody to give them back to.
         if (!Py_IsInitialized()) return;
-        for (Py_buffer* buffer : dead) {
-            PyBuffer_Release(buffer);
-            delete buffer;
+        while (dead != nullptr) {
+            const std::unique_ptr<HeldBuffer> buffer(std::exchange(dead, dead->next));
+            PyBuffer_Release(buffer.get());
         }
     }
 
   private:
     const uint32_t forks_ = forks();
     const pid_t owner_ = getpid();
-    std::mutex mu_;
-    std::vector<Py_buffer*> dead_;
-    std::atomic<bool> any_{false};
+    std::atomic<HeldBuffer*> dead_{nullptr};
 };
 
 // A reference of Python's to something of the engine's. In a forked child it is never let go of.
@@ -87,9 +85,9 @@ class Reference : public std::shared_ptr<T> {
 
 // Takes the buffer over.
 inline std::shared_ptr<void> hold(std::shared_ptr<Graveyard> graveyard,
-                                  std::unique_ptr<Py_buffer> buffer) {
-    return std::shared_ptr<void>(
-        buffer.release(), [graveyard](void* p) { graveyard->bury(static_cast<Py_buffer*>(p)); });
+                                  std::unique_ptr<HeldBuffer> buffer) {
+    return {buffer.release(),
+            [graveyard = std::move(graveyard)](HeldBuffer* dead) { graveyard->bury(dead); }};
 }
 
 }  // namespace pipemorph

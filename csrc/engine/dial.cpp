@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {
@@ -37,20 +36,31 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             else
                 self->out_of_time();
         });
-        fd_ = start_connect(address_);
-        if (!fd_) {
-            connect_failed(errno);
-            return;
-        }
+        guarded([&] {
+            fd_ = start_connect(address_);
+            if (!fd_) {
+                connect_failed(errno);
+                return;
+            }
+            watch_ = runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) {
+                self->guarded([&] { self->on_event(); });
+            });
+        });
+    }
+
+  private:
+    // What goes wrong in between (no memory, no more descriptors to be watched) is the end of this
+    // connection only. What `done` has thrown is not ours.
+    template <typename F>
+    void guarded(F&& run) {
         try {
-            watch_ =
-                runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
-        } catch (const EngineError& e) {
+            run();
+        } catch (const std::exception& e) {
+            if (!done_) throw;
             fail(e.what());
         }
     }
 
-  private:
     void end_after(int64_t limit_ns) {
         timer_ = runtime_.control.after(limit_ns, [self = shared_from_this()] {
             self->timer_ = 0;

@@ -111,7 +111,11 @@ void Engine::tick() {
         if (closed_) return;
         for (const auto& [_, link] : links_) links.push_back(link);
     }
-    for (const auto& link : links) link->tick();
+    for (const auto& link : links) {
+        link->tick();
+        // Here and in links_.
+        if (link.use_count() == 2) link->let_go();
+    }
     // Without links there is nothing to keep time for.
     runtime_->control.after(links.empty() ? 4 * kTick : kTick, [this] { tick(); });
 }
@@ -167,6 +171,14 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
 }
 
 void Engine::decide(const std::shared_ptr<Greeting>& greeting) {
+    try {
+        decide_by_hello(greeting);
+    } catch (const std::exception& e) {  // out of memory, most likely: this connection only
+        greeting->refuse(Verdict::not_yet, e.what());
+    }
+}
+
+void Engine::decide_by_hello(const std::shared_ptr<Greeting>& greeting) {
     const Hello& h = greeting->hello();
     const Config& c = runtime_->config;
     if (h.job != c.job)

@@ -50,6 +50,7 @@ class Engine {
 
     // Control thread.
     void decide(const std::shared_ptr<Greeting>& greeting);
+    void decide_by_hello(const std::shared_ptr<Greeting>& greeting);
     void decide_control(const std::shared_ptr<Greeting>& greeting);
     void decide_data(const std::shared_ptr<Greeting>& greeting);
     void begin_link(const std::shared_ptr<Greeting>& greeting);

@@ -35,7 +35,7 @@ std::optional<LeasePool::Piece> LeasePool::take(uint64_t bytes) {
     return std::nullopt;
 }
 
-void LeasePool::give_back(size_t number, size_t offset, size_t bytes) {
+void LeasePool::give_back(size_t number, size_t offset, size_t bytes) noexcept {
     const std::lock_guard lock(mu_);
     auto& free = segments_[number].free;
     const auto after = free.lower_bound(offset);
@@ -51,7 +51,10 @@ void LeasePool::give_back(size_t number, size_t offset, size_t bytes) {
             return;
         }
     }
-    free.emplace(offset, bytes);
+    try {
+        free.emplace(offset, bytes);
+    } catch (const std::bad_alloc&) {  // nobody gets it any more
+    }
 }
 
 // As much again as there is: whoever leases piece after piece has enough after a few times.
@@ -75,6 +78,12 @@ void LeasePool::add(std::shared_ptr<Memory> memory,
     const size_t size = memory->size();
     bytes_ += size;
     segments_.push_back({std::move(memory), std::move(registered), {{0, size}}});
+}
+
+void LeasePool::drop() {
+    decltype(segments_) dropped;
+    const std::lock_guard lock(mu_);
+    dropped.swap(segments_);
 }
 
 std::vector<std::shared_ptr<Memory>> LeasePool::memory() const {

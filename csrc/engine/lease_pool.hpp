@@ -34,6 +34,8 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
     // `registered`: with the rails that can reach it. Without memory: it cannot be had.
     void add(std::shared_ptr<Memory> memory,
              std::vector<std::shared_ptr<Registration>> registered = {});
+    // All of it, while no piece is taken.
+    void drop();
     std::vector<std::shared_ptr<Memory>> memory() const;
     // The device's key for an address; nothing if that is not in memory that it can reach.
     std::optional<uint32_t> key(const VerbsDevice& device, const uint8_t* data) const;
@@ -48,7 +50,7 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
         std::vector<std::shared_ptr<Registration>> registered;
         std::map<size_t, size_t> free;  // from where, so many bytes; no two that touch
     };
-    void give_back(size_t segment, size_t offset, size_t bytes);
+    void give_back(size_t segment, size_t offset, size_t bytes) noexcept;
 
     mutable std::mutex mu_;
     std::vector<Segment> segments_;

@@ -61,7 +61,10 @@ void Link::carry_out(const Actions& actions) {
         changed();
     else if (actions.wake)
         changed_.notify_all();
-    if (actions.dial) runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
+    if (actions.dial)
+        runtime_->control.post([self = shared_from_this()] {
+            self->or_die_without_lock([&] { self->dial_paths(); });
+        });
 }
 
 // Acknowledgements that wait for it to be back take grants along, unless there is more to say.
@@ -105,9 +108,17 @@ void Link::close(int64_t deadline_ns) {
                 wait_slice(lock, patience, kSlice);
         }
     }
-    finish(State::closed, describe() + " is closed");
+    const std::string why = describe() + " is closed";
+    finish(State::closed, why);
     Lock lock(mu_);
-    changed_.wait(lock, [this] { return ended(); });
+    while (!ended()) {
+        wait_slice(lock, steady_ns() + kSlice, kSlice);
+        if (over()) continue;
+        // There was no memory for it. Now there may be some.
+        lock.unlock();
+        finish(State::closed, why);
+        lock.lock();
+    }
 }
 
 void Link::set_terms(Terms terms) {
@@ -157,7 +168,10 @@ void Link::die(const std::string& why) {
         if (now - core_.paths().without_rail_since() > runtime_->peer_deadline_ns / 5)
             missing = missing_rail(now);
     }
-    finish(State::dead, missing.empty() ? why : why + "; " + missing);
+    if (missing.empty())
+        finish(State::dead, why);
+    else
+        finish(State::dead, why + "; " + missing);
 }
 
 // A reason as the peer is told it, which puts the link's name before it.
@@ -166,46 +180,94 @@ std::string Link::without_name(const std::string& why) const {
     return why.starts_with(name) ? why.substr(name.size()) : why;
 }
 
-void Link::finish(State state, const std::string& why) {
-    std::shared_ptr<Connection> connection;
-    std::vector<std::shared_ptr<DataPath>> paths;
-    std::shared_ptr<DataPath> kept;
-    bool settles = false;
-    {
-        const Lock lock(mu_);
-        if (over()) return;
-        settles = !identity_.dials && state_ == State::connecting && !never_came_;
-        // What only this end knows: the peer would look for it, and wait, in vain.
-        if (state == State::dead && !peer_left_) send_frame(ByeFrame{without_name(why), true});
-        state_ = State::ending;
-        error_ = why;
-        connection = std::exchange(control_, nullptr);
-        kept = std::exchange(kept_, nullptr);
-        for (Held& held : held_) {
-            for (auto& path : held.connections) paths.push_back(std::move(path));
-            held.connections.clear();
-            if (held.offered) paths.push_back(std::exchange(held.offered, nullptr));
-        }
+// Goes with the last of the paths: each is closed on its own thread, or that thread has ended.
+struct Link::Ending {
+    std::shared_ptr<Link> link;
+    State state;
+    bool begun = false;
+
+    ~Ending() {
+        if (begun) link->paths_closed(state);
     }
-    // Goes with the last of them: each is closed on its own thread, or that thread has ended.
-    const std::shared_ptr<void> closed(
-        nullptr, [self = shared_from_this(), state](void*) { self->paths_closed(state); });
-    for (const auto& path : paths) path->close(closed);
-    if (connection)
-        runtime_->control.post([self = shared_from_this(), connection] {
-            if (!connection->fd) return;
-            self->runtime_->control.remove(connection->fd.get());
-            const Lock lock(self->mu_);
-            connection->fd.reset();
-        });
-    if (settles && on_settled) on_settled(why);
+};
+
+void Link::finish(State state, const std::string& why) noexcept {
+    or_die_without_lock([&] {
+        if (begin_to_end(state, why) && on_settled) on_settled(why);
+    });
 }
 
-void Link::paths_closed(State state) {
+// Whether it settles with that. Where it throws, nothing has begun to end but for paths that are
+// closed already: it can be done anew.
+bool Link::begin_to_end(State state, const std::string& why) {
+    std::shared_ptr<Ending> ending;
+    std::vector<std::shared_ptr<DataPath>> paths;
+    std::shared_ptr<DataPath> kept;
+    const Lock lock(mu_);
+    if (over()) return false;
+    // What only this end knows: the peer would look for it, and wait, in vain.
+    if (state == State::dead && !peer_left_) {
+        try {
+            send_frame(ByeFrame{without_name(why), true});
+            // The last word is said also where nothing else is any more.
+            if (!doom_.empty()) write_frames();
+        } catch (const std::exception&) {  // no memory: it has to find out by itself
+        }
+    }
+    ending = std::make_shared<Ending>(Ending{shared_from_this(), state});
+    for (const Held& held : held_) {
+        paths.insert(paths.end(), held.connections.begin(), held.connections.end());
+        if (held.offered) paths.push_back(held.offered);
+    }
+    for (const auto& path : paths) path->close(ending);
+    if (control_)
+        runtime_->control.post([self = shared_from_this(), connection = control_] {
+            if (!connection->fd) return;
+            self->runtime_->control.remove(connection->fd.get());
+            const Lock held(self->mu_);
+            connection->fd.reset();
+        });
+    // From here on nothing needs memory.
+    const bool settles = !identity_.dials && state_ == State::connecting && !never_came_;
+    ending->begun = true;
+    state_ = State::ending;
+    keep_words(error_, why);
+    control_.reset();
+    kept.swap(kept_);
+    for (Held& held : held_) {
+        held.connections.clear();
+        held.offered.reset();
+    }
+    return settles;
+}
+
+void Link::paths_closed(State state) noexcept {
     const Lock lock(mu_);
     state_ = state;
     core_.abandon();
-    act();
+    changed();
+}
+
+void Link::let_go() {
+    {
+        const Lock lock(mu_);
+        if (!ended() || std::exchange(let_go_, true)) return;
+    }
+    aside().post([self = shared_from_this()] { self->drop_memory(); });
+}
+
+void Link::drop_memory() {
+    Inbox inbox;
+    decltype(registrations_) registrations;
+    decltype(peer_segments_) peer_segments;
+    {
+        const Lock lock(mu_);
+        inbox = core_.drop_inbox();
+        registrations.swap(registrations_);
+        peer_segments.swap(peer_segments_);
+    }
+    // Somebody else may have a lease, which goes back to the pool.
+    if (lease_pool_.use_count() == 1) lease_pool_->drop();
 }
 
 Hello Link::hello(Purpose purpose) const {

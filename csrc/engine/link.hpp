@@ -112,13 +112,15 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, double timeout);
     std::optional<Arrived> receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                    double timeout);
-    std::optional<Arrived> try_receive(const Key& key);
+    // `copies`: told before so many bytes are copied, without the lock.
+    using Copies = std::function<void(uint64_t bytes)>;
+    std::optional<Arrived> try_receive(const Key& key, const Copies& copies = {});
     void post_receive(const Key& key, Destination destination);
     bool arrived(const Key& key) const;
-    // What the receive slots lie in; mapped for as long as the link lives.
+    // What the receive slots lie in; mapped for as long as anybody but the engine has the link.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    // Where leases may be, for as long as the link lives: the peer's slots, as far as they are
-    // mapped here, or what is registered for them with the rails.
+    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or
+    // what is registered for them with the rails.
     std::vector<std::shared_ptr<Memory>> lease_memory() const;
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
@@ -159,6 +161,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string may_attach_data(uint32_t path, uint32_t epoch) const;
     void attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
     void tick();
+    // Nobody but the engine has it any more. If it has ended, its memory is given back.
+    void let_go();
     size_t path_count() const;
     bool up() const;
     // Also a link that its acceptor does not know to be up.
@@ -250,7 +254,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool await_reader();
     void leave_to_reactor(Lock& lock);
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
-    std::optional<Arrived> take(Lock& lock, const Key& key);
+    std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
     // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
     // it. No lock.
     bool make_room(int direction, const Inbox::Room& room, bool needed);
@@ -278,8 +282,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void confirmed(Transport transport);        // no lock
     void back_off(int64_t now_ns);
     std::string refused_text() const;
-    void redial_control();  // no lock
-    void probe_peer();      // no lock
+    void look_after(int64_t now_ns);  // no lock
+    void seek_peer();                 // no lock
+    void redial_control();            // no lock
+    void probe_peer();                // no lock
     void forgive_pause(int64_t now_ns);
     Hello hello(Purpose purpose) const;
 
@@ -291,6 +297,16 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         try {
             run();
         } catch (const std::exception& e) {
+            if (doom_.empty()) keep_words(doom_, e.what());
+        }
+    }
+    // The same, called without the lock.
+    template <typename F>
+    void or_die_without_lock(F&& run) noexcept {
+        try {
+            run();
+        } catch (const std::exception& e) {
+            const Lock lock(mu_);
             if (doom_.empty()) keep_words(doom_, e.what());
         }
     }
@@ -316,11 +332,17 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::string paths_text() const;
     std::string missing_rail(int64_t now_ns) const;
     RdmaPath::Settings rdma_settings() const;
+    std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
+                                        const ConnectionKeys& keys);
     std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
                                                const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
-    void finish(State state, const std::string& why);  // no lock
-    void paths_closed(State state);                    // no lock
+    void drop_memory();  // no lock; it may take a while
+    struct Ending;
+    // Where there is no memory for it the next tick ends the link.
+    void finish(State state, const std::string& why) noexcept;  // no lock
+    bool begin_to_end(State state, const std::string& why);     // no lock
+    void paths_closed(State state) noexcept;                    // no lock
 
     const std::shared_ptr<Runtime> runtime_;
     const Identity identity_;
@@ -328,6 +350,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     mutable std::mutex mu_;
     std::condition_variable changed_;
     State state_ = State::connecting;
+    bool let_go_ = false;
     std::string error_;  // to be told when it has ended
     std::string doom_;   // what has failed by halves: nothing is taken or said any more
     Terms terms_;

@@ -91,7 +91,7 @@ void Link::confirm() {
         flush();
         changed();
     }
-    if (identity_.dials) dial_paths();
+    if (identity_.dials) or_die_without_lock([this] { dial_paths(); });
 }
 
 void Link::send_confirm() {

@@ -41,31 +41,42 @@ std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
 }
 
 void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys) {
-    std::shared_ptr<DataPath> now;
-    {
-        const Lock lock(mu_);
-        if (over()) return;
-        Reactor& reactor = runtime_->data(path);
-        std::optional<uint32_t> local_thread;
-        const Transport kind = core_.paths()[path].kind;
-        if (kind == Transport::libfabric) {
-            now = make_fabric_path(path, epoch, std::move(fd), keys);
-        } else if (kind == Transport::shm) {
-            now = std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
-                                            keys, runtime_->config.integrity);
-        } else {
-            set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
-            if (is_local(fd)) local_thread = path % static_cast<uint32_t>(runtime_->data_threads());
-            now = std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
-                                            keys, runtime_->config.integrity);
+    or_die_without_lock([&] {
+        std::shared_ptr<DataPath> now;
+        {
+            const Lock lock(mu_);
+            if (over()) return;
+            const Transport kind = core_.paths()[path].kind;
+            std::optional<uint32_t> local_thread;
+            if (kind == Transport::tcp && is_local(fd))
+                local_thread = path % static_cast<uint32_t>(runtime_->data_threads());
+            try {
+                now = make_path(path, epoch, std::move(fd), keys);
+            } catch (const std::exception& e) {  // another one may be had
+                core_.dial_failed(path, epoch, e.what(), steady_ns());
+                return;
+            }
+            // Over libfabric a message has to be taken first.
+            const bool carries = kind != Transport::libfabric;
+            if (!core_.attach(path, epoch, local_thread, steady_ns(), carries)) return;
+            held_[path].connections.push_back(now);
+            act();
         }
-        // Over libfabric a message has to be taken first.
-        const bool carries = kind != Transport::libfabric;
-        if (!core_.attach(path, epoch, local_thread, steady_ns(), carries)) return;
-        held_[path].connections.push_back(now);
-        act();
-    }
-    now->start();
+        now->start();
+    });
+}
+
+std::shared_ptr<DataPath> Link::make_path(uint32_t path, uint32_t epoch, Fd fd,
+                                          const ConnectionKeys& keys) {
+    const Transport kind = core_.paths()[path].kind;
+    if (kind == Transport::libfabric) return make_fabric_path(path, epoch, std::move(fd), keys);
+    Reactor& reactor = runtime_->data(path);
+    if (kind == Transport::shm)
+        return std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
+                                         keys, runtime_->config.integrity);
+    set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
+    return std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd), keys,
+                                     runtime_->config.integrity);
 }
 
 std::shared_ptr<DataPath> Link::make_fabric_path(uint32_t path, uint32_t epoch, Fd fd,
@@ -185,7 +196,7 @@ void Link::dial_paths() {
                      return;
                  }
                  const Lock lock(self->mu_);
-                 self->core_.dial_failed(index, epoch, r.error, steady_ns());
+                 self->or_die([&] { self->core_.dial_failed(index, epoch, r.error, steady_ns()); });
              });
     }
 }

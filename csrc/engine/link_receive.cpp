@@ -109,7 +109,7 @@ std::vector<std::shared_ptr<Memory>> Link::slot_memory() const {
 
 // Takes a message out of the mailbox. If its destination was posted too late for it to be put
 // there, it is copied now, by the caller's thread and without the lock.
-std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
+std::optional<Arrived> Link::take(Lock& lock, const Key& key, const Copies& copies) {
     auto message = core_.take(key);
     if (!message || !message->copy_to) return message;
     Arrived& a = *message;
@@ -118,6 +118,7 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
     const bool fits = to.bytes == a.info.bytes;
     lock.unlock();
     if (fits && to.bytes > 0) {
+        if (copies) copies(to.bytes);
         copy_past_caches(to.data, a.data, to.bytes);
         copied_in(to.bytes);
     }
@@ -224,9 +225,9 @@ void Link::leave_to_reactor(Lock& lock) {
     lock.lock();
 }
 
-std::optional<Arrived> Link::try_receive(const Key& key) {
+std::optional<Arrived> Link::try_receive(const Key& key, const Copies& copies) {
     Lock lock(mu_);
-    auto message = take(lock, key);
+    auto message = take(lock, key, copies);
     if (!message) leave_to_reactor(lock);
     // What had arrived before the link died is still good.
     if (!message && ended()) throw_over();

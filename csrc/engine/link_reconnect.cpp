@@ -48,11 +48,21 @@ void Link::control_lost(const std::shared_ptr<Connection>& connection, const std
         changed();
         if (!without_control()) return;
     }
-    if (!at_once) return;
-    if (identity_.dials)
-        redial_control();
-    else
-        probe_peer();
+    if (at_once) seek_peer();
+}
+
+void Link::seek_peer() {
+    try {
+        if (identity_.dials)
+            redial_control();
+        else
+            probe_peer();
+    } catch (const std::exception& e) {  // no memory, or no more descriptors to be watched
+        const Lock lock(mu_);
+        redialling_ = false;
+        keep_words(last_trouble_, e.what());
+        back_off(steady_ns());
+    }
 }
 
 // The end that meets a wrong seal ends the connection, so the last trouble may be just that end.
@@ -164,7 +174,10 @@ void Link::forgive_pause(int64_t now) {
 }
 
 void Link::tick() {
-    const int64_t now = steady_ns();
+    or_die_without_lock([this] { look_after(steady_ns()); });
+}
+
+void Link::look_after(int64_t now) {
     const int64_t deadline = runtime_->peer_deadline_ns;
     std::shared_ptr<Connection> silent;
     std::string dead;
@@ -206,10 +219,7 @@ void Link::tick() {
     if (!dead.empty()) {
         die(describe() + " is dead: " + dead);
     } else if (reconnect) {
-        if (identity_.dials)
-            redial_control();
-        else
-            probe_peer();
+        seek_peer();
     }
     if (live) look_after_rails(now);
     if (live && identity_.dials) dial_paths();

@@ -47,8 +47,10 @@ Link::Lease Link::lease(int direction, uint64_t bytes) {
         return out;
     }
     // Whoever sends into it says so: a broken promise of the peer's.
-    core_.end_lease(*std::exchange(out.slot, std::nullopt));
-    act();
+    or_die([&] {
+        core_.end_lease(*std::exchange(out.slot, std::nullopt));
+        act();
+    });
     return out;
 }
 
@@ -82,8 +84,10 @@ std::vector<std::shared_ptr<Memory>> Link::lease_memory() const {
 void Link::end_lease(const Lease& lease) {
     const Lock lock(mu_);
     if (!lease.slot || over()) return;
-    core_.end_lease(*lease.slot);
-    act();
+    or_die([&] {
+        core_.end_lease(*lease.slot);
+        act();
+    });
 }
 
 uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
@@ -96,22 +100,29 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
         if (ended()) throw_over();
         alone = info.bytes <= DataPath::kSmall;
         info.posted_ns = wall_ns();
+        const int64_t now_wall = info.posted_ns;
+        const int64_t now = steady_ns();
+        std::shared_ptr<OutMessage> message;
         try {
-            const int64_t now_wall = info.posted_ns;
-            const auto message =
-                core_.post(std::move(info), data, std::move(hold), now_wall, steady_ns(), leased);
-            id = message->info.id;
+            message = core_.enqueue(std::move(info), data, std::move(hold), now, leased);
         } catch (const EngineError& e) {
             throw EngineError(describe() + ": " + e.what());
         }
-        Actions actions = core_.take_actions();
-        if (std::exchange(actions.kick, false)) live = live_paths();
-        alone = alone && core_.out().ready_chunks() == 1;
-        carry_out(actions);
+        id = message->info.id;
+        // It will be sent. Whoever was told otherwise would send it again, or give its slot back.
+        or_die([&] {
+            core_.posted(*message, now_wall, now);
+            Actions actions = core_.take_actions();
+            if (std::exchange(actions.kick, false)) live = live_paths();
+            alone = alone && core_.out().ready_chunks() == 1;
+            carry_out(actions);
+        });
     }
-    if (alone && !live.empty() && live.front()->send_here()) return id;
-    // Without the lock, for which their threads would otherwise wait as soon as they wake up.
-    for (const auto& path : live) path->kick();
+    or_die_without_lock([&] {
+        if (alone && !live.empty() && live.front()->send_here()) return;
+        // Without the lock, for which their threads would otherwise wait as soon as they wake up.
+        for (const auto& path : live) path->kick();
+    });
     return id;
 }
 

@@ -149,10 +149,15 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
 
 inline void DataPath::kick() {
     if (kicked_.exchange(true)) return;
-    reactor_.post([self = shared_from_this()] {
-        self->kicked_.store(false);
-        self->on_kick();
-    });
+    try {
+        reactor_.post([self = shared_from_this()] {
+            self->kicked_.store(false);
+            self->on_kick();
+        });
+    } catch (...) {  // no memory: others may find some
+        kicked_.store(false);
+        throw;
+    }
 }
 
 }  // namespace pipemorph

@@ -188,7 +188,7 @@ std::optional<Arrived> Inbox::take(const Key& key) {
 }
 
 // What has arrived is as good as before, and so is where it is to be put.
-void Inbox::abandon() {
+void Inbox::abandon() noexcept {
     std::erase_if(posted_, [](const auto& posted) { return posted.second.has_value(); });
     for (Slot& s : slots_) {
         s.destination.reset();

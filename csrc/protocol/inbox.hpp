@@ -86,7 +86,7 @@ class Inbox {
     // False: a destination was posted for that key, and its message has not been taken.
     bool post(const Key& key, Destination destination);
     // The link is dead: let go of every destination.
-    void abandon();
+    void abandon() noexcept;
 
     std::vector<ChunkReport> report(const std::vector<uint64_t>& messages) const;
 

@@ -52,15 +52,11 @@ void LinkCore::collect() {
 
 // --- The application -----------------------------------------------------------------------------
 
-std::shared_ptr<OutMessage> LinkCore::post(MessageInfo info, const uint8_t* data,
-                                           std::shared_ptr<void> hold, int64_t now_wall,
-                                           int64_t now, const std::optional<SlotGrant>& leased) {
-    auto message = out_.post(std::move(info), data, std::move(hold), now, leased);
-    if (message->chunks == 0)
+void LinkCore::posted(const OutMessage& message, int64_t now_wall, int64_t now) {
+    if (message.chunks == 0)
         send_empty_messages(now_wall, now);
     else
         actions_.kick = true;
-    return message;
 }
 
 void LinkCore::end_lease(const SlotGrant& slot) {
@@ -120,10 +116,9 @@ void LinkCore::grant(const std::vector<SlotGrant>& grants) {
     actions_.flush = true;
 }
 
-void LinkCore::abandon() {
+void LinkCore::abandon() noexcept {
     out_.abandon();
     in_.abandon();
-    changed();
 }
 
 // --- The peer's frames ---------------------------------------------------------------------------

@@ -98,10 +98,22 @@ class LinkCore {
     bool is_short_of_slots(int direction) const;
 
     // --- The application ---
+    // Where it throws nothing was posted. Otherwise `posted` has to follow.
+    std::shared_ptr<OutMessage> enqueue(MessageInfo info, const uint8_t* data,
+                                        std::shared_ptr<void> hold, int64_t now_ns,
+                                        const std::optional<SlotGrant>& leased = std::nullopt) {
+        return out_.post(std::move(info), data, std::move(hold), now_ns, leased);
+    }
+    void posted(const OutMessage& message, int64_t now_wall_ns, int64_t now_ns);
+    // Both.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_wall_ns,
                                      int64_t now_ns,
-                                     const std::optional<SlotGrant>& leased = std::nullopt);
+                                     const std::optional<SlotGrant>& leased = std::nullopt) {
+        auto message = enqueue(std::move(info), data, std::move(hold), now_ns, leased);
+        posted(*message, now_wall_ns, now_ns);
+        return message;
+    }
     // A slot of the peer's that the application fills before it posts the message.
     std::optional<SlotGrant> lease(int direction, uint64_t bytes) {
         return out_.lease(direction, bytes);
@@ -123,7 +135,10 @@ class LinkCore {
     void grant_room(uint32_t segment) { grant(in_.grant_segment(segment)); }
     // Shared memory: the next segment that the peer is still to be shown.
     std::optional<uint32_t> next_segment_to_offer();
-    void abandon();
+    // The link is over: lets go of what is the application's. Nothing is left to be done.
+    void abandon() noexcept;
+    // And nobody has any of what is in there.
+    Inbox drop_inbox() { return std::exchange(in_, Inbox()); }
 
     // --- The peer's frames ---
     // Grants, messages, acknowledgements, fences and regions. Others need more than rules.

@@ -37,28 +37,32 @@ std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
 
     auto m = std::make_shared<OutMessage>();
     m->info = std::move(info);
-    m->info.id = next_id_++;
+    m->info.id = next_id_;
     m->data = data;
     m->hold = std::move(hold);
     m->posted_steady_ns = now_steady_ns;
     m->chunks = static_cast<uint32_t>((m->info.bytes + chunk_bytes_ - 1) / chunk_bytes_);
     m->carriers.resize(m->chunks);
-    by_id_[m->info.id] = m;
-    keys_.insert(m->info.key);
-    if (m->chunks == 0) {
-        inline_.push_back(m);
-        return m;
-    }
     m->queue = direction * queues_ + turn_[direction];
-    turn_[direction] = (turn_[direction] + 1) % queues_;
-    queue_[m->queue].push_back(m);
     if (leased) {
         m->slot = leased;
         m->promised = leased->bytes;
-        return m;
     }
-    waiting_[direction].push_back(m);
-    promise_slots(direction);
+    auto& queue = m->chunks == 0 ? inline_ : queue_[m->queue];
+    const bool waits = m->chunks > 0 && !leased;
+    try {
+        by_id_[m->info.id] = m;
+        keys_.insert(m->info.key);
+        queue.push_back(m);
+        if (waits) waiting_[direction].push_back(m);
+    } catch (...) {  // no memory
+        if (!queue.empty() && queue.back() == m) queue.pop_back();
+        forget(m);
+        throw;
+    }
+    ++next_id_;
+    if (m->chunks > 0) turn_[direction] = (turn_[direction] + 1) % queues_;
+    if (waits) promise_slots(direction);
     return m;
 }
 
@@ -285,10 +289,10 @@ std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns)
     return out;
 }
 
-void Outbox::abandon() {
-    for (const auto& [id, m] : by_id_) abandoned_.insert(id);
+void Outbox::abandon() noexcept {
+    for (auto& [_, m] : by_id_) m.reset();
+    abandoned_.merge(by_id_);
     under_way_ = 0;
-    by_id_.clear();
     keys_.clear();
     again_.clear();
     inline_.clear();

@@ -59,8 +59,8 @@ class Outbox {
   public:
     Outbox(size_t queues, uint32_t chunk_bytes);
 
-    // Throws EngineError for a key in flight or a message larger than any slot. `leased`: the slot
-    // that its payload is in already.
+    // Throws EngineError for a key in flight or a message larger than any slot, and has then posted
+    // nothing, as where there is no memory. `leased`: the slot that its payload is in already.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_steady_ns,
                                      const std::optional<SlotGrant>& leased = std::nullopt);
@@ -99,7 +99,7 @@ class Outbox {
     std::vector<std::shared_ptr<OutMessage>> late(int64_t clock_ns, int64_t patience_ns) const;
 
     // The link is dead: let go of every payload.
-    void abandon();
+    void abandon() noexcept;
 
     enum class Ticket { unknown, in_flight, done, failed, abandoned };
     Ticket ticket(uint64_t id) const;
@@ -148,7 +148,7 @@ class Outbox {
     std::unordered_set<Key, KeyHash> keys_;
     std::map<uint64_t, std::string> failed_;  // why; of the oldest of very many empty
     std::deque<uint64_t> explained_;          // those of which the reason is kept, oldest first
-    std::unordered_set<uint64_t> abandoned_;
+    std::map<uint64_t, Pointer> abandoned_;   // without their messages
 };
 
 }  // namespace pipemorph

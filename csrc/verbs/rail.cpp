@@ -338,9 +338,12 @@ std::shared_ptr<Registration> Rail::borrow_staging(size_t bytes) {
     return std::make_shared<Registration>(device_, Memory::anonymous(bytes), abi::kLocalWrite);
 }
 
-void Rail::give_back(std::shared_ptr<Registration> staging) {
+void Rail::give_back(std::shared_ptr<Registration> staging) noexcept {
     const std::lock_guard lock(mu_);
-    staging_.push_back(std::move(staging));
+    try {
+        staging_.push_back(std::move(staging));
+    } catch (const std::bad_alloc&) {  // the next one is registered anew
+    }
 }
 
 void Rail::watch(const std::shared_ptr<RailUser>& user) {

@@ -122,7 +122,7 @@ class Rail : public std::enable_shared_from_this<Rail> {
 
     // Staging memory for a queue pair, registered once and used again by later ones.
     std::shared_ptr<Registration> borrow_staging(size_t bytes);
-    void give_back(std::shared_ptr<Registration> staging);
+    void give_back(std::shared_ptr<Registration> staging) noexcept;
 
     void watch(const std::shared_ptr<RailUser>& user);
     // Rises whenever a port came up or its GIDs changed: worth trying again at once.

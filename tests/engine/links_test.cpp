@@ -518,6 +518,26 @@ TEST(link_leases_after_it_has_ended_are_harmless) {
     std::memset(lease.data, 1, lease.bytes);  // it stays mapped
 }
 
+// Whoever must not be held up by a copy, as the interpreter, lets go of what others wait for.
+TEST(link_says_before_it_copies_what_was_posted_too_late) {
+    constexpr Key kKey{0, 0, 0, 0, 0};
+    Two two(Transport::tcp);
+    Link& link = *two.accepted;
+    link.reserve(0, 1, 4096);
+    send(*two.dialled, kKey, 4096);
+    until("arrived", [&] { return link.arrived(kKey); });
+    std::vector<uint8_t> into(4096);
+    link.post_receive(kKey, {into.data(), into.size(), nullptr});
+    uint64_t copied = 0;
+    const auto message = link.try_receive(kKey, [&](uint64_t bytes) {
+        CHECK(link.alive());  // for which it has to have let go of its lock
+        CHECK(into == std::vector<uint8_t>(4096));
+        copied += bytes;
+    });
+    CHECK(message && message->data == into.data() && copied == 4096);
+    CHECK(into == payload(0, 4096));
+}
+
 TEST(link_auto_takes_shared_memory_on_one_host) {
     Two two(Transport::any);
     CHECK(two.dialled->transport() == Transport::shm);
@@ -718,6 +738,37 @@ TEST(link_of_a_dialler_that_is_gone_before_it_is_confirmed_ends_accept) {
     const std::string why = accepted.get();
     CHECK(why.find("is dead: rank 0 is gone: nobody listens at 127.0.0.1:") != std::string::npos);
     CHECK(steady_ns() - start < 10 * kSecond);
+}
+
+// Its engine knows what it ended of, and has others.
+TEST(link_that_has_ended_gives_its_memory_back_when_nobody_has_it) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        Two two(transport);
+        two.accepted->reserve(0, 2, 4096);
+        send(*two.dialled, {0, 0, 0, 0, 0}, 4096);
+        Arrived message = receive(*two.accepted, {0, 0, 0, 0, 0});
+        std::vector<std::weak_ptr<Memory>> memory;
+        for (const auto& slots : two.accepted->slot_memory()) memory.push_back(slots);
+        for (const auto& peers : two.dialled->lease_memory()) memory.push_back(peers);
+        CHECK(memory.size() == (transport == Transport::shm ? 2 : 1));
+        two.accepted->die("it is over");
+        until("dead", [&] { return !two.accepted->alive() && !two.dialled->alive(); });
+        const auto left = [&memory] {
+            return std::count_if(memory.begin(), memory.end(),
+                                 [](const auto& each) { return !each.expired(); });
+        };
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));  // a few ticks
+        CHECK(left() == static_cast<ptrdiff_t>(memory.size()));
+        two.accepted.reset();
+        two.dialled.reset();
+        until("only what is shown is left", [&] { return left() == 1; });
+        const auto expected = payload(0, 4096);
+        CHECK(std::equal(expected.begin(), expected.end(), message.data));
+        message = {};
+        until("nothing is left", [&] { return left() == 0; });
+        const std::string why = THROWS(EngineTimeout, two.high.accept(0, 7, 0.01, [] {}));
+        CHECK(why.ends_with("last that came: it is over"));
+    }
 }
 
 TEST(link_tells_its_peer_what_it_died_of) {

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "check.hpp"
+#include "no_memory.hpp"
 #include "protocol/inbox.hpp"
 #include "protocol/link_core.hpp"
 #include "protocol/outbox.hpp"
@@ -301,7 +302,10 @@ TEST(abandoned_tickets_are_told_from_finished_ones) {
     auto hold = std::make_shared<int>(1);
     p.out.post(message(2, kChunk), p.source.data(), hold, 1);
     CHECK(hold.use_count() == 2);
-    p.out.abandon();
+    {
+        const NoMemory none;  // it needs none
+        p.out.abandon();
+    }
     CHECK(hold.use_count() == 1);
     CHECK(p.out.ticket(done) == Outbox::Ticket::done);
     CHECK(p.out.ticket(lost) == Outbox::Ticket::abandoned);

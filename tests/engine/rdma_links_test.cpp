@@ -305,6 +305,21 @@ TEST(rdma_link_copies_nothing_of_what_is_leased) {
     CHECK(two.accepted->lease_memory().empty());  // it has leased nothing
 }
 
+TEST(rdma_link_that_has_ended_gives_its_memory_back_when_nobody_has_it) {
+    Two two;
+    two.linked();
+    two.accepted->reserve(0, 2, kChunk);
+    const std::weak_ptr<Memory> slots = two.accepted->slot_memory().front();
+    leased_in_place(*two.dialled, kChunk);
+    const std::weak_ptr<Memory> leases = two.dialled->lease_memory().front();
+    two.accepted->die("it is over");
+    until("dead", [&] { return !two.accepted->alive() && !two.dialled->alive(); });
+    CHECK(!slots.expired() && !leases.expired());
+    two.accepted.reset();
+    two.dialled.reset();
+    until("given back", [&] { return slots.expired() && leases.expired(); });
+}
+
 // What there is goes round; beyond that messages are sent as if nothing had been leased.
 TEST(rdma_link_leases_no_more_memory_than_it_may_have) {
     constexpr size_t kBytes = 128 << 10;
