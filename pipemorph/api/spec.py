@@ -251,9 +251,10 @@ class Transport(SpecModel):
     )
     integrity: Literal["crc", "mac", "aead"] = Field(
         default="crc",
-        description="Payloads of the engine over TCP and shared memory; its control frames and "
-        "headers are authenticated in any case. crc: errors of the network are found, over TCP. "
-        "mac: altered or added payloads are refused, too. aead: as mac, and encrypted over TCP. "
+        description="Payloads of the engine over TCP, libfabric and shared memory; its control "
+        "frames and headers are authenticated in any case. crc: errors of the network are found, "
+        "not in shared memory. mac: altered or added payloads are refused, too. aead: as mac, and "
+        "encrypted between hosts. "
         "With mac and aead the engine uses no RDMA device, which writes payloads on its own.",
     )
     rdma: Rdma = Field(default_factory=Rdma)

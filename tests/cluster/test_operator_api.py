@@ -85,6 +85,9 @@ BAD = [
     ("faults", [{"link": 3, "delayMs": 1}], "spec.faults"),
     ("faults", [{"link": 0}], "spec.faults[0]"),
     ("faults", [{"link": 0, "delayMs": 1, "fromIteration": 4, "toIteration": 4}], "spec.faults[0]"),
+    ("faults", [{"between": [0, 1], "link": 0, "delayMs": 1}], "spec.faults[0]"),
+    ("faults", [{"between": [1, 1], "delayMs": 1}], "spec.faults[0].between"),
+    ("faults", [{"reduction": 0, "sever": "data"}], "spec.faults[0]"),
     ("faults", [{"link": 0, "delayMs": 1}] * 257, "spec.faults"),
     ("placement.rdma", {"resourceName": "nodomain"}, "spec.placement.rdma.resourceName"),
     ("placement.gang", {}, "spec.placement.gang"),
@@ -113,6 +116,16 @@ def test_a_bad_manifest_is_refused_and_the_field_named(
     with pytest.raises(TestbedError) as refused:
         jobs.apply(changed(path, value))
     assert field in str(refused.value)
+
+
+def test_a_fault_of_each_kind_is_taken(jobs: Jobs) -> None:
+    faults = [
+        {"link": 0, "sever": "data"},
+        {"reduction": 0, "bandwidthMbps": 1},
+        {"between": [0, 1], "delayMs": 1},
+        {"device": 0, "slowdown": 2},
+    ]
+    jobs.apply(manifest("faulty", faults=faults, suspend=True))
 
 
 def test_a_job_that_is_too_large_to_plan_is_refused(jobs: Jobs) -> None:

@@ -133,8 +133,9 @@ class LinkStats:
     bytes_received: int
     bytes_copied_out: int
     """Bytes of payloads that the engine copied from memory to memory before they left: into a slot
-    (``shm``), into staging memory (``rdma``), or to encrypt them. What the kernel or a device moves
-    does not count, nor what the application has written into a :class:`Lease`."""
+    (``shm``), into memory of a rail or an endpoint (``rdma``, ``libfabric``), or to encrypt them.
+    What the kernel or a device moves does not count, nor what the application has written into a
+    :class:`Lease`."""
     bytes_copied_in: int
     """The same after they arrived: into posted memory, and by :meth:`Message.copy_into` and
     :meth:`Message.move_to`."""

@@ -57,12 +57,15 @@ def dump(status: JobStatus) -> dict[str, Any]:
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def current_name(body: Mapping[str, Any]) -> str | None:
-    """Name of the current Job: that of the attempt in status, or of attempt 0."""
+def current_name(body: Mapping[str, Any]) -> str:
+    """Name of the current Job: that of the attempt in status, or of attempt 0. Also of a job whose
+    spec is refused now: a Job of before may run."""
     spec = body.get("spec") or {}
     cut = spec.get("parallelism") or {}
     sizes = ("stages", "replicas", "shard", "context", "tensor")
-    ranks = prod(int(cut.get(size) or 1) for size in sizes)
+    in_a_pod = [int(cut.get(size) or 1) for size in ("stagesPerRank", "ranksPerPod")]
+    pods = prod(int(cut.get(size) or 1) for size in sizes) // prod(in_a_pod)
+    pods += int(cut.get("spares") or 0)
     number = (body.get("status") or {}).get("attempt") or 0
     metadata = body["metadata"]
-    return attempt_name(metadata["name"], metadata["uid"], number, ranks)
+    return attempt_name(metadata["name"], metadata["uid"], number, pods)

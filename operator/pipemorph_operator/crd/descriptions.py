@@ -12,9 +12,9 @@ STAGE_TIME = {
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "spec": "What to run. Immutable except suspend, adaptation, failurePolicy, placement, "
-    "template, activeDeadlineSeconds and ttlSecondsAfterFinished; a new placement or template "
-    "applies from the next attempt.",
+    "spec": "What to run. Immutable except suspend, adaptation, failurePolicy, recovery, "
+    "placement, template, activeDeadlineSeconds and ttlSecondsAfterFinished; a new recovery, "
+    "placement or template applies from the next attempt.",
     "spec.parallelism": "How the ranks are divided: the sizes and order of the device mesh. "
     "Immutable.",
     "spec.schedule": "What is scheduled, and by which policy. Immutable.",

@@ -355,10 +355,14 @@ RULES: dict[str, list[Rule]] = {
             message="a fault needs an effect: delayMs, bandwidthMbps, sever or slowdown",
         ),
         Rule(
-            rule="has(self.device) ? !has(self.link) && !has(self.reduction)"
-            " : has(self.link) != has(self.reduction)"
-            " && !(has(self.reduction) && has(self.sever))",
-            message="a fault is of a link, of a reduction, which cannot be severed, or of a device",
+            rule="[has(self.link), has(self.reduction), has(self.between), has(self.device)]"
+            ".exists_one(given, given) && (has(self.link) || !has(self.sever))",
+            message="give one of link, reduction, between and device; only a link is severed",
+        ),
+        Rule(
+            rule="!has(self.between) || self.between[0] != self.between[1]",
+            message="between names two pods",
+            field_path=".between",
         ),
         Rule(
             rule="has(self.device) == has(self.slowdown) && !(has(self.device)"

@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
         "--planners",
         type=_positive,
         help="processes that plan, beside one for short decisions (default: as many as processors"
-        " that this process may use, within half of its memory limit)",
+        " that this process may use, within a third of its memory limit)",
     )
     return made
 

@@ -37,7 +37,7 @@ from pipemorph_operator.children import (
 )
 from pipemorph_operator.children.kept import memory_bytes
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
-from pipemorph_operator.cluster.job import read_job
+from pipemorph_operator.cluster.job import current_name, read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.pod import Pod
@@ -69,6 +69,24 @@ def test_names_differ_by_attempt_job_and_uid() -> None:
     }
     # Two long names are cut alike: their UIDs keep them apart, not shown here.
     assert len(made) >= 8
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"stages": 2, "replicas": 8, "ranksPerPod": 8},
+        {"stages": 4, "stagesPerRank": 4, "replicas": 4},
+        {"stages": 2, "replicas": 4, "spares": 3},
+        {"stages": 8, "stagesPerRank": 2, "replicas": 16, "tensor": 2, "ranksPerPod": 16},
+    ],
+)
+def test_the_current_job_of_a_long_name_is_found(parallelism: Object) -> None:
+    """A name is cut for the digits of its pods' numbers."""
+    policy = {"maxRestarts": 1}  # for spares
+    found = body("j" * 63, parallelism["stages"], parallelism=parallelism, failurePolicy=policy)
+    for number in (0, 12):
+        found["status"] = {"attempt": number}
+        assert current_name(found) == Attempt(read_job(found), UID, number).name
 
 
 def test_all_objects_are_owned_by_the_job_and_labelled() -> None:
