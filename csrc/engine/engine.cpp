@@ -419,7 +419,18 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
     for (uint32_t epoch = 1;; ++epoch) {
         std::vector<Address> addresses;
         try {
-            addresses = resolve(host, port, false);
+            const auto lookup = Lookup::begin(host, port);
+            std::optional<std::vector<Address>> found;
+            while (
+                !(found = lookup->wait(std::clamp<int64_t>(deadline - steady_ns(), 0, kSlice)))) {
+                if (steady_ns() >= deadline)
+                    throw EngineError("cannot resolve host '" + host +
+                                      "': the name service has not answered");
+                interrupted();
+                const std::lock_guard lock(mu_);
+                check_open();
+            }
+            addresses = std::move(*found);
         } catch (const EngineError& e) {
             trouble = e.what();  // a pod's name may appear a little later than the pod
             known = false;

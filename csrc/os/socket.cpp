@@ -10,6 +10,9 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
 
 #include "base/error.hpp"
 #include "os/clock.hpp"
@@ -56,11 +59,13 @@ Address Address::with_port(uint16_t port) const {
     return out;
 }
 
-std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_listen) {
+namespace {
+
+std::vector<Address> addresses_of(const std::string& host, uint16_t port, int flags) {
     addrinfo hints{};
     hints.ai_family = AF_UNSPEC;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV | (to_listen ? AI_PASSIVE : 0);
+    hints.ai_flags = AI_NUMERICSERV | flags;
     addrinfo* list = nullptr;
     const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                                &hints, &list);
@@ -74,6 +79,55 @@ std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_lis
     }
     freeaddrinfo(list);
     return out;
+}
+
+bool is_numeric(const std::string& host) {
+    in6_addr any{};
+    return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
+           inet_pton(AF_INET6, host.c_str(), &any) == 1;
+}
+
+}  // namespace
+
+std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_listen) {
+    return addresses_of(host, port, to_listen ? AI_PASSIVE : 0);
+}
+
+std::shared_ptr<Lookup> Lookup::begin(const std::string& host, uint16_t port) {
+    auto lookup = std::make_shared<Lookup>();
+    const auto run = [lookup, host, port] {
+        try {
+            lookup->end(resolve(host, port, false), "");
+        } catch (const std::exception& e) {
+            lookup->end({}, e.what());
+        }
+    };
+    if (is_numeric(host)) {  // nobody is asked
+        run();
+        return lookup;
+    }
+    try {
+        std::thread(run).detach();
+    } catch (const std::system_error& e) {
+        throw EngineError("cannot resolve host '" + host + "': no thread for it: " + e.what());
+    }
+    return lookup;
+}
+
+void Lookup::end(std::vector<Address> found, std::string error) {
+    const std::lock_guard lock(mu_);
+    found_ = std::move(found);
+    error_ = std::move(error);
+    ended_ = true;
+    changed_.notify_all();
+}
+
+std::optional<std::vector<Address>> Lookup::wait(int64_t ns) {
+    std::unique_lock lock(mu_);
+    if (!ended_) wait_ns(changed_, lock, ns);
+    if (!ended_) return std::nullopt;
+    if (!error_.empty()) throw EngineError(error_);
+    return found_;
 }
 
 Address abstract_unix(std::string_view name) {

@@ -3,7 +3,11 @@
 
 #include <sys/socket.h>
 
+#include <condition_variable>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,8 +26,27 @@ struct Address {
     Address with_port(uint16_t port) const;
 };
 
-// May block on DNS: call it on the application's thread. Throws EngineError.
+// Blocks for as long as the name service does not answer. Throws EngineError.
 std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_listen);
+
+// A name that is being looked up, on a thread of its own: getaddrinfo has no deadline, and cannot
+// be called off. The thread may outlive this.
+class Lookup {
+  public:
+    // Throws EngineError without another thread.
+    static std::shared_ptr<Lookup> begin(const std::string& host, uint16_t port);
+    // What was found, if there is an answer within so long. Throws EngineError if it is an error.
+    std::optional<std::vector<Address>> wait(int64_t ns);
+
+  private:
+    void end(std::vector<Address> found, std::string error);
+
+    std::mutex mu_;
+    std::condition_variable changed_;
+    bool ended_ = false;
+    std::vector<Address> found_;
+    std::string error_;
+};
 // A name in the abstract namespace: no file, gone with its last descriptor.
 Address abstract_unix(std::string_view name);
 
