@@ -19,7 +19,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from pipemorph.api.spec import FieldError, PipeMorphJob
+from pipemorph.api.base import FieldError
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import check_plain, named, only_document, read_text, shown
 from pipemorph.errors import InputError, one_line
 

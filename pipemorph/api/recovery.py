@@ -1,4 +1,5 @@
-"""``spec.recovery``: how ranks keep their state in memory for those that come after them."""
+"""``spec.recovery`` and ``spec.failurePolicy``: what ranks keep in memory for those that come after
+them, and how long others wait."""
 
 from __future__ import annotations
 
@@ -36,3 +37,41 @@ class Recovery(SpecModel):
                 " hold; expected snapshotIterations of at least 1",
             )
         return self
+
+
+class FailurePolicy(SpecModel):
+    max_restarts: int = Field(default=0, ge=0, le=1000)
+    hang_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=86400,
+        description="Longest time without a finished iteration, once there was one. Then all "
+        "ranks print their stacks, and it is a failure. Must be longer than an evaluation, and "
+        "than a checkpoint that is waited for; with recovery.neighbour than "
+        "`transport.deadlineSeconds`, as long as a copy may be waited for. Default: only messages "
+        "have a deadline, that one.",
+    )
+    start_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=86400,
+        description="Longest time from the start of a pod's ranks to their first finished "
+        "iteration; else they hang, too. Pods that wait for others are included, as are the "
+        "program's imports and its data. Default: with hangSeconds, that much longer than twice "
+        "the longest start so far of these ranks, and any time for the first.",
+    )
+    replacement_seconds: int = Field(
+        default=10,
+        ge=0,
+        le=300,
+        description="With parallelism.minReplicas: how long all replicas wait for the pod that "
+        "takes the place of a lost one, before those that are whole train on.",
+    )
+    late_pod_seconds: int = Field(
+        default=60,
+        ge=1,
+        le=86400,
+        description="With parallelism.spares: at the first start of the ranks, how long a pod is "
+        "waited for after the last one that has come, before a spare takes its place. If it comes "
+        "later it is a spare.",
+    )

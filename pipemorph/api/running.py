@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipemorph.api.faults import Fault
 from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.spec import Fault, JobSpec
+from pipemorph.api.spec import JobSpec
 
 Places = tuple[tuple[int, int], ...]
 """Of each place that is not in the pod of its number, that place and its pod."""

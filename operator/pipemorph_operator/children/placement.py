@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from pipemorph.api.base import FieldError
 from pipemorph.api.placement import Placement, Rdma, Topology
-from pipemorph.api.spec import FieldError
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import Attempt

@@ -12,8 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.recovery import FailurePolicy
 from pipemorph.api.running import Running
-from pipemorph.api.spec import FailurePolicy
 from pipemorph.api.status import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.control.pods.places import Filled, fill

@@ -14,7 +14,8 @@ import pytest
 from observing import report, tell
 
 from pipemorph.api.layout import Layout
-from pipemorph.api.spec import JobSpec, ScheduleSpec
+from pipemorph.api.schedule import ScheduleSpec
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.layouts.beside import Beside

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 from operator_objects import T0, failed, pod
 
+from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.placement import NodeExclusion
-from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pipemorph.api.recovery import FailurePolicy
 from pipemorph.api.running import Running
-from pipemorph.api.spec import FailurePolicy, PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.local.generations import Life
 from pipemorph.local.processes.rank_log import PrefixedLog

@@ -1,0 +1,118 @@
+"""``spec.faults``: faults to inject into the transport."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipemorph.api.base import FieldError, Milliseconds, SpecModel
+
+
+class Fault(SpecModel):
+    """One entry of a fault trace, injected in the transport and recorded in the report. It is of a
+    link, of the gradient reduction of a stage, of the wire between two pods, or of a device.
+
+    A fault of a link, wire or device belongs to the places that its ranks have in the beginning,
+    and stays there when ranks change places.
+
+    Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
+    seconds since training began; exactly one kind of bound.
+    """
+
+    link: int | None = Field(default=None, ge=0)
+    reduction: int | None = Field(
+        default=None,
+        ge=0,
+        description="Instead of a link: the stage whose replicas reduce their gradients slowly. A "
+        "fault of one replica slows its whole group.",
+    )
+    between: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="Instead of a link: two pods, by number, and all that goes between them: links "
+        "and edges of reduction rings. A reduction goes round its ring in chunks of 512 KiB, or of "
+        "less for small buckets, as NCCL's do; each step takes as long as its slowest edge.",
+    )
+    device: int | None = Field(
+        default=None,
+        ge=0,
+        description="Instead of a link: the device of the rank that has this number in the "
+        "beginning, on which each op takes slowdown times as long.",
+    )
+    replica: int = Field(
+        default=0,
+        ge=0,
+        description="Pipeline column of the link or stage: with replicas alone, the replica; else "
+        "the index of (replica, shard, context, tensor), the last running fastest.",
+    )
+    from_iteration: int | None = Field(default=None, ge=0)
+    to_iteration: int | None = Field(default=None, ge=1)
+    from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    to_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    delay_ms: Milliseconds | None = Field(
+        default=None,
+        description="Delays every message on its queue by this time, or every bucket of gradients.",
+    )
+    bandwidth_mbps: float | None = Field(
+        default=None,
+        ge=0.001,
+        allow_inf_nan=False,
+        description="Limits the link, or the gradients that each rank reduces, to this many "
+        "megabits per second.",
+    )
+    sever: Literal["data", "control", "direct"] | None = Field(
+        default=None,
+        description="Cuts the engine's data or control connection, or the direct route, once.",
+    )
+    slowdown: float | None = Field(
+        default=None,
+        gt=1,
+        le=1000,
+        description="How many times as long each op takes on the device: its rank waits after it. "
+        "Of emulated stages, and of stages on the CPU.",
+    )
+
+    @model_validator(mode="after")
+    def _one_effect_one_clock(self) -> Fault:
+        effects = [
+            n
+            for n in ("delay_ms", "bandwidth_mbps", "sever", "slowdown")
+            if getattr(self, n) is not None
+        ]
+        if not effects:
+            raise FieldError(
+                "", "has no effect; give one of delayMs, bandwidthMbps, sever, slowdown"
+            )
+        given = sum(
+            each is not None for each in (self.link, self.reduction, self.between, self.device)
+        )
+        if given != 1:
+            found = "several" if given else "none"
+            raise FieldError(
+                "", f"has {found} of link, reduction, between and device; give one of them"
+            )
+        if (self.device is not None) != (effects == ["slowdown"]):
+            raise FieldError(
+                "slowdown" if self.device is None else "device",
+                "is given; a device has slowdown and nothing else, and only a device has it",
+            )
+        if self.link is None and self.sever is not None:
+            raise FieldError(
+                "sever",
+                f"is {self.sever}, which cuts a link; others take delayMs or bandwidthMbps",
+            )
+        if self.between is not None and self.between[0] == self.between[1]:
+            raise FieldError("between", f"is pod {self.between[0]} twice; expected two pods")
+        by_iteration = self.from_iteration is not None or self.to_iteration is not None
+        by_seconds = self.from_seconds is not None or self.to_seconds is not None
+        if by_iteration and by_seconds:
+            raise FieldError("", "is bounded by iterations and by seconds; use one kind of bound")
+        for low, high, end in (
+            (self.from_iteration, self.to_iteration, "toIteration"),
+            (self.from_seconds, self.to_seconds, "toSeconds"),
+        ):
+            if low is not None and high is not None and low >= high:
+                raise FieldError(end, f"is {high}, which is not after its start, {low}")
+        return self

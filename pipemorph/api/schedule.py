@@ -1,0 +1,172 @@
+"""``spec.schedule`` and ``spec.adaptation``: what is scheduled, and when another plan follows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pipemorph.api.base import FieldError, Milliseconds, SpecModel
+from pipemorph.planning.ir import Dispatch, Policy
+
+
+class StageTime(SpecModel):
+    """Expected op times of one stage, milliseconds per microbatch."""
+
+    forward: Milliseconds
+    backward_input: Milliseconds
+    backward_weight: Milliseconds
+    fused_backward: Milliseconds | None = Field(
+        default=None,
+        description="Time of one fused backward. Default: backwardInput + backwardWeight.",
+    )
+    offload_copy: Milliseconds = Field(
+        default=0.0,
+        description="Time to copy one microbatch's activations to host memory, or back.",
+    )
+
+
+ONE_ORDER_IN_LOCKSTEP = (
+    "ranks of one stage that run collectives inside ops (shard, context or tensor above 1) need "
+    "one order of ops: use dispatch static"
+)
+
+
+class ScheduleSpec(SpecModel):
+    """What is scheduled, and by which policy."""
+
+    microbatches: int = Field(ge=1, le=65536, description="Microbatches per iteration, N.")
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples per iteration of all replicas and shards; divisible by replicas × "
+        "shard × microbatches.",
+    )
+    policy: Literal[
+        "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
+    ] = "pipemorph"
+    dispatch: Literal["static", "online", "guided", "auto"] = "auto"
+    objective: Literal["auto", "makespan", "period"] = Field(
+        default="auto",
+        description="What plans make short: the iteration of all stages together (makespan), or "
+        "the time each stage is occupied, which is the time per iteration if stages do not wait "
+        "for each other between iterations (period). auto: the period once the trainer reports "
+        "that nothing, such as the gradient norm of all stages, makes them wait.",
+    )
+    in_flight_limit: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=512)]
+        | None
+    ) = Field(
+        default=None,
+        description="Most microbatches in flight (F started, W not finished) per stage: "
+        "one number, or one per stage. A stage that offloads counts those on its device.",
+    )
+    activation_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of device memory per rank for the activations of microbatches in "
+        "flight. Divided by the measured bytes of one microbatch it is a limit like inFlightLimit; "
+        "the lower limit applies.",
+    )
+    recompute: Literal["never", "auto"] = Field(
+        default="never",
+        description="Whether plans may drop activations of a stage and run its forward again in "
+        "the backward, to have more microbatches in flight than inFlightLimit or activationMemory "
+        "allow. auto: where it is predicted to save time. Results are the same to the bit.",
+    )
+    warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, max_length=512, description="Fixed warm-up counts, one per stage."
+    )
+    stage_times: list[StageTime] | None = Field(
+        default=None,
+        max_length=512,
+        description="Expected op times, one entry per stage; used until they are measured.",
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_can_run(cls, policy: str) -> str:
+        if policy == Policy.EXACT:
+            raise FieldError(
+                "",
+                "is exact, which jobs cannot run; use pipemorph, 1f1b, gpipe or zero-bubble",
+            )
+        return policy
+
+    @property
+    def policy_kind(self) -> Policy:
+        return Policy(self.policy)
+
+    @property
+    def dispatch_kind(self) -> Dispatch:
+        """Of the first plan."""
+        return Dispatch.STATIC if self.dispatch == "auto" else Dispatch(self.dispatch)
+
+
+class Adaptation(SpecModel):
+    """When to change to a new plan."""
+
+    enabled: bool = True
+    min_gain: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Fraction of iteration time that a new plan must save, as predicted.",
+    )
+    min_delay_ms: Milliseconds = Field(
+        default=2.0, description="Changes of link delay below this count as noise."
+    )
+    min_delay_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Changes of link delay below this fraction of its normal wire time count as "
+        "noise.",
+    )
+    stale_after_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time without samples after which a link is Unknown.",
+    )
+    crowded_hosts: bool = Field(
+        default=False,
+        description="Whether to adapt even if more ranks compute on a host than it has processors. "
+        "There, iterations and wire times tell of the processors, not of links.",
+    )
+    allow_delegation: bool = Field(
+        default=True, description="Whether a slow link may move to the delegated route."
+    )
+    allow_offload: bool = Field(
+        default=False,
+        description="Whether plans may move activations to host memory, to have more microbatches "
+        "in flight than fit on the device if that outweighs the copies.",
+    )
+    host_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of host memory per rank for offloaded activations; a hard limit. "
+        "Required by allowOffload.",
+    )
+    relayout: bool = Field(
+        default=False,
+        description="Whether ranks may change places when a wire of a gradient reduction is slow, "
+        "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
+        "iterations left pay for it. In pods only layers move, so there parallelism.layers is "
+        "required; places change under `pipemorph run`, which numbers pods by ranksPerPod. Needs "
+        "failurePolicy.maxRestarts, snapshots and one stage per rank. Ranks that share a stage "
+        "with tensor, context or FSDP ranks keep their places, since what a slow wire costs those "
+        "is not known; their layers may move.",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_memory(self) -> Adaptation:
+        if self.allow_offload and self.host_memory is None:
+            raise FieldError(
+                "hostMemory",
+                "is missing, but allowOffload is true; give the bytes of host memory per rank"
+                " that offloaded activations may take",
+            )
+        return self

@@ -1,0 +1,120 @@
+"""``spec.transport``: how stages exchange data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipemorph.api.base import FieldError, SpecModel
+
+
+class Rdma(SpecModel):
+    """How the transfer engine uses RDMA devices."""
+
+    devices: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}(:\d{1,2})?$")]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Devices to use, such as mlx5_0, or mlx5_0:2 for its second port. Empty: one "
+        "active port of every card, or this rank's share of them if its host has several ranks.",
+    )
+    gid_index: int | None = Field(
+        default=None,
+        ge=0,
+        le=255,
+        description="Index in the port's GID table. Default: a routable RoCE v2 entry, chosen at "
+        "every connection.",
+    )
+    traffic_class: int = Field(
+        default=0, ge=0, le=255, description="Traffic class of the packets (DSCP × 4)."
+    )
+    service_level: int = Field(default=0, ge=0, le=15, description="Service level.")
+    queue_pairs: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Queue pairs of a link over each pair of devices; the smaller number of both "
+        "ends. More than 1 helps where the network spreads flows over several ways by their "
+        "addresses: the number of ways, mostly 2 or 4.",
+    )
+
+
+class Transport(SpecModel):
+    """How stages exchange data."""
+
+    route: Literal["auto", "direct", "delegated"] = Field(
+        default="auto",
+        description="auto: direct, but delegated to the engine while a link is slow; direct and "
+        "delegated: fixed for all links.",
+    )
+    direct_duplex: Literal["full", "half"] = Field(
+        default="full",
+        description="Direct route: full gives each direction of a link its own communicator and "
+        "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
+        "send waits for the neighbour's sends. half is for comparisons, on CPU.",
+    )
+    engine: Literal["auto", "tcp", "shm", "rdma", "libfabric"] = Field(
+        default="auto",
+        description="Transport of the transfer engine. auto: shm within a host, rdma if both "
+        "ends have a device, libfabric if both have one of EFA, else tcp; rdma and libfabric fall "
+        "back to tcp while no device works. libfabric: EFA's devices, or those of the provider "
+        "that FI_PROVIDER names in the pod template's env.",
+    )
+    require: Literal["rdma"] | None = Field(
+        default=None, description="rdma: fail instead of falling back to tcp."
+    )
+    integrity: Literal["crc", "mac", "aead"] = Field(
+        default="crc",
+        description="Payloads of the engine over TCP, libfabric and shared memory; its control "
+        "frames and headers are authenticated in any case. crc: errors of the network are found, "
+        "not in shared memory. mac: altered or added payloads are refused, too. aead: as mac, and "
+        "encrypted between hosts. "
+        "With mac and aead the engine uses no RDMA device, which writes payloads on its own.",
+    )
+    rdma: Rdma = Field(default_factory=Rdma)
+    queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
+    flight_bytes: int = Field(
+        default=512 << 20,
+        ge=1 << 20,
+        description="Bytes of a link that may be under way between hosts, which is host memory at "
+        "both ends. Links take what bandwidth times round trip needs, up to this: 400 Gb/s over "
+        "20 ms need 2 GiB.",
+    )
+    deadline_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest wait for one message; then the rank fails.",
+    )
+
+    @model_validator(mode="after")
+    def _integrity_can_be_kept(self) -> Transport:
+        if self.integrity != "crc" and self.engine == "rdma":
+            raise FieldError(
+                "integrity",
+                f"is {self.integrity}, but engine is rdma, whose payloads have no MAC; use engine "
+                "auto, tcp, shm or libfabric, or integrity crc",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _requirement_can_be_met(self) -> Transport:
+        if self.require is None:
+            return self
+        if self.integrity != "crc":
+            raise FieldError(
+                "require",
+                f"is {self.require}, but integrity is {self.integrity}, with which the engine uses "
+                "no RDMA device; use integrity crc",
+            )
+        if self.engine not in ("auto", "rdma"):
+            raise FieldError(
+                "require", f"is {self.require}, but engine is {self.engine}; use engine rdma"
+            )
+        if self.route == "direct":
+            raise FieldError(
+                "require",
+                f"is {self.require}, but route is direct, which never uses the engine; use route "
+                "auto or delegated",
+            )
+        return self
