@@ -131,6 +131,18 @@ void Runtime::ring() {
     [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
 }
 
+std::vector<GidBytes> Runtime::rail_gids() const {
+    std::vector<GidBytes> gids;
+    for (uint32_t number = 0; number < rail_numbers(); ++number) {
+        try {
+            gids.push_back(rail(number)->address().gid);
+        } catch (const EngineError&) {
+            gids.emplace_back();
+        }
+    }
+    return gids;
+}
+
 void Runtime::on_failure(const Reactor::Failed& failed) {
     control.on_failure(failed);
     for (auto& reactor : data_) reactor->on_failure(failed);

@@ -64,6 +64,9 @@ class Runtime {
     const std::shared_ptr<Rail>& rail(uint32_t number) const {
         return rails[number % rails.size()];
     }
+    // By their numbers. A port that is down has none yet; it is looked up again when it is
+    // connected.
+    std::vector<GidBytes> rail_gids() const;
     // Who is told what a thread has thrown that nobody has dealt with.
     void on_failure(const Reactor::Failed& failed);
     void stop();

@@ -1,0 +1,208 @@
+// Dials a peer's engine until there is a link, or no time left.
+#include <algorithm>
+
+#include "base/text.hpp"
+#include "engine/engine.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+constexpr int64_t kSlice = 100 * kMillisecond;
+constexpr int64_t kRetry = 50 * kMillisecond;
+
+}  // namespace
+
+struct Engine::Attempt {
+    Link::Identity identity;
+    Hello hello;
+    // Behind the engine's mutex.
+    bool finished = false;
+    bool given_up = false;
+    std::shared_ptr<Link> link;
+    std::string error;
+    bool final = false;
+    bool cut_short = false;
+};
+
+std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const std::string& host,
+                                      uint16_t port, double timeout,
+                                      const Interrupted& interrupted) {
+    const Config& c = runtime_->config;
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    const std::string who = "link " + std::to_string(link) + " (" + rank_text(c.rank) + " -> " +
+                            std::to_string(peer_rank) + ")";
+    const Name name{peer_rank, link};
+    {
+        const std::lock_guard lock(mu_);
+        check_open();
+        if (const auto it = links_.find(name); it != links_.end() && it->second->up())
+            throw EngineError(it->second->describe() + " is up already");
+    }
+    Session session;
+    fill_random(session);
+    std::string trouble = "nothing tried yet";
+    bool known = false;
+    bool refused = false;
+    for (uint32_t epoch = 1;; ++epoch) {
+        std::vector<Address> addresses;
+        try {
+            const auto lookup = Lookup::begin(host, port);
+            std::optional<std::vector<Address>> found;
+            while (
+                !(found = lookup->wait(std::clamp<int64_t>(deadline - steady_ns(), 0, kSlice)))) {
+                if (steady_ns() >= deadline)
+                    throw EngineError("cannot resolve host '" + host +
+                                      "': the name service has not answered");
+                interrupted();
+                const std::lock_guard lock(mu_);
+                check_open();
+            }
+            addresses = std::move(*found);
+        } catch (const EngineError& e) {
+            trouble = e.what();  // a pod's name may appear a little later than the pod
+            known = false;
+        }
+        for (const Address& address : addresses) {
+            auto attempt = std::make_shared<Attempt>();
+            attempt->identity = {c.rank, peer_rank, link, true, session};
+            Hello& h = attempt->hello;
+            h.job = c.job;
+            h.from_rank = c.rank;
+            h.to_rank = peer_rank;
+            h.link = link;
+            h.session = session;
+            h.epoch = epoch;
+            h.transport = c.transport;
+            h.integrity = c.integrity;
+            h.sockets = static_cast<uint16_t>(c.sockets);
+            h.rails = static_cast<uint16_t>(runtime_->rail_numbers());
+            h.require_rdma = c.require_rdma;
+            h.fabrics = static_cast<uint16_t>(runtime_->fabrics.size());
+            if (h.fabrics > 0) h.fabric = runtime_->fabrics.front()->provider();
+            h.listen_port = runtime_->listen_port;
+            // A parked connection waits for accept(), so one attempt may use all the time left. It
+            // ends by itself then, and only it knows what it was waiting for.
+            runtime_->control.post([this, attempt, address, deadline] {
+                start_attempt(attempt, address,
+                              std::max<int64_t>(deadline - steady_ns(), kMillisecond));
+            });
+            std::unique_lock lock(mu_);
+            try {
+                while (!attempt->finished) {
+                    check_open();
+                    wait_ns(changed_, lock, kSlice);
+                    lock.unlock();
+                    interrupted();
+                    lock.lock();
+                }
+            } catch (...) {
+                if (!lock.owns_lock()) lock.lock();
+                attempt->given_up = true;
+                const auto orphan = attempt->link;
+                lock.unlock();
+                if (orphan) orphan->die(orphan->describe() + " came up after connect() was left");
+                throw;
+            }
+            if (attempt->link) return attempt->link;
+            // A last attempt without time for an answer would only cover up what is known.
+            if (!known || !attempt->cut_short) {
+                trouble = attempt->error;
+                known = !attempt->cut_short;
+                refused = trouble.starts_with("refused");
+            }
+            if (attempt->final) throw EngineError(who + ": " + trouble);
+            if (steady_ns() >= deadline) break;
+        }
+        std::unique_lock lock(mu_);
+        // Nor is it worth an attempt.
+        if (steady_ns() + 2 * kRetry >= deadline) {
+            const std::string message = who + ": not connected to " + host + ":" +
+                                        std::to_string(port) + " within " + seconds_text(timeout) +
+                                        " (last: " + trouble + ")";
+            if (refused) throw EngineError(message);
+            throw EngineTimeout(message);
+        }
+        wait_ns(changed_, lock, kRetry);
+        check_open();
+        lock.unlock();
+        interrupted();
+    }
+}
+
+void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Address& address,
+                           int64_t limit_ns) {
+    dial(*runtime_, address, attempt->hello, limit_ns, [this, attempt, address](DialResult r) {
+        if (r.fd) {
+            reach_shared_memory(attempt, address, std::move(r));
+            return;
+        }
+        const std::lock_guard lock(mu_);
+        attempt->finished = true;
+        attempt->error = r.error;
+        attempt->final = r.refused;
+        attempt->cut_short = r.cut_short;
+        changed_.notify_all();
+    });
+}
+
+// Rails are paired by their GIDs. Both ends may share a host and still not see each other's sockets
+// (network namespaces), so the dialler looks before it says which transport it will be.
+void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const Address& address,
+                                 DialResult control) {
+    const HelloReply& reply = control.reply;
+    Transport transport = reply.transport;
+    std::string error;
+    Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
+    if (!reply.rails.empty()) terms.rails = pair_rails(runtime_->rail_gids(), reply.rails);
+    terms.fabrics =
+        static_cast<uint32_t>(std::min<size_t>(reply.fabrics, runtime_->fabrics.size()));
+    if (transport == Transport::shm) {
+        const Fd probe = start_connect(abstract_unix(reply.unix_name));
+        if (!probe) {
+            transport = !terms.rails.empty() ? Transport::rdma
+                        : terms.fabrics > 0  ? Transport::libfabric
+                                             : Transport::tcp;
+            if (runtime_->config.transport == Transport::shm)
+                error =
+                    "refused: shm is required, but the peer's unix socket cannot be reached "
+                    "(another network namespace?)";
+        }
+    }
+    const Link::Identity& id = attempt->identity;
+    const auto link = std::make_shared<Link>(runtime_, id);
+    terms.transport = transport;
+    link->set_terms(std::move(terms));
+    if (error.empty() && link->path_count() == 0)
+        error = "refused: " + rank_text(id.peer_rank) + " agreed to " + name_of(transport) +
+                " without a single data path: are both ends of one version?";
+    const std::string left = "connect() was left before it came up";
+    std::shared_ptr<Link> before;
+    std::string why = error;
+    {
+        const std::lock_guard lock(mu_);
+        if (attempt->given_up || closed_) why = left;
+        if (why.empty()) before = std::exchange(links_[{id.peer_rank, id.link}], link);
+    }
+    if (before) before->die(before->describe() + " was replaced by a new connection");
+    // Over this connection the acceptor hears of it.
+    if (!why.empty()) link->die(link->describe() + " is dead: " + why);
+    link->attach_control(std::move(control.fd), control.keys, attempt->hello.epoch,
+                         control.reply.received);
+    link->confirm();
+    // Not before it is confirmed: whatever connect() has returned, accept() returns as well, also
+    // if it is closed at once.
+    bool orphan = false;
+    {
+        const std::lock_guard lock(mu_);
+        attempt->finished = true;
+        if (error.empty()) attempt->link = link;
+        attempt->error = error;
+        attempt->final = !error.empty();
+        orphan = attempt->given_up;
+        changed_.notify_all();
+    }
+    if (orphan) link->die(link->describe() + " is dead: " + left);
+}
+
+}  // namespace pipemorph
