@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <iostream>
 #include <random>
 #include <thread>
 
@@ -24,6 +25,13 @@ inline Config config(uint32_t rank, Transport transport) {
     c.peer_deadline = 20.0;
     c.fabric_provider = "tcp";
     return c;
+}
+
+// Whether libfabric is installed. Without it links that ask for it use TCP.
+inline bool has_libfabric() {
+    const FabricSearch found = find_fabric_devices("tcp");
+    if (found.version.empty()) std::cout << "skipped: " << found.trouble << "\n";
+    return !found.version.empty();
 }
 
 struct Two {

@@ -1,0 +1,139 @@
+// Leases: memory of the engine that the application fills.
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "check.hpp"
+#include "two_engines.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+uint64_t fill_and_send(Link& link, Link::Lease lease, const Key& key) {
+    const auto content = payload(key.microbatch * 2 + key.direction, lease.bytes);
+    std::copy(content.begin(), content.end(), lease.memory());
+    MessageInfo info;
+    info.key = key;
+    info.bytes = lease.bytes;
+    info.note = "note " + std::to_string(key.microbatch);
+    return link.send(std::move(info), lease.data, lease.hold, lease.slot);
+}
+
+}  // namespace
+
+TEST(link_leases_the_slot_that_the_receiver_reads) {
+    constexpr size_t kBytes = 300'000;
+    Two two(Transport::shm);
+    two.accepted->reserve(0, 2, kBytes);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+    const Link::Lease lease = two.dialled->lease(0, kBytes);
+    CHECK(lease.slot && two.dialled->send_slots(0) == 1);
+    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    const Arrived arrived = receive(*two.accepted, {0, 0, 1, 0, 0});
+    wait_sent(*two.dialled, ticket);
+    lease.data[0] ^= 1;  // one memory
+    CHECK((arrived.data[0] ^ lease.data[0]) == 0);
+    lease.data[0] ^= 1;
+    const auto mapped = two.dialled->lease_memory();
+    CHECK(mapped.size() == 1 && lease.data >= mapped[0]->data());
+    CHECK(lease.data + kBytes <= mapped[0]->data() + mapped[0]->size());
+    CHECK(two.dialled->stats().bytes_copied_out == 0);
+    CHECK(two.accepted->stats().bytes_copied_in == 0);
+    check_and_release(*two.accepted, arrived, kBytes);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+}
+
+TEST(link_whose_payloads_are_proved_leases_memory_of_its_own) {
+    Config a = config(0, Transport::shm);
+    Config b = config(1, Transport::shm);
+    a.integrity = b.integrity = Integrity::mac;
+    Two two(std::move(a), std::move(b));
+    two.accepted->reserve(0, 2, 300'000);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+    const Link::Lease lease = two.dialled->lease(0, 300'000);
+    CHECK(!lease.slot && two.dialled->send_slots(0) == 2);
+    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    check_and_release(*two.accepted, receive(*two.accepted, {0, 0, 1, 0, 0}), 300'000);
+    wait_sent(*two.dialled, ticket);
+}
+
+TEST(link_never_leases_the_last_slot_and_takes_back_what_is_not_sent) {
+    Two two(Transport::shm);
+    two.accepted->reserve(0, 2, 4096);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+    const Link::Lease first = two.dialled->lease(0, 100);
+    const Link::Lease second = two.dialled->lease(0, 100);
+    CHECK(first.slot && !second.slot && !two.dialled->lease(0, 5000).slot);
+    CHECK(second.data == nullptr);  // nobody has asked for it yet
+    // Whatever is leased, the others are sent.
+    for (int64_t i = 0; i < 3; ++i) {
+        send(*two.dialled, {0, 0, i, 0, 0}, 4096);
+        check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), 4096);
+    }
+    fill_and_send(*two.dialled, second, {0, 0, 3, 0, 0});
+    check_and_release(*two.accepted, receive(*two.accepted, {0, 0, 3, 0, 0}), 100);
+    two.dialled->end_lease(second);
+    two.dialled->end_lease(first);
+    until("granted", [&] { return two.dialled->send_slots(0) == 2; });
+}
+
+TEST(link_sends_leases_over_every_transport_although_paths_are_lost) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        constexpr size_t kBytes = 300'000;
+        constexpr int64_t kMessages = 60;
+        Two two(transport);
+        two.accepted->reserve(0, 4, kBytes);
+        until("granted", [&] { return two.dialled->send_slots(0) == 4; });
+        std::thread sends([&] {
+            for (int64_t i = 0; i < kMessages; ++i) {
+                const Link::Lease lease = two.dialled->lease(0, kBytes);
+                if (i % 4 == 1) two.dialled->sever_data_path(0);
+                if (i % 4 == 3) two.accepted->sever_data_path(0);
+                CHECK(!lease.slot || transport == Transport::shm);
+                fill_and_send(*two.dialled, lease, {0, 0, i, 0, 0});
+            }
+        });
+        for (int64_t i = 0; i < kMessages; ++i)
+            check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), kBytes);
+        sends.join();
+        until("granted", [&] { return two.dialled->send_slots(0) == 4; });
+        CHECK(two.accepted->stats().messages_received == kMessages);
+    }
+}
+
+TEST(link_leases_after_it_has_ended_are_harmless) {
+    std::unique_ptr<Two> two = std::make_unique<Two>(Transport::shm);
+    two->accepted->reserve(0, 2, 4096);
+    until("granted", [&] { return two->dialled->send_slots(0) == 2; });
+    const Link::Lease lease = two->dialled->lease(0, 4096);
+    CHECK(lease.slot.has_value());
+    two->dialled->die("it is over");
+    until("over", [&] { return !two->dialled->alive(); });
+    CHECK(THROWS(EngineError, two->dialled->lease(0, 1)) == "it is over");
+    CHECK(THROWS(EngineError, fill_and_send(*two->dialled, lease, {0, 0, 0, 0, 0})) ==
+          "it is over");
+    two->dialled->end_lease(lease);
+    two.reset();
+    std::memset(lease.data, 1, lease.bytes);  // it stays mapped
+}
+
+// Whoever must not be held up by a copy, as the interpreter, lets go of what others wait for.
+TEST(link_says_before_it_copies_what_was_posted_too_late) {
+    constexpr Key kKey{0, 0, 0, 0, 0};
+    Two two(Transport::tcp);
+    Link& link = *two.accepted;
+    link.reserve(0, 1, 4096);
+    send(*two.dialled, kKey, 4096);
+    until("arrived", [&] { return link.arrived(kKey); });
+    std::vector<uint8_t> into(4096);
+    link.post_receive(kKey, {into.data(), into.size(), nullptr});
+    uint64_t copied = 0;
+    const auto message = link.try_receive(kKey, [&](uint64_t bytes) {
+        CHECK(link.alive());  // for which it has to have let go of its lock
+        CHECK(into == std::vector<uint8_t>(4096));
+        copied += bytes;
+    });
+    CHECK(message && message->data == into.data() && copied == 4096);
+    CHECK(into == payload(0, 4096));
+}
