@@ -34,14 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 from testbed import prometheus  # noqa: E402
 
-from pipemorph.api.status import (  # noqa: E402
-    AdaptationSummary,
-    FallenLink,
-    RailsStatus,
-    SickPort,
-    SlowLink,
-    TrainingStatus,
-)
+from pipemorph.api.status import AdaptationSummary, TrainingStatus  # noqa: E402
+from pipemorph.api.status_links import FallenLink, RailsStatus, SickPort, SlowLink  # noqa: E402
 from pipemorph.control import Health, LinkHealth  # noqa: E402
 from pipemorph.planning import Op, OpKind, Route, Schedule  # noqa: E402
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime  # noqa: E402

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from pipemorph.api.status import StatusModel, Text
+from pipemorph.api.status_base import StatusModel, Text
 
 MAX_PACKED = 1472 * 1024
 """Most bytes of a packed snapshot: etcd takes 1.5 MiB, of which 64 KiB are for the rest."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Places, Running
-from pipemorph.api.status import PodReplacement, Recoveries
+from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.control.pods import trial
 from pipemorph.control.pods.ending import Ending

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import MAX_STAGES
+from pipemorph.api.status_base import MAX_STAGES
 from pipemorph.control.decide.forecast import Situation, runnable
 from pipemorph.control.observed.stages import in_flight_limits
 from pipemorph.errors import InputError, one_line

@@ -10,16 +10,12 @@ from pipemorph.api.status import (
     AdaptationSummary,
     Condition,
     ConditionStatus,
-    FallenLink,
     JobState,
     JobStatus,
-    RailsStatus,
-    Recoveries,
-    RecoveryRecord,
-    SickPort,
-    SlowLink,
     TrainingStatus,
 )
+from pipemorph.api.status_links import FallenLink, RailsStatus, SickPort, SlowLink
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.control.observed.links import Health
 from pipemorph.explain.cluster_job import ClusterJob
 from pipemorph.explain.story import few, plural

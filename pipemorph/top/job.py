@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipemorph.api.status import (
-    AdaptationSummary,
-    Condition,
-    JobStatus,
-    Recoveries,
-    SlowLink,
-    TrainingStatus,
-    condition,
-)
+from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
+from pipemorph.api.status_links import SlowLink
+from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.errors import one_line
 from pipemorph.explain.advice import advice
 from pipemorph.explain.cluster_job import ClusterJob

@@ -18,7 +18,8 @@ from prometheus_client import REGISTRY, start_http_server
 from testbed import tools
 from testbed.prometheus import Server, Target
 
-from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
+from pipemorph.api.status import AdaptationSummary, TrainingStatus
+from pipemorph.api.status_links import FallenLink, SlowLink
 from pipemorph.control import Health, LinkHealth
 from pipemorph.planning import Op, OpKind, Route, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime

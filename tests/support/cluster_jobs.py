@@ -8,14 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipemorph.api.status import (
-    AdaptationSummary,
-    Condition,
-    JobStatus,
-    RailsStatus,
-    SlowLink,
-    TrainingStatus,
-)
+from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus
+from pipemorph.api.status_links import RailsStatus, SlowLink
 
 NOW = datetime(2026, 1, 2, 3, 10, 0, tzinfo=UTC).timestamp()
 """When the tests look."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import PodReplacement, Recoveries
+from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (

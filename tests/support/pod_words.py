@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph.api.status import PodReplacement
+from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.wire import Loss, PodReport
 
 

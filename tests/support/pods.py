@@ -15,7 +15,7 @@ from typing import Any
 from launch import free_port
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import PodReplacement, Recoveries
+from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 
 DEADLINE = 120.0
 ITERATIONS = 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import (
-    ConditionStatus,
+from pipemorph.api.status import ConditionStatus
+from pipemorph.api.status_links import (
     FabricDirectionStatus,
     FabricStatus,
     FallenLink,

@@ -15,12 +15,8 @@ from typing import Any
 
 from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import (
-    JobStatus,
-    PodReplacement,
-    UsefulTime,
-    condition,
-)
+from pipemorph.api.status import JobStatus, UsefulTime, condition
+from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful

@@ -12,15 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.placement import NodeExclusion
-from pipemorph.api.status import (
-    MAX_ATTEMPTS_KEPT,
-    MAX_NODES_KEPT,
-    MAX_SLOW_LINKS,
-    AttemptNodes,
-    LinkNodes,
-    NodeRecord,
-    SlowLink,
-)
+from pipemorph.api.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord
+from pipemorph.api.status_base import MAX_SLOW_LINKS
+from pipemorph.api.status_links import AttemptNodes, LinkNodes, SlowLink
 
 
 def ends(link: SlowLink, mesh: MeshShape) -> tuple[int, int]:

@@ -9,13 +9,8 @@ from typing import Any
 
 from pipemorph.api.running import Places
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import (
-    MAX_ATTEMPTS_KEPT,
-    AttemptRecord,
-    ConditionStatus,
-    JobStatus,
-    Recoveries,
-)
+from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
+from pipemorph.api.status_recoveries import Recoveries
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.cluster.events import Event, Kind

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pipemorph.api.placement import Placement
 from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import JobStatus, SlowLink
+from pipemorph.api.status import JobStatus
+from pipemorph.api.status_links import SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.policy import node_exclusion
 from pipemorph_operator.reconcile.decision import Draft

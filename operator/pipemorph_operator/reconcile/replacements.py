@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import MAX_REPLACEMENTS_KEPT, PodReplacement
+from pipemorph.api.status import MAX_REPLACEMENTS_KEPT
+from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Places, Running
-from pipemorph.api.status import (
+from pipemorph.api.status_recoveries import (
     MAX_RECOVERIES_KEPT,
     MAX_REPLACED_KEPT,
     PlaceInPod,

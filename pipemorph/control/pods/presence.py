@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.recovery import FailurePolicy
 from pipemorph.api.running import Running
-from pipemorph.api.status import PodReplacement
+from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.control.pods.places import Filled, fill
 

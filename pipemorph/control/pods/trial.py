@@ -8,7 +8,7 @@ again.
 
 from __future__ import annotations
 
-from pipemorph.api.status import MAX_REFUSED_KEPT, Recoveries
+from pipemorph.api.status_recoveries import MAX_REFUSED_KEPT, Recoveries
 from pipemorph.control.pods.splits import Split, Splits, split_of
 
 

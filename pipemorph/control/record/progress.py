@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.api.status import Recoveries, RecoveryRecord
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.control.record.recovering import Recovering
 from pipemorph.wire import IterationSample, ResumedFrom
 

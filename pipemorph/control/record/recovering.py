@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from pipemorph.api.status import RecoveryRecord
+from pipemorph.api.status_recoveries import RecoveryRecord
 from pipemorph.wire import IterationSample, ResumedFrom
 
 WORD_SECONDS = 15.0

@@ -8,7 +8,7 @@ import pytest
 from observing import trained
 from pod_words import lost_pod, word
 
-from pipemorph.api.status import MAX_RECOVERIES_KEPT, Recoveries
+from pipemorph.api.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.control.pods.presence import REPLACED_SECONDS

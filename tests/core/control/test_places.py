@@ -8,7 +8,7 @@ import pytest
 
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
-from pipemorph.api.status import MAX_PLACES
+from pipemorph.api.status_recoveries import MAX_PLACES
 from pipemorph.control.pods import places as places_module
 from pipemorph.control.pods.places import fill
 from pipemorph.wire.generations import MAX_MOVED

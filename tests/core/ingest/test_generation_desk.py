@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pipemorph.api.parallelism import MAX_RANKS, Parallelism
-from pipemorph.api.status import Recoveries
+from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.pods import presence
 from pipemorph.ingest import (

@@ -20,15 +20,9 @@ from cluster_jobs import (
     slow_link,
 )
 
-from pipemorph.api.status import (
-    FallenLink,
-    JobStatus,
-    RailsStatus,
-    Recoveries,
-    RecoveryRecord,
-    SickPort,
-    TrainingStatus,
-)
+from pipemorph.api.status import JobStatus, TrainingStatus
+from pipemorph.api.status_links import FallenLink, RailsStatus, SickPort
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.top.browser import Browser
 from pipemorph.top.job import job_page

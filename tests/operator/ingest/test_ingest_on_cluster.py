@@ -13,7 +13,8 @@ from operator_status import Shared, known, spec_of
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
+from pipemorph.api.status import Condition, JobStatus, TrainingStatus
+from pipemorph.api.status_links import SlowLink
 from pipemorph.control import JobController
 from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK

@@ -7,7 +7,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from pipemorph.api.status import AdaptationSummary, FallenLink, SlowLink, TrainingStatus
+from pipemorph.api.status import AdaptationSummary, TrainingStatus
+from pipemorph.api.status_links import FallenLink, SlowLink
 from pipemorph.control import Health, LinkHealth
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.metrics import forget_job

@@ -13,7 +13,8 @@ from operator_status import spec_of
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
+from pipemorph.api.status import JobStatus
+from pipemorph.api.status_links import MAX_SICK_PORTS
 from pipemorph.control import JobController
 from pipemorph.wire import FabricDirection, FabricView, RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH

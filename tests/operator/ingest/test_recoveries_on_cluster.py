@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from operator_status import KEY, Shared, hear, tell
 
-from pipemorph.api.status import JobStatus, Recoveries, RecoveryRecord
+from pipemorph.api.status import JobStatus
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.ingest import GenerationDesk
 from pipemorph_operator.cluster.job import operator_part
 from pipemorph_operator.ingest.status.fence import Overtaken

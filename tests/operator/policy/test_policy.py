@@ -12,7 +12,8 @@ from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.placement import NodeExclusion
-from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
+from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord
+from pipemorph.api.status_links import AttemptNodes, SlowLink
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time

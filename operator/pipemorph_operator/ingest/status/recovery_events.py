@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.api.status import Recoveries, RecoveryRecord
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph_operator import names
 from pipemorph_operator.cluster.events import Event
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from pipemorph.api.status import Recoveries, RecoveryRecord
+from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.control import JobController
 from pipemorph.spans import JobSpans
 

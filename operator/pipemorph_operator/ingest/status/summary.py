@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from pipemorph.api.status import (
-    MAX_SLOW_LINKS,
-    AdaptationSummary,
-    Condition,
-    ConditionStatus,
-    SlowLink,
-    SlowReduction,
-    SlowStage,
-    TrainingStatus,
-)
+from pipemorph.api.status import AdaptationSummary, Condition, ConditionStatus, TrainingStatus
+from pipemorph.api.status_base import MAX_SLOW_LINKS
+from pipemorph.api.status_links import SlowLink, SlowReduction, SlowStage
 from pipemorph.control import (
     AdaptationRecord,
     Health,

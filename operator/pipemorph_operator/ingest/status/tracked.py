@@ -10,7 +10,8 @@ from typing import Any
 from pipemorph.api.plan import SavedPlan
 from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
-from pipemorph.api.status import Condition, ControlState, Recoveries, TrainingStatus
+from pipemorph.api.status import Condition, ControlState, TrainingStatus
+from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import Versions

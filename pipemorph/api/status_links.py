@@ -1,0 +1,147 @@
+"""What the status of a job says of links, reductions, ports and slow stages."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipemorph.api.status_base import MAX_SLOW_LINKS, StatusModel, Text, Timestamp, at_most, number
+
+MAX_SICK_PORTS = 32
+
+
+class SlowLink(StatusModel):
+    """A slow link, with its measurements."""
+
+    name: str = Field(
+        default="",
+        max_length=128,
+        description="The link for people, such as link 1 (stage 1 to 2).",
+    )
+    link: int = Field(ge=0, description="Between stage link and stage link + 1.")
+    replica: int = number("Pipeline column where it is slowest; with replicas alone, the replica.")
+    direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
+    delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
+    wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
+    confidence: float = Field(ge=0, le=1, description="Probability that it is slow, 0 to 1.")
+    since: Timestamp | None = Field(default=None, description="When it was found to be slow.")
+
+
+class SlowReduction(StatusModel):
+    """A data-parallel group that reduces its gradients slowly, with its measurements."""
+
+    stage: int = Field(ge=0, description="Stage whose gradients it reduces.")
+    replica: int = number("First pipeline column of the group.")
+    time_ms: float = Field(ge=0, description="Time of a reduction now, milliseconds.")
+    normal_ms: float = Field(ge=0, description="Usual time, milliseconds.")
+    exposed_ms: float = Field(
+        ge=0, description="Time after the last op of the stage, milliseconds."
+    )
+    bytes: int = number("Gradients of each rank.")
+
+
+class LinkNodes(StatusModel):
+    """The nodes of a link's two ends."""
+
+    link: int = Field(ge=0, description="Between stage link and stage link + 1.")
+    replica: int = number("Replica of the link.")
+    nodes: list[str] = Field(
+        max_length=2, description="Nodes of the ends; fewer than two where one is not known."
+    )
+
+
+class AttemptNodes(StatusModel):
+    """Nodes of the attempt in progress, noted while a link is slow: when an attempt ends, its pods
+    may be gone before the operator can ask where they ran."""
+
+    links: list[LinkNodes] = at_most(MAX_SLOW_LINKS, "Links that are or were slow.")
+    count: int = number("Nodes on which the attempt runs.")
+    others: int = number("Those of them that are neither here nor in status.nodes.")
+
+
+class FallenLink(StatusModel):
+    """A link that fell back from the agreed transport, as one of its ends reports."""
+
+    name: str = Field(
+        default="",
+        max_length=128,
+        description="The link for people, such as link 1 (stage 1 to 2).",
+    )
+    link: int = Field(ge=0, description="Between stage link and stage link + 1.")
+    replica: int = number("Pipeline column of the link; with replicas alone, the replica.")
+    direction: str = Field(
+        max_length=16, description="Direction in which that end sends: forward or backward."
+    )
+    agreed: str = Field(max_length=16, description="Transport agreed on, such as rdma.")
+    transport: str = Field(max_length=16, description="Transport in use now, such as tcp.")
+    fallbacks: int = number("Number of fallbacks.")
+    message: Text = Field(default="", description="The engine's reason.")
+
+
+class SlowStage(StatusModel):
+    """A stage that computes slower than its peers, or than before."""
+
+    stage: int = Field(ge=0, description="Number of the stage.")
+    replica: int | None = Field(
+        default=None,
+        ge=0,
+        description="Pipeline column of the slow rank; with replicas alone, the replica. None: the"
+        " stage is slow in all columns.",
+    )
+    microbatch_ms: float = Field(ge=0, description="Milliseconds of F, B and W of one microbatch.")
+    usual_ms: float = Field(ge=0, description="The same of its peers, or in its best iterations.")
+
+
+class SickPort(StatusModel):
+    """An RDMA port of a rank's host with a problem."""
+
+    stage: int = Field(ge=0, description="Stage of the rank that sees it.")
+    replica: int = number("Pipeline column of that rank; with replicas alone, the replica.")
+    device: str = Field(max_length=64, description="RDMA device, such as mlx5_0.")
+    port: int = Field(ge=1, description="Port of the device.")
+    state: str = Field(max_length=32, description="State of the port, such as ACTIVE or DOWN.")
+    message: Text = Field(description="The problem, for people.")
+
+
+class RailsStatus(StatusModel):
+    """Health of the ranks' RDMA ports, by state and counters."""
+
+    ports: int = number("Ports reported.")
+    expected_ports: int | None = Field(
+        default=None, ge=0, description="Ports of all ranks, once every rank has reported."
+    )
+    sick_count: int = number("Ports with a problem.")
+    sick_ports: list[SickPort] = at_most(MAX_SICK_PORTS, "Some of them, by stage.")
+    congested_count: int = number("Ports with a high rate of congestion notifications.")
+    unavailable_count: int = number("Ports whose state or counters cannot be read in the pod.")
+
+
+class FabricDirectionStatus(StatusModel):
+    """What carries from one RDMA port to another."""
+
+    source: Text = Field(description="Pod and port that write.")
+    target: Text = Field(description="Pod and port that they write to.")
+    gbps: float | None = Field(default=None, ge=0, description="Gigabits per second.")
+    round_trip_us: float | None = Field(
+        default=None, ge=0, description="Median round trip, microseconds."
+    )
+    path_mtu: int | None = Field(
+        default=None, ge=0, description="Largest MTU whose packets arrive; none if nothing does."
+    )
+    resent: int | None = Field(default=None, ge=0, description="Packets that were sent again.")
+
+
+class FabricStatus(StatusModel):
+    """The check of the RDMA ports between the pods, before training (placement.rdma.check)."""
+
+    message: Text = Field(default="", description="Why it was not made; empty if it was.")
+    pods: int = number("Pods that took part.")
+    directions: int = number("Directions between RDMA ports that were measured.")
+    gbps: float | None = Field(default=None, ge=0, description="Their median rate.")
+    round_trip_us: float | None = Field(
+        default=None, ge=0, description="Their median round trip, microseconds."
+    )
+    sick_count: int = number("Findings.")
+    sick: list[Text] = at_most(MAX_SICK_PORTS, "Some of them, for people.")
+    slowest: list[FabricDirectionStatus] = at_most(
+        MAX_SICK_PORTS, "Some directions: sick ones first, then the slowest."
+    )
