@@ -14,27 +14,25 @@ tell: links that are late, and normal wire times in buckets.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from math import exp, isfinite, log
+from math import exp, log
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import (
-    RECENT,
     DelayDetector,
     Level,
     Thresholds,
     alarm_level,
 )
 from pipemorph.control.observe.fabric_seeds import FabricSeeds
-from pipemorph.planning.ir import Route
+from pipemorph.control.observe.series import LEAST_BASE, Key, Series, Window
 from pipemorph.wire import DirectionState, LinkSample, LinkState, SlowDirection
 from pipemorph.wire.parts import RouteBases
-from pipemorph.wire.states import Direction
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -43,23 +41,11 @@ FEW_LINKS = 4
 TOGETHER_SECONDS = 0.15
 """Windows that end within this time count as simultaneous: ranks report every 50 ms, but not in
 step."""
-NARROW = 0.5
-"""A link is narrow if this part of a wire time or more is a message's transfer. It shows in two
-ways. A few bytes that leave with the message do not take as long (the direct route, from the first
-window). And messages that wait for each other arrive that far apart: if they only travelled for
-long, they would arrive as close together as they were sent (the delegated route)."""
-FEW_SPACINGS = 5
-"""Windows that show it in the spacing of arrivals."""
-UNSURE = 12
-"""Most windows after a step of its delay in which it is not said whether a link that was narrow
-still is. Spacings of before and after make the link narrow when it is not, or the other way."""
 DOUBTED_WEIGHT = 1 / 8
 """Weight of a late window that something else than the link explains: most links are late at once,
 which is mostly a machine that stalls for tens of milliseconds; or one of the two ranks waited for a
 processor, or its ops took longer than they do. If the link is slow as well, detection takes 24
 windows in a row."""
-HIDDEN = 0.1
-"""Part of an op that a wire time is assumed to take if ops always hide it."""
 DIGITS = 7
 """Of seconds in states."""
 EXPLAINS = 0.5
@@ -72,7 +58,6 @@ LATE_SECONDS = 0.5
 BUCKET, BUCKETS_APART = 0.01, 3
 """Relative width of a bucket of normal wire times; and buckets by which one must have moved to be
 in another than before."""
-LEAST_BASE = 1e-7
 SEED_SECONDS = 30.0
 """After so long a base that was learned needs no seed: what a link takes all that time is what it
 takes."""
@@ -81,129 +66,6 @@ SEED_MARGIN = 3.0
 third of what others do are slow by the check itself."""
 FEW_SEEDED = 4
 """Directions from which they tell: fewer cannot outvote the two of one link."""
-
-
-Key = tuple[int, int, Direction]
-"""link, column, direction"""
-
-
-@dataclass
-class _Series:
-    key: Key
-    detector: DelayDetector
-    seen_at: float
-    spacings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Between arrivals on the delegated route while slow, see :class:`LinkSample`, and the wire
-    times of these windows."""
-    transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Bounds of the wire time beyond the latency, while slow or suspected to be."""
-    bucket: int | None = None
-    """Of its base, as last told."""
-    op: float = 0.0
-    """Of the receiver, which hid the newest arrival that was not seen as it happened."""
-    well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Latencies while healthy."""
-    steps: int = 0
-    """Of the detector, at the newest window."""
-    narrow: bool = False
-    """Whether the link was narrow when that was last sure."""
-    share: float = 0.0
-    """Part of the wire time that was the transfer when that was last seen."""
-    unsure: int = 0
-    """Windows left in which it is not."""
-    failed_over: bool = False
-    """Whether its direct route broke, as of the newest window."""
-    message: float = 0.0
-    """Mean bytes of a message in the newest window that was not as usual."""
-    learned_at: float = float("-inf")
-    """When its first base was learned here."""
-
-    @property
-    def transfer(self) -> float:
-        """How long a message occupies the link; 0 if that is unknown or the smaller part."""
-        if self.detector.level is not Level.SLOW:
-            return 0.0
-        wire = self.detector.wire_time
-        if len(self.spacings) >= FEW_SPACINGS:
-            # Of messages whose delay varies, some arrive close together.
-            # If the rate varies, each spacing belongs to the wire time of its window.
-            varies = bool(self.detector.recent)
-            found = sorted(wire * gap / took if varies else gap for gap, took in self.spacings)
-            transfer = found[len(found) // 10]
-        elif self.transfers:
-            transfer = median([end for bounds in self.transfers for end in bounds])
-        elif self.narrow and self.detector.recent:
-            # While its rate is high, no message waits, so that nothing is seen.
-            transfer = wire * self.share
-        else:
-            return 0.0
-        return min(transfer, wire) if transfer >= NARROW * wire else 0.0
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it is not sure that a link which was narrow still is, or by how much."""
-        return self.unsure > 0 or (self.narrow and self.detector.stepping)
-
-    def take(self, window: _Window) -> None:
-        """Process the spacing of arrivals and the latency, after the wire time. Spacing on the
-        direct route says nothing: it has one queue, where messages arrive apart from each other
-        whatever the reason."""
-        slow, latency = self.detector.level is Level.SLOW, window.latency
-        if self.steps != self.detector.steps:
-            # What was seen before says nothing of the link as it is now.
-            self.steps = self.detector.steps
-            self.spacings.clear()
-            self.transfers.clear()
-            self.unsure = UNSURE if self.narrow else 0
-        self.op = window.slack if isfinite(window.slack) and window.slack else self.op
-        if not slow:
-            self.spacings.clear()
-        elif window.spacing is not None and window.route == Route.DELEGATED:
-            self.spacings.append((window.spacing, max(window.value, LEAST_BASE)))
-        if not slow and not self.detector.suspects:
-            self.transfers.clear()
-            if latency is not None:
-                self.well.append(latency)
-        elif latency is not None:
-            beyond = window.value - latency
-            self.transfers.append((beyond - window.slack, beyond))
-        if self.unsure:
-            known = len(self.spacings) >= FEW_SPACINGS or self.transfers
-            self.unsure = 0 if known or not slow else self.unsure - 1
-        if not self.in_doubt:
-            transfer = self.transfer
-            self.narrow = transfer > 0.0
-            if self.narrow:
-                self.share = transfer / self.detector.wire_time
-
-    def refined(self, low: float, high: float, latency: float | None) -> float | None:
-        """The wire time from its bounds and the latency, which is exact even if the receiver
-        computes: what is normal without latency, and the latency. None if that is unknown, or not
-        within the bounds. If the base is an upper bound, its excess over the base is exact."""
-        base = self.detector.base
-        if latency is None or base is None or not self.well:
-            return None
-        value = max(0.0, base - median(self.well)) + latency
-        return value if low <= value <= high else None
-
-
-class _Window(NamedTuple):
-    """One sample, as input of a detector."""
-
-    series: _Series
-    value: float
-    mark: int
-    route: str
-    exact: bool
-    refined: bool
-    """Exact only as far as the base is, see :meth:`_Series.refined`."""
-    slack: float
-    latency: float | None
-    spacing: float | None
-    failed_over: bool
-    sender: tuple[int, int]
-    receiver: tuple[int, int]
-    """Their ranks: stage and column."""
 
 
 class Ends(Protocol):
@@ -221,11 +83,11 @@ class LinkBook:
 
     def __init__(self, mesh: MeshShape, *, thresholds: Thresholds, stale_after: float) -> None:
         self._mesh = mesh
-        self._series: list[dict[Key, _Series]] = [{} for _ in range(mesh.stages - 1)]
+        self._series: list[dict[Key, Series]] = [{} for _ in range(mesh.stages - 1)]
         """By link."""
         self.set(thresholds, stale_after)
         self._count = 0
-        self._slow: dict[Key, _Series] = {}
+        self._slow: dict[Key, Series] = {}
         self._judged_at = [float("-inf")] * (mesh.stages - 1)
         self._late_at = [float("-inf")] * (mesh.stages - 1)
         """Per link, times of the newest window that could be judged, and of the newest late one."""
@@ -247,7 +109,7 @@ class LinkBook:
         :meth:`turned`."""
         self.seeds: FabricSeeds | None = None
         """What was measured before the first window."""
-        self._unsettled: dict[Key, _Series] = {}
+        self._unsettled: dict[Key, Series] = {}
         """Directions that are compared with their seeds."""
 
     def set(self, thresholds: Thresholds, stale_after: float) -> None:
@@ -258,7 +120,7 @@ class LinkBook:
         for each in self._all():
             each.detector.thresholds = self._thresholds
 
-    def _all(self) -> Iterator[_Series]:
+    def _all(self) -> Iterator[Series]:
         for found in self._series:
             yield from found.values()
 
@@ -304,10 +166,10 @@ class LinkBook:
             if late and detector.suspicion >= SUSPECT:
                 self._suspect_at[window.series.key[0]] = now
 
-    def _unusual(self, samples: Sequence[LinkSample], now: float, ends: Ends) -> list[_Window]:
+    def _unusual(self, samples: Sequence[LinkSample], now: float, ends: Ends) -> list[Window]:
         """Process the windows that are as usual, which nearly all are, and return the others. Those
         of one direction stay in order."""
-        windows: list[_Window] = []
+        windows: list[Window] = []
         waiting: set[Key] = set()
         for sample in samples:
             wire, link = sample.wire, sample.link
@@ -338,7 +200,7 @@ class LinkBook:
                 self._waited[_ranks_of(sample)[1]] = (sample.waited, now)
         return windows
 
-    def _note(self, series: _Series, was: Level) -> None:
+    def _note(self, series: Series, was: Level) -> None:
         """Note what has become of a direction that was at the level ``was``."""
         level, key = series.detector.level, series.key
         if level is was:
@@ -356,7 +218,7 @@ class LinkBook:
         self._flipped[key] = None
         self._moved.pop(key, None)
 
-    def _window(self, sample: LinkSample, now: float, ends: Ends) -> _Window:
+    def _window(self, sample: LinkSample, now: float, ends: Ends) -> Window:
         key: Key = (sample.link, sample.replica, sample.direction)
         series = self._series[sample.link].get(key)
         if series is None:
@@ -377,7 +239,7 @@ class LinkBook:
             known = series.refined(value - slack, value, sample.latency)
             if known is not None:
                 value, slack, exact, refined = known, 0.0, True, True
-        return _Window(
+        return Window(
             series,
             value,
             sample.iteration,
@@ -392,15 +254,15 @@ class LinkBook:
             receiver,
         )
 
-    def _add(self, key: Key, now: float) -> _Series:
+    def _add(self, key: Key, now: float) -> Series:
         """A direction without windows. Also replaces one."""
         self._count += key not in self._series[key[0]]
         self._unsettled.pop(key, None)
-        series = _Series(key, DelayDetector(self._thresholds), now)
+        series = Series(key, DelayDetector(self._thresholds), now)
         self._series[key[0]][key] = series
         return series
 
-    def _fail_over(self, window: _Window) -> None:
+    def _fail_over(self, window: Window) -> None:
         """Note that the direct route of a direction broke, or is back. The route that replaces it
         may be slow from its first message on, so it is compared with links that use it already, or
         else with the route that broke. Walks all series: it happens once to a link."""
@@ -419,7 +281,7 @@ class LinkBook:
         if expected is not None:
             series.detector.expect(expected)
 
-    def _is_explained(self, window: _Window, now: float, ends: Ends) -> bool:
+    def _is_explained(self, window: Window, now: float, ends: Ends) -> bool:
         """Whether a window may be late because one of its ranks had no processor. Nothing delays
         the latency but the link and the sender."""
         detector = window.series.detector
@@ -590,7 +452,7 @@ class LinkBook:
             found.append(link)
         return found
 
-    def _is_fresh(self, series: _Series, now: float) -> bool:
+    def _is_fresh(self, series: Series, now: float) -> bool:
         return now - series.seen_at <= self._stale_after
 
     def direction(self, key: Key, now: float) -> DirectionState:
@@ -615,7 +477,7 @@ class LinkBook:
             direction=direction,
             health="slow" if self._is_fresh(series, now) else "unknown",
             delay=round(found.delay, DIGITS),
-            wire_time=round(_plannable(series), DIGITS),
+            wire_time=round(series.plannable, DIGITS),
             transfer=round(transfer, DIGITS),
             confidence=round(found.confidence, 4),
             in_doubt=found.suspected_at is not None or series.in_doubt or found.is_doubtful,
@@ -649,7 +511,7 @@ class LinkBook:
         return LinkState.model_construct(
             link=link,
             health="healthy",
-            wire_time=round(_plannable(worst), DIGITS),
+            wire_time=round(worst.plannable, DIGITS),
             confidence=round(least, 4),
             since_iteration=newest,
             column=worst.key[1],
@@ -728,13 +590,3 @@ def _ranks_of(sample: LinkSample) -> tuple[tuple[int, int], tuple[int, int]]:
     """The sender and the receiver of a link's direction, as stage and column."""
     lower, upper = (sample.link, sample.replica), (sample.link + 1, sample.replica)
     return (lower, upper) if sample.direction == FORWARD else (upper, lower)
-
-
-def _plannable(series: _Series) -> float:
-    """One-way time for the planner. A base that is only an upper bound counts as a small part of
-    the op that hides it: as a whole, every busy receiver would look like a slow link; as nothing,
-    plans would have no room for the little time that every message takes."""
-    detector = series.detector
-    if detector.base_is_exact:
-        return detector.wire_time
-    return detector.delay + min(detector.base or 0.0, HIDDEN * series.op)

@@ -26,6 +26,15 @@ from typing import Any, TypeVar
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.differences import (
+    direction_differs,
+    link_differs,
+    pace_differs,
+    reduction_differs,
+    stage_differs,
+    stragglers_differ,
+    unlike,
+)
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.fabric_seeds import FabricSeeds
 from pipemorph.control.observe.link_book import Key, LinkBook
@@ -74,8 +83,8 @@ SILENT_HEARTBEATS = 2.5
 unknown."""
 SELDOM_REPORTS = 64
 """Reports a second, of all parts together, that have nothing urgent."""
-PACE_MOVED, USUAL_MOVED = 0.025, 0.02
-"""Relative changes of a rank's pace and of a usual wire time that are worth telling."""
+USUAL_MOVED = 0.02
+"""Relative change of a usual wire time that is worth telling."""
 ATTENTIVE_ITERATIONS = 32
 """Iterations that are reported as they finish, since a decision may wait for them: after the start,
 after the newest change of the plan or of a link's state, and while a link is slow. So are those
@@ -89,11 +98,6 @@ WALKED = 4096
 once a second for those whose wire time may have."""
 PEERS_SECONDS = 75e-6
 """Between two comparisons of all directions, for each of them: a fiftieth of what it takes."""
-MATERIAL = 1 / 16
-"""Relative change of a delay that the host has to know at once: one of a quarter may ask for
-another plan, and it need not be since the last report."""
-NOTICEABLE, PLANNED = 0.05, 0.01
-"""Relative changes of a time, and of one that plans are made of, that are worth telling at all."""
 NEWEST_ITERATIONS, ITERATIONS_KEPT = 16, 4096
 HEADROOM_BYTES = 512
 """Room for the names and brackets of lists."""
@@ -170,34 +174,34 @@ class Observer:
         self._new_directions: News[Key, DirectionState] = News(
             DirectionState,
             lambda row: (row.link, row.column, row.direction),
-            self._direction_differs,
+            lambda told, new: direction_differs(told, new, self._settings.min_delay),
             ends=lambda row: row.health == "healthy",
         )
         self._new_links: News[int, LinkState] = News(
             LinkState,
             lambda row: row.link,
-            _link_differs,
+            link_differs,
             ends=lambda row: row.health == "unknown",
         )
         self._new_stages: News[int, StageState] = News(
-            StageState, lambda row: row.stage, _stage_differs
+            StageState, lambda row: row.stage, stage_differs
         )
         self._new_reductions: News[tuple[int, int], ReductionHealth] = News(
-            ReductionHealth, lambda row: (row.stage, row.replica), _reduction_differs
+            ReductionHealth, lambda row: (row.stage, row.replica), reduction_differs
         )
-        self._new_rails: News[None, RailsView] = News(RailsView, lambda _: None, _unlike)
+        self._new_rails: News[None, RailsView] = News(RailsView, lambda _: None, unlike)
         self._new_transports: News[None, TransportsView] = News(
-            TransportsView, lambda _: None, _unlike
+            TransportsView, lambda _: None, unlike
         )
         self._new_stragglers: News[None, StragglersView] = News(
-            StragglersView, lambda _: None, _stragglers_differ
+            StragglersView, lambda _: None, stragglers_differ
         )
-        self._new_fabric: News[None, FabricView] = News(FabricView, lambda _: None, _unlike)
+        self._new_fabric: News[None, FabricView] = News(FabricView, lambda _: None, unlike)
         self._new_paces: News[tuple[int, int], Pace] = News(
-            Pace, lambda row: (row.stage, row.column), _pace_differs
+            Pace, lambda row: (row.stage, row.column), pace_differs
         )
         self._new_bases: News[str, RouteBases] = News(
-            RouteBases, lambda row: row.route, _unlike, first=Change.LATER
+            RouteBases, lambda row: row.route, unlike, first=Change.LATER
         )
         self._kinds: tuple[News[Any, Any], ...] = (
             self._new_directions, self._new_links, self._new_stages, self._new_reductions,
@@ -635,84 +639,6 @@ class Observer:
         self._reductions.set(thresholds)
         self._stages.set(settings)
         self._rails.set(settings.rails)
-
-    # --- what is worth telling ------------------------------------------------------------
-
-    def _direction_differs(self, told: DirectionState, new: DirectionState) -> Change:
-        if new.health != told.health or bool(new.recent) != bool(told.recent):
-            return Change.NOW
-        if new.failed_over != told.failed_over:
-            return Change.NOW
-        least = max(self._settings.min_delay / 4, MATERIAL * told.delay)
-        moved = max(abs(new.delay - told.delay), abs(new.transfer - told.transfer))
-        if moved > least or (told.in_doubt and not new.in_doubt):
-            return Change.NOW
-        return Change.NONE if new == told else Change.LATER
-
-
-def _link_differs(told: LinkState, new: LinkState) -> Change:
-    if new.health != told.health:
-        return Change.NOW
-    same = new.since_iteration == told.since_iteration
-    same = same and new.failed_over == told.failed_over
-    same = same and abs(new.confidence - told.confidence) <= NOTICEABLE
-    moved = abs(new.wire_time - told.wire_time) > PLANNED * told.wire_time
-    return Change.LATER if moved or not same else Change.NONE
-
-
-def _stage_differs(told: StageState, new: StageState) -> Change:
-    scale = max(told.forward, told.backward_input + told.backward_weight)
-    for name in ("forward", "backward_input", "backward_weight", "fused_backward"):
-        before, now = getattr(told, name), getattr(new, name)
-        if (before is None) != (now is None):
-            return Change.LATER
-        if before is not None and abs(now - before) > PLANNED * scale:
-            return Change.LATER
-    exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding")
-    if any(getattr(told, name) != getattr(new, name) for name in exact):
-        return Change.LATER
-    copy = _near(told.offload_copy or 0.0, new.offload_copy or 0.0)
-    return Change.NONE if copy else Change.LATER
-
-
-def _reduction_differs(told: ReductionHealth, new: ReductionHealth) -> Change:
-    if new.slow != told.slow or new.slowest != told.slowest:
-        return Change.NOW
-    same = (new.bytes, new.normal is None) == (told.bytes, told.normal is None)
-    pairs = (
-        (told.seconds, new.seconds),
-        (told.exposed, new.exposed),
-        (told.normal or 0.0, new.normal or 0.0),
-    )
-    return Change.NONE if same and all(_near(*pair) for pair in pairs) else Change.LATER
-
-
-def _stragglers_differ(told: StragglersView, new: StragglersView) -> Change:
-    if (told.known, told.count) != (new.known, new.count):
-        return Change.LATER
-    named = [[(s.stage, s.column, s.clock) for s in view.slowest] for view in (told, new)]
-    if named[0] != named[1]:
-        return Change.LATER
-    times = [
-        [time for s in view.slowest for time in (s.seconds, s.usual)] + list(view.paces)
-        for view in (told, new)
-    ]
-    same = all(map(_near, *times)) if len(times[0]) == len(times[1]) else False
-    return Change.NONE if same else Change.LATER
-
-
-def _pace_differs(told: Pace, new: Pace) -> Change:
-    same = (told.settled, told.clock) == (new.settled, new.clock)
-    moved = abs(new.seconds - told.seconds) > PACE_MOVED * told.seconds
-    return Change.LATER if moved or not same else Change.NONE
-
-
-def _unlike(told: object, new: object) -> Change:
-    return Change.NONE if told == new else Change.LATER
-
-
-def _near(told: float, new: float) -> bool:
-    return abs(new - told) <= NOTICEABLE * told
 
 
 def _heartbeat(pause: float) -> float:
