@@ -1,4 +1,4 @@
-// Two engines in one process, joined by the fake cards, with their faults.
+// Pair engines in one process, joined by the fake cards, with their faults.
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
@@ -15,9 +15,8 @@
 
 #include "check.hpp"
 #include "engine/dial.hpp"
-#include "engine/engine.hpp"
 #include "fake_verbs.hpp"
-#include "os/clock.hpp"
+#include "two_engines.hpp"
 
 using namespace pipemorph;
 
@@ -25,72 +24,28 @@ namespace {
 
 constexpr uint32_t kChunk = 64 << 10;
 constexpr double kTimeout = 30.0;
-constexpr int64_t kSlice = 100 * kMillisecond;
 
 Config config(uint32_t rank, std::vector<std::string> devices) {
-    Config c;
-    c.job = "test";
-    c.rank = rank;
-    c.secret = {'k', 'e', 'y'};
-    c.host = "127.0.0.1";
-    c.transport = Transport::rdma;
-    c.chunk_bytes = kChunk;
-    c.peer_deadline = 20.0;
+    Config c = pipemorph::config(rank, Transport::rdma);
     c.rdma.devices = std::move(devices);
     c.rdma.verbs = &fake::Fabric::verbs();
     return c;
 }
 
-std::vector<uint8_t> payload(const Key& key, size_t bytes) {
-    std::mt19937_64 random(static_cast<uint64_t>(key.microbatch * 2 + key.direction));
-    std::vector<uint8_t> out(bytes);
-    for (uint8_t& byte : out) byte = static_cast<uint8_t>(random());
-    return out;
-}
-
-uint64_t send(Link& link, const Key& key, size_t bytes) {
-    auto data = std::make_shared<std::vector<uint8_t>>(payload(key, bytes));
-    MessageInfo info;
-    info.key = key;
-    info.bytes = bytes;
-    const uint8_t* at = data->data();
-    return link.send(std::move(info), at, std::move(data));
-}
-
 // From leased memory, as far as there is some.
 uint64_t send_leased(Link& link, const Key& key, size_t bytes) {
     Link::Lease lease = link.lease(static_cast<int>(key.direction), bytes);
-    const auto content = payload(key, bytes);
+    const auto content = payload(key.microbatch * 2 + key.direction, bytes);
     std::copy(content.begin(), content.end(), lease.memory());
     MessageInfo info;
     info.key = key;
     info.bytes = bytes;
+    info.note = "note " + std::to_string(key.microbatch);
     return link.send(std::move(info), lease.data, std::move(lease.hold), lease.slot);
 }
 
-Arrived receive(Link& link, const Key& key) {
-    const int64_t deadline = steady_ns() + to_ns(kTimeout);
-    for (;;)
-        if (auto a = link.receive(key, deadline, kSlice, kTimeout)) return std::move(*a);
-}
-
-void is_right(const Arrived& a, size_t bytes) {
-    const auto expected = payload(a.info.key, bytes);
-    CHECK(a.info.bytes == bytes && std::equal(expected.begin(), expected.end(), a.data));
-}
-
 void receive_right(Link& link, const Key& key, size_t bytes) {
-    const Arrived a = receive(link, key);
-    is_right(a, bytes);
-    if (a.slot) link.release(*a.slot, a.serial);
-}
-
-void until(const std::string& what, const std::function<bool()>& condition) {
-    const int64_t deadline = steady_ns() + to_ns(kTimeout);
-    while (!condition()) {
-        if (steady_ns() > deadline) check::fail(__FILE__, __LINE__, "never: " + what);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    check_and_release(link, receive(link, key), bytes);
 }
 
 Key key(int64_t microbatch, int64_t direction = 0) {
@@ -125,15 +80,15 @@ class Gate {
     bool open_ = false;
 };
 
-struct Two {
+struct Pair {
     fake::Fabric fabric;
     std::optional<Engine> low;
     std::optional<Engine> high;
     std::shared_ptr<Link> dialled;
     std::shared_ptr<Link> accepted;
 
-    explicit Two(uint32_t rails = 1, uint32_t queue_pairs_low = 1, uint32_t queue_pairs_high = 1,
-                 uint64_t flight_bytes = Config{}.flight_bytes) {
+    explicit Pair(uint32_t rails = 1, uint32_t queue_pairs_low = 1, uint32_t queue_pairs_high = 1,
+                  uint64_t flight_bytes = Config{}.flight_bytes) {
         std::vector<std::string> devices[2];
         for (uint32_t i = 0; i < 2 * rails; ++i) {
             devices[i % 2].push_back("fake" + std::to_string(i));
@@ -148,7 +103,7 @@ struct Two {
         high.emplace(std::move(theirs));
     }
     // The tests' own gates must be open by then.
-    ~Two() {
+    ~Pair() {
         fabric.intercept(nullptr);
         fabric.flow();
         low->close(0.0);
@@ -244,7 +199,7 @@ bool gone(const fake::Call& call, const char* device) {
 }  // namespace
 
 TEST(rdma_link_carries_all_sizes_both_ways) {
-    Two two(2);
+    Pair two(2);
     two.linked();
     two.accepted->reserve(0, 3, 1 << 20);
     two.dialled->reserve(1, 2, 1 << 20);
@@ -279,7 +234,7 @@ bool within(const Link& link, const uint8_t* data) {
 
 TEST(rdma_link_copies_nothing_of_what_is_leased) {
     constexpr size_t kBytes = 300'000;
-    Two two(2, 2, 2);
+    Pair two(2, 2, 2);
     two.linked();
     two.accepted->reserve(0, 3, kBytes);
     // The first is only asked for, and would be memory as any other.
@@ -306,7 +261,7 @@ TEST(rdma_link_copies_nothing_of_what_is_leased) {
 }
 
 TEST(rdma_link_that_has_ended_gives_its_memory_back_when_nobody_has_it) {
-    Two two;
+    Pair two;
     two.linked();
     two.accepted->reserve(0, 2, kChunk);
     const std::weak_ptr<Memory> slots = two.accepted->slot_memory().front();
@@ -323,7 +278,7 @@ TEST(rdma_link_that_has_ended_gives_its_memory_back_when_nobody_has_it) {
 // What there is goes round; beyond that messages are sent as if nothing had been leased.
 TEST(rdma_link_leases_no_more_memory_than_it_may_have) {
     constexpr size_t kBytes = 128 << 10;
-    Two two(1, 1, 1, 3 * kBytes);
+    Pair two(1, 1, 1, 3 * kBytes);
     two.linked();
     two.accepted->reserve(0, 6, kBytes);
     CHECK(!two.dialled->lease(0, 4 * kBytes).in_place && two.dialled->lease_memory().empty());
@@ -346,7 +301,7 @@ TEST(rdma_link_leases_no_more_memory_than_it_may_have) {
 
 // The rail is lost with a lease on its way: it goes another way, and then its memory is lent again.
 TEST(rdma_link_sends_a_lease_again_whose_rail_is_lost) {
-    Two two;
+    Pair two;
     two.linked();
     two.accepted->reserve(0, 2, kChunk);
     const uint8_t* const first = leased_in_place(*two.dialled, kChunk).data;
@@ -362,14 +317,14 @@ TEST(rdma_link_sends_a_lease_again_whose_rail_is_lost) {
     send_leased(*two.dialled, key(1), kChunk);
     const Arrived next = receive(*two.accepted, key(1));
     two.fabric.flow();  // what the old queue pair had sent
-    is_right(next, kChunk);
+    check_and_release(*two.accepted, next, kChunk);
     CHECK(two.accepted->stats().messages_received == 2);
 }
 
 // A rail that cannot register the memory copies, the other one does not.
 TEST(rdma_link_stages_what_is_leased_for_a_rail_that_cannot_reach_it) {
     for (const bool none : {false, true}) {
-        Two two(2);
+        Pair two(2);
         two.linked();
         two.accepted->reserve(0, 1, 1 << 20);
         two.fabric.intercept([&](const fake::Call& call) {
@@ -399,7 +354,7 @@ TEST(rdma_link_stages_what_is_leased_for_a_rail_that_cannot_reach_it) {
 TEST(rdma_link_storm) {
     constexpr int64_t kMessages = 200;
     constexpr size_t kBytes = 300'000;
-    Two two(2);
+    Pair two(2);
     two.linked();
     two.accepted->reserve(0, 4, kBytes);
     two.dialled->reserve(1, 3, kBytes);
@@ -460,7 +415,7 @@ TEST(rdma_link_storm) {
 // The kernel looks for a neighbour for up to a second, and all links' control is one thread.
 TEST(rdma_link_control_does_not_wait_for_a_queue_pair_to_be_connected) {
     for (const char* slow : {"fake0", "fake1"}) {
-        Two two;
+        Pair two;
         Gate gate;
         two.fabric.intercept([&](const fake::Call& call) {
             if (call.device == slow && call.state == abi::kQpReadyToReceive) gate.pass();
@@ -484,7 +439,7 @@ TEST(rdma_link_control_does_not_wait_for_a_queue_pair_to_be_connected) {
 // Memory that a rail cannot take is found out while its queue pair is on the way to being up.
 TEST(rdma_link_leaves_a_rail_that_was_barred_while_it_connected) {
     for (const char* barred : {"fake0", "fake1"}) {
-        Two two;
+        Pair two;
         Gate gate;
         std::atomic<bool> registers{true};
         two.fabric.intercept([&](const fake::Call& call) {
@@ -516,7 +471,7 @@ TEST(rdma_link_leaves_a_rail_that_was_barred_while_it_connected) {
 
 // A write that is under way lands as long as there is its queue pair, whatever was agreed.
 TEST(rdma_link_moves_nothing_while_a_queue_pair_may_still_write_it) {
-    Two two;
+    Pair two;
     two.linked();
     two.accepted->reserve(0, 1, kChunk);
     std::atomic<bool> lives_on{true};
@@ -539,7 +494,7 @@ TEST(rdma_link_moves_nothing_while_a_queue_pair_may_still_write_it) {
         send(*two.dialled, key(1), kChunk);
         const Arrived next = receive(*two.accepted, key(1));
         two.fabric.flow();
-        is_right(next, kChunk);
+        check_and_release(*two.accepted, next, kChunk);
     }
     CHECK(!moved);
     lives_on = false;
@@ -552,7 +507,7 @@ TEST(rdma_link_moves_nothing_while_a_queue_pair_may_still_write_it) {
 
 // The same where the end with the queue pair is the one that gives it up.
 TEST(rdma_link_reports_a_loss_when_its_queue_pair_is_gone) {
-    Two two;
+    Pair two;
     two.linked();
     two.accepted->reserve(0, 1, kChunk);
     std::atomic<bool> lives_on{true};
@@ -642,7 +597,7 @@ TEST(rdma_link_dies_of_a_queue_pair_that_cannot_be_destroyed) {
 // What registering finds out comes too late for a link whose queue pairs are just being destroyed.
 TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
     for (const bool offered : {false, true}) {
-        Two two;
+        Pair two;
         Gate gate;
         Gate ends;
         std::atomic<bool> over{false};
@@ -678,7 +633,7 @@ TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
 }
 
 TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
-    Two two;
+    Pair two;
     // At each end one that is made, and one that is connected.
     std::atomic<int> left[] = {1, 1, 1, 1};
     two.fabric.intercept([&](const fake::Call& call) {
@@ -697,7 +652,7 @@ TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
 
 // While paths break and are fenced, and with each message in a slot of its size.
 TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
-    Two two;
+    Pair two;
     two.linked();
     const int before = two.fabric.open_objects();
     constexpr size_t kPage = 4096;
@@ -729,7 +684,7 @@ TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
 // Every pair of rails has as many as both ends want, in the same order at both.
 TEST(rdma_links_have_several_queue_pairs_of_a_rail) {
     for (const auto& [ours, theirs, of_each] : {std::tuple{2U, 2U, 2U}, std::tuple{3U, 1U, 1U}}) {
-        Two two(2, ours, theirs);
+        Pair two(2, ours, theirs);
         two.linked();
         const auto rails = [](const Link& link) {
             std::vector<std::string> names;
