@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.link_book import FORWARD, Key
+from pipemorph.control.observe.link_book import FORWARD
 from pipemorph.control.observe.reductions import GroupKey
+from pipemorph.control.observe.series import Key
 from pipemorph.wire import (
     DirectionState,
     FabricView,

@@ -37,11 +37,12 @@ from pipemorph.control.observe.differences import (
 )
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.fabric_seeds import FabricSeeds
-from pipemorph.control.observe.link_book import Key, LinkBook
+from pipemorph.control.observe.link_book import LinkBook
 from pipemorph.control.observe.merge import Part, Parts, State
 from pipemorph.control.observe.news import Budget, Change, News
 from pipemorph.control.observe.rail_health import RailBook, merge_rails
 from pipemorph.control.observe.reductions import ReductionBook
+from pipemorph.control.observe.series import Key
 from pipemorph.control.observe.stage_book import StageBook
 from pipemorph.control.observe.stragglers import PaceBook, StragglerBook
 from pipemorph.control.observe.transports import TransportBook, merge_transports
