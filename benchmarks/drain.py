@@ -131,7 +131,7 @@ def exposed(context: Any, case: Case) -> Found:
     """Runs one rank."""
     import torch.distributed as dist
 
-    from pipemorph.api.faults import Fault
+    from pipemorph.api.sections.faults import Fault
     from pipemorph_trainer import Pipeline
 
     schedule = schedule_of(case.policy, case.stages)

@@ -172,7 +172,7 @@ def make(
 
 def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) -> None:
     """What every rank runs; rank 0 prints one line of JSON per measurement."""
-    from pipemorph.api.faults import Fault
+    from pipemorph.api.sections.faults import Fault
     from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
     context = TrainerContext.from_env()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipemorph.api.mesh import DATA, MeshShape
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.errors import InputError
 
 Wire = tuple[int, int]

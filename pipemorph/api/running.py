@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipemorph.api.faults import Fault
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
 
 Places = tuple[tuple[int, int], ...]

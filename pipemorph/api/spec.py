@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipemorph.api.base import FieldError, SpecModel
-from pipemorph.api.faults import Fault
-from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.placement import Placement
-from pipemorph.api.recovery import FailurePolicy, Recovery
-from pipemorph.api.schedule import ONE_ORDER_IN_LOCKSTEP, Adaptation, ScheduleSpec
-from pipemorph.api.template import check_template
-from pipemorph.api.trainer import Checkpoint, Emulation, Trainer
-from pipemorph.api.transport import Transport
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.sections.placement import Placement
+from pipemorph.api.sections.recovery import FailurePolicy, Recovery
+from pipemorph.api.sections.schedule import ONE_ORDER_IN_LOCKSTEP, Adaptation, ScheduleSpec
+from pipemorph.api.sections.template import check_template
+from pipemorph.api.sections.trainer import Checkpoint, Emulation, Trainer
+from pipemorph.api.sections.transport import Transport
 from pipemorph.planning.ir import Policy
 from pipemorph.planning.problem import MAX_CELLS
 

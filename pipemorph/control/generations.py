@@ -26,8 +26,8 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Places, Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.control.pods import trial

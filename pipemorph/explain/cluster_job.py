@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.sections.template import gpus
 from pipemorph.api.status import JobStatus
-from pipemorph.api.template import gpus
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import seconds_left

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.control.record.worth import worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.advice import advice, undelivered

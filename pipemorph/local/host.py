@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.trainer import Checkpoint
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.decide.layouts.moves import PLACES_SECONDS, Moves
 from pipemorph.errors import one_line

@@ -12,7 +12,7 @@ from gate import same_bits
 from torch import Tensor, nn
 from trainer_jobs import VOCABULARY, WIDTH, loss_fn, make_batch
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.planning import Plan
 from pipemorph_trainer import Part, Pipeline, TrainerContext
 

@@ -11,8 +11,8 @@ import torch
 from gate import same_bits
 from torch import Tensor, nn
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import (
     Dispatch,
     Link,

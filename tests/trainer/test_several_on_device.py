@@ -18,7 +18,7 @@ from simulated_runs import device_with_receives
 from torch import nn
 from trainer_jobs import Record, loss_fn, make_batch, make_stage
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind, Plan, Route
 from pipemorph_trainer import Pipeline, TrainerContext

@@ -18,8 +18,8 @@ from several_replicas import assert_as_one_process, replicated
 from torch import nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route
 from pipemorph.planning.formats.torch_csv import parse_csv

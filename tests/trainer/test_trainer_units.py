@@ -19,8 +19,8 @@ import pytest
 import torch
 from launch import Ranks
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Route
 from pipemorph.wire import StageProfile

@@ -18,7 +18,7 @@ from pipemorph_trainer.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipemorph.api.trainer import Checkpoint
+    from pipemorph.api.sections.trainer import Checkpoint
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.split.registered import register_linear
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _LATE = {
-    "Checkpoint": "pipemorph.api.trainer",
+    "Checkpoint": "pipemorph.api.sections.trainer",
     "EmulatedStage": ".executor.stages.emulated",
     "GradScaler": ".state.scaler",
     "Part": ".topology.part",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.faults import Fault
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
@@ -103,7 +103,8 @@ class Pipeline:
         direct_sends: outstanding sends per direction of a direct link before another send blocks
             compute; at least 1; default 2, and 8 on CUDA. The job spec has no such field.
         plan: run this plan instead of one made with ``policy``.
-        faults: a fault trace, applied in the transport (see :class:`pipemorph.api.faults.Fault`).
+        faults: a fault trace, applied in the transport (see
+            :class:`pipemorph.api.sections.faults.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
         engine: transport of delegated links: auto (the default), tcp, shm, rdma or libfabric.
         queues: engine queues per direction of a link; default: 8.

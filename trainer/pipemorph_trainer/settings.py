@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,

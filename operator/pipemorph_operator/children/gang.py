@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemorph.api.placement import Placement
+from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import Attempt

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipemorph.api.base import FieldError
-from pipemorph.api.placement import Placement, Rdma, Topology
+from pipemorph.api.sections.placement import Placement, Rdma, Topology
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import Attempt

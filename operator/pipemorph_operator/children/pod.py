@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from pipemorph.api.base import FieldError
-from pipemorph.api.placement import Placement
-from pipemorph.api.template import (
+from pipemorph.api.sections.placement import Placement
+from pipemorph.api.sections.template import (
     RESERVED_ENV,
     RESERVED_ENV_PREFIXES,
     TRAINER_CONTAINER,

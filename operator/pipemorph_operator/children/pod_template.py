@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipemorph.api.base import FieldError
-from pipemorph.api.template import TRAINER_CONTAINER, check_template
+from pipemorph.api.sections.template import TRAINER_CONTAINER, check_template
 from pipemorph.document import shown
 
 Shape = type[str] | dict[str, Any] | list[Any]

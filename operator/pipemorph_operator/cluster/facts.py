@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph.api.template import TRAINER_CONTAINER
+from pipemorph.api.sections.template import TRAINER_CONTAINER
 from pipemorph_operator.names import (
     COMPLETION_INDEX,
     JOB_FINALIZER,

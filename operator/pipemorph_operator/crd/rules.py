@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipemorph.api.mesh import DIMENSIONS
-from pipemorph.api.parallelism import MAX_RANKS
-from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
+from pipemorph.api.sections.parallelism import MAX_RANKS
+from pipemorph.api.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.planning.ir import Policy
 from pipemorph.planning.problem import MAX_CELLS
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.placement import NodeExclusion
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.placement import NodeExclusion
 from pipemorph.api.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord
 from pipemorph.api.status_base import MAX_SLOW_LINKS
 from pipemorph.api.status_links import AttemptNodes, LinkNodes, SlowLink

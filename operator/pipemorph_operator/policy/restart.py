@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Places, Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status import AttemptRecord
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names

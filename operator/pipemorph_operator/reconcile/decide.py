@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.api.placement import Placement
+from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodCounts, condition
 from pipemorph.errors import InputError, one_line

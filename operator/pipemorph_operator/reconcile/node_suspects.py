@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipemorph.api.placement import Placement
 from pipemorph.api.running import Running
+from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobStatus
 from pipemorph.api.status_links import SlowLink

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipemorph.api.placement import Placement
+from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import JobFacts, parse_time

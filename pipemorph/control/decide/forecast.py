@@ -12,10 +12,10 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple, Protocol
 
-from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.schedule import Adaptation, ScheduleSpec
+from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.sections.schedule import Adaptation, ScheduleSpec
+from pipemorph.api.sections.transport import Transport
 from pipemorph.api.status import MAX_PLANS
-from pipemorph.api.transport import Transport
 from pipemorph.control.decide.replica_links import ReplicaLinks, folded
 from pipemorph.control.decide.route_cost import RouteCost
 from pipemorph.control.decide.varying import Varying

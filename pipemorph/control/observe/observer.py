@@ -26,7 +26,14 @@ from typing import Any, TypeVar
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.differences import (
+from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.fabric_seeds import FabricSeeds
+from pipemorph.control.observe.link_book import LinkBook
+from pipemorph.control.observe.merge import Part, Parts, State
+from pipemorph.control.observe.news import (
+    Budget,
+    Change,
+    News,
     direction_differs,
     link_differs,
     pace_differs,
@@ -35,11 +42,6 @@ from pipemorph.control.observe.differences import (
     stragglers_differ,
     unlike,
 )
-from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.fabric_seeds import FabricSeeds
-from pipemorph.control.observe.link_book import LinkBook
-from pipemorph.control.observe.merge import Part, Parts, State
-from pipemorph.control.observe.news import Budget, Change, News
 from pipemorph.control.observe.rail_health import RailBook, merge_rails
 from pipemorph.control.observe.reductions import ReductionBook
 from pipemorph.control.observe.series import Key

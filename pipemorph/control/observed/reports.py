@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observed.links import LinkTable

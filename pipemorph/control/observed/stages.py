@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from pipemorph.api.schedule import StageTime
+from pipemorph.api.sections.schedule import StageTime
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.memory_limits import Room, room
 from pipemorph.planning.problem import StageTimes

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from math import inf
 from typing import Any, NamedTuple
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Places, Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import (
     MAX_RECOVERIES_KEPT,
     MAX_REPLACED_KEPT,

@@ -11,9 +11,9 @@ from datetime import datetime
 from math import inf
 from typing import NamedTuple
 
-from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.recovery import FailurePolicy
 from pipemorph.api.running import Running
+from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.control.pods.places import Filled, fill

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.exits import TRIAL_ITERATIONS
 from pipemorph.wire import PodReport
 

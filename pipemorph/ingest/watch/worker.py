@@ -28,8 +28,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.api.sections.template import gpus
 from pipemorph.api.spec import JobSpec, PipeMorphJob
-from pipemorph.api.template import gpus
 from pipemorph.control.decide.forecast import Outlook, Rules
 from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest.watch.messages import (

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.api.layout import Layout
+from pipemorph.api.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.errors import InputError
 
 PASSED_ON = frozenset({"PIPEMORPH_LOG"})

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipemorph.api.recovery import FailurePolicy
+from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.exits import progress_file, progress_of
 from pipemorph.local.processes.ranks import RankProcess
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.local.results.outputs import OutFolder, write_json, write_whole
 from pipemorph.local.results.report import RunRecord

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
 
 ORDERS = (["pp", "dp_replicate", "tp"], ["dp_replicate", "pp", "tp"], ["tp", "pp", "dp_replicate"])

@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from pipemorph.api.base import FieldError
+from pipemorph.api.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, check_template
+from pipemorph.api.sections.transport import Transport
 from pipemorph.api.spec import JobSpec, PipeMorphJob
-from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, check_template
-from pipemorph.api.transport import Transport
 from pipemorph.control import initial_plan
 from pipemorph.planning.ir import Dispatch, Policy
 

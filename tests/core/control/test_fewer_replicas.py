@@ -8,7 +8,7 @@ import pytest
 from observing import trained
 from pod_words import lost_peer, lost_pod, word
 
-from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import WrongAttempt

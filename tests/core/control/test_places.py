@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import MAX_PLACES
 from pipemorph.control.pods import places as places_module
 from pipemorph.control.pods.places import fill

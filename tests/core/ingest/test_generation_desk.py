@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pipemorph.api.parallelism import MAX_RANKS, Parallelism
+from pipemorph.api.sections.parallelism import MAX_RANKS, Parallelism
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.pods import presence

@@ -14,7 +14,7 @@ import pytest
 from observing import report, tell
 
 from pipemorph.api.layout import Layout
-from pipemorph.api.schedule import ScheduleSpec
+from pipemorph.api.sections.schedule import ScheduleSpec
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
 from pipemorph.control.decide.findings import NoPlan

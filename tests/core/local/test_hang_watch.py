@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.recovery import FailurePolicy
+from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.exits import progress_bytes
 from pipemorph.local.processes.hang import HangWatch, what_they_do
 from pipemorph.local.processes.rank_log import FileLog

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_records import MICROBATCHES, STAGES, emulated, job, record, run_record, write_trace
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.local.results import timeline as timeline_module
 from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import write_report

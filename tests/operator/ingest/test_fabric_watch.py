@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from operator_objects import body
 
-from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.running import Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, LinkHealth
 from pipemorph.fabric.findings import nodes

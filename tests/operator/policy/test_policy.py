@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 from operator_objects import T0, failed, pod
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.parallelism import Parallelism
-from pipemorph.api.placement import NodeExclusion
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.sections.placement import NodeExclusion
 from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord
 from pipemorph.api.status_links import AttemptNodes, SlowLink
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED

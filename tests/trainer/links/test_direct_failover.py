@@ -11,7 +11,7 @@ import pytest
 from launch import Ranks
 from trainer_jobs import Job, Record, assert_same, reference, train
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import TrainerContext

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.layout import Layout
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer.links import faults as module
 from pipemorph_trainer.links.faults import CHUNK_BYTES, FaultTrace, LinkFaults, ReductionFaults
 from pipemorph_trainer.links.message import Direction

@@ -20,7 +20,7 @@ from simulated_device import Driver, SimulatedDevice
 from staging_rig import Rig, rigged, until
 from torch import Tensor
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.copy_stream import JOIN_SECONDS
 from pipemorph_trainer.links.channels.staging import AHEAD

@@ -8,8 +8,8 @@ import pytest
 from launch import run_ranks
 from trainer_jobs import Job, assert_same, make_plan, part, train
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Route
 from pipemorph_trainer.plans.book import PlanBook

@@ -18,7 +18,7 @@ from test_run import command, manifest
 from test_run_ends import rank_of, read_until
 from torch import nn
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.exits import END_NOW
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord

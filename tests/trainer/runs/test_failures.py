@@ -17,7 +17,7 @@ from launch import Missing, Ranks, ended, missing_in, run_ranks
 from torch import Tensor, nn
 from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stage, reference, train
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer import Pipeline, TrainerContext
 
 pytestmark = pytest.mark.multiprocess

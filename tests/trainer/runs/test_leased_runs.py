@@ -12,7 +12,7 @@ from launch import run_ranks
 from simulated_device import Driver, SimulatedDevice
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.links import rendezvous

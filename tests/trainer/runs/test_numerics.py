@@ -8,7 +8,7 @@ from gate import same_bits
 from launch import run_ranks
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 
 pytestmark = pytest.mark.multiprocess

@@ -15,7 +15,7 @@ from float32_gradients import in_float32, rounding
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
 # Several runs in a test, each with a deadline of its own.

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from trainer_jobs import Job, Stage, loss_fn, make_batch, make_plan
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer import GradScaler, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from trainer_jobs import Job, make_plan
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
 from pipemorph.wire import ReductionSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry

@@ -17,7 +17,7 @@ from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.executor.mailbox import Mailbox

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.sections.faults import Fault
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext

@@ -13,7 +13,7 @@ from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError

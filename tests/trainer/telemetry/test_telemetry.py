@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from pipemorph.api.faults import Fault
+from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import OpKind
 from pipemorph.wire import IterationSample, LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext

@@ -12,7 +12,7 @@ from launch import run_ranks
 from torch import nn
 from trainer_jobs import Job, Record, assert_same, train
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph_trainer import Pipeline, TrainerContext
 
 pytestmark = pytest.mark.multiprocess

@@ -15,7 +15,7 @@ from functools import cached_property
 from pydantic import Field
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.schedule import ONE_ORDER_IN_LOCKSTEP
+from pipemorph.api.sections.schedule import ONE_ORDER_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,

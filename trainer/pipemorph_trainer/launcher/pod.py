@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipemorph.api.recovery import FailurePolicy
 from pipemorph.api.running import Running
+from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.local.generations import Life

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.api.transport import Rdma
+from pipemorph.api.sections.transport import Rdma
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.topology.gpu_affinity import near
 
@@ -22,7 +22,7 @@ log = logging.getLogger("pipemorph.trainer")
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of the engine. ``transport``: auto, tcp, shm, rdma or libfabric. The others are those
-    of :class:`pipemorph.api.transport.Transport`."""
+    of :class:`pipemorph.api.sections.transport.Transport`."""
 
     job: str
     transport: str = "auto"

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.api.faults import Fault
 from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.mesh import DATA, Coordinate
+from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held, new_tuple
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from pipemorph.api.trainer import Checkpoint
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad

@@ -18,7 +18,7 @@ from statistics import median
 from time import monotonic
 
 from pipemorph.api.layout import Layout, Wire
-from pipemorph.api.schedule import Adaptation
+from pipemorph.api.sections.schedule import Adaptation
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.observed.links import Health, LinkHealth

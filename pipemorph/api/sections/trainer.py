@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from pipemorph.api.base import FieldError, SpecModel
-from pipemorph.api.schedule import StageTime
+from pipemorph.api.sections.schedule import StageTime
 
 MODULE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
