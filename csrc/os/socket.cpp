@@ -59,13 +59,11 @@ Address Address::with_port(uint16_t port) const {
     return out;
 }
 
-namespace {
-
-std::vector<Address> addresses_of(const std::string& host, uint16_t port, int flags) {
+std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_listen) {
     addrinfo hints{};
     hints.ai_family = AF_UNSPEC;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV | flags;
+    hints.ai_flags = AI_NUMERICSERV | (to_listen ? AI_PASSIVE : 0);
     addrinfo* list = nullptr;
     const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                                &hints, &list);
@@ -81,16 +79,10 @@ std::vector<Address> addresses_of(const std::string& host, uint16_t port, int fl
     return out;
 }
 
-bool is_numeric(const std::string& host) {
+static bool is_numeric(const std::string& host) {
     in6_addr any{};
     return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
            inet_pton(AF_INET6, host.c_str(), &any) == 1;
-}
-
-}  // namespace
-
-std::vector<Address> resolve(const std::string& host, uint16_t port, bool to_listen) {
-    return addresses_of(host, port, to_listen ? AI_PASSIVE : 0);
 }
 
 std::shared_ptr<Lookup> Lookup::begin(const std::string& host, uint16_t port) {

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from pipemorph.api.status_base import MAX_SLOW_LINKS, StatusModel, Text, Timestamp, at_most, number
+from pipemorph.api.status_base import (
+    MAX_SLOW_LINKS,
+    StatusModel,
+    Text,
+    Timestamp,
+    at_most,
+    link_name,
+    number,
+)
 
 MAX_SICK_PORTS = 32
 
@@ -12,11 +20,7 @@ MAX_SICK_PORTS = 32
 class SlowLink(StatusModel):
     """A slow link, with its measurements."""
 
-    name: str = Field(
-        default="",
-        max_length=128,
-        description="The link for people, such as link 1 (stage 1 to 2).",
-    )
+    name: str = link_name()
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = number("Pipeline column where it is slowest; with replicas alone, the replica.")
     direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
@@ -61,11 +65,7 @@ class AttemptNodes(StatusModel):
 class FallenLink(StatusModel):
     """A link that fell back from the agreed transport, as one of its ends reports."""
 
-    name: str = Field(
-        default="",
-        max_length=128,
-        description="The link for people, such as link 1 (stage 1 to 2).",
-    )
+    name: str = link_name()
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = number("Pipeline column of the link; with replicas alone, the replica.")
     direction: str = Field(
