@@ -16,8 +16,7 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
              // As long as a connection may take to say that what it was given got through.
              std::max(runtime_->peer_deadline_ns / 2, kSecond)}),
       lease_pool_(std::make_shared<LeasePool>(runtime_->config.flight_bytes)),
-      heard_ns_(steady_ns()),
-      ticked_ns_(heard_ns_) {}
+      peer_(runtime_->peer_deadline_ns, steady_ns()) {}
 
 Link::~Link() = default;
 

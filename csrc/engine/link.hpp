@@ -18,6 +18,7 @@
 #include "os/clock.hpp"
 #include "path/rdma_path.hpp"
 #include "protocol/link_core.hpp"
+#include "protocol/peer_watch.hpp"
 
 namespace pipemorph {
 
@@ -209,16 +210,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     struct Connection {
         Connection(Fd connected, const ConnectionKeys& keys)
-            : fd(std::move(connected)),
-              since_ns(steady_ns()),
-              says(keys.ours),
-              hears(keys.theirs) {}
+            : fd(std::move(connected)), says(keys.ours), hears(keys.theirs) {}
 
         Fd fd;
-        int64_t since_ns;
         Sealer says;
         Sealer hears;
-        bool works = false;  // something new of the peer's has come over it, or any frame after 1 s
         std::vector<uint8_t> in;
         std::vector<uint8_t> out;
         size_t out_done = 0;
@@ -280,13 +276,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void control_lost(const std::shared_ptr<Connection>& connection,
                       const std::string& why);  // no lock
     void confirmed(Transport transport);        // no lock
-    void back_off(int64_t now_ns);
     std::string refused_text() const;
     void look_after(int64_t now_ns);  // no lock
     void seek_peer();                 // no lock
     void redial_control();            // no lock
     void probe_peer();                // no lock
-    void forgive_pause(int64_t now_ns);
     Hello hello(Purpose purpose) const;
 
     // Paths.
@@ -377,14 +371,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool leaving_ = false;     // we said goodbye
     bool never_came_ = false;  // not confirmed, and its dialler may still connect another
     bool peer_left_ = false;   // the peer did
-    bool redialling_ = false;
-    int64_t heard_ns_ = 0;   // the last time that anything came over control
-    int64_t ticked_ns_ = 0;  // the last time that anybody looked
-    int64_t down_since_ns_ = 0;
-    int64_t refused_since_ns_ = 0;  // nobody listens at the peer's address since
-    int64_t redial_backoff_ns_ = 0;
-    int64_t next_redial_ns_ = 0;
-    int64_t next_ping_ns_ = 0;
+    PeerWatch peer_;
     std::string last_trouble_;
 
     std::vector<Held> held_;  // by path

@@ -35,13 +35,13 @@ void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
         }
         before = std::exchange(control_, connection);
         control_epoch_ = epoch;
-        heard_ns_ = steady_ns();
-        refused_since_ns_ = 0;
+        const int64_t now = steady_ns();
+        peer_.connected(now);
         if (state_ != State::connecting) {
             state_ = State::up;
             ++reconnects_;
             send_confirm();
-            send_ping(heard_ns_);
+            send_ping(now);
         }
     }
     if (before && before->fd) {
@@ -102,7 +102,7 @@ void Link::send_confirm() {
 
 // Also the first sign of life on a new connection.
 void Link::send_ping(int64_t now) {
-    next_ping_ns_ = now + 100 * kMillisecond;
+    peer_.pinged(now);
     append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
                  core_.stream().last_received(), &control_->says);
 }
@@ -196,8 +196,8 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
         {
             const Lock lock(mu_);
             if (control_ != connection) return false;  // superseded or over
-            heard_ns_ = steady_ns();
-            core_.heard(heard_ns_);
+            const int64_t now = steady_ns();
+            core_.heard(now);
             if (!core_.stream().acknowledged(header->acknowledged))
                 trouble = "an impossible counter";
             if (header->sequence != 0) {
@@ -205,12 +205,7 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
                 deliver = verdict == ReliableStream::Verdict::deliver;
                 if (verdict == ReliableStream::Verdict::gap) trouble = "a gap in the frames";
             }
-            const bool advances = header->sequence != 0 && deliver && trouble == nullptr;
-            if (!connection->works && (advances || heard_ns_ - connection->since_ns >= kSecond)) {
-                connection->works = true;
-                down_since_ns_ = 0;
-                redial_backoff_ns_ = 0;
-            }
+            peer_.heard(header->sequence != 0 && deliver && trouble == nullptr, now);
         }
         if (trouble != nullptr) break;
         if (deliver) handle(std::move(*frame));

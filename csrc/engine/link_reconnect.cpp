@@ -37,14 +37,7 @@ void Link::control_lost(const std::shared_ptr<Connection>& connection, const std
         control_.reset();
         last_trouble_ = why;
         if (state_ == State::up) state_ = State::reconnecting;
-        const int64_t now = steady_ns();
-        if (down_since_ns_ == 0) down_since_ns_ = now;
-        next_redial_ns_ = 0;
-        // A connection over which nothing new has come was none. Whoever lets handshakes and signs
-        // of life through and then cuts gets neither dial after dial nor more time than the
-        // deadline.
-        at_once = connection->works;
-        if (!at_once) back_off(now);
+        at_once = peer_.lost(steady_ns());
         changed();
         if (!without_control()) return;
     }
@@ -59,9 +52,8 @@ void Link::seek_peer() {
             probe_peer();
     } catch (const std::exception& e) {  // no memory, or no more descriptors to be watched
         const Lock lock(mu_);
-        redialling_ = false;
         keep_words(last_trouble_, e.what());
-        back_off(steady_ns());
+        peer_.not_sought(steady_ns());
     }
 }
 
@@ -72,21 +64,12 @@ std::string Link::refused_text() const {
            (frames_refused_ == 1 ? " frame" : " frames");
 }
 
-void Link::back_off(int64_t now) {
-    constexpr int64_t kLeast = 20 * kMillisecond;
-    const int64_t most =
-        std::clamp(runtime_->peer_deadline_ns / 10, kLeast, int64_t{500} * kMillisecond);
-    redial_backoff_ns_ = std::clamp(redial_backoff_ns_ * 2, kLeast, most);
-    next_redial_ns_ = now + redial_backoff_ns_;
-}
-
 void Link::redial_control() {
     Hello h;
     Address address;
     {
         const Lock lock(mu_);
-        if (state_ != State::reconnecting || redialling_ || leaving_) return;
-        redialling_ = true;
+        if (state_ != State::reconnecting || leaving_ || !peer_.seek()) return;
         h = hello(Purpose::control);
         h.resume = true;
         h.epoch = control_epoch_ + 1;
@@ -101,17 +84,13 @@ void Link::redial_control() {
         if (!self) return;
         {
             const Lock lock(self->mu_);
-            self->redialling_ = false;
-            const int64_t now = steady_ns();
-            if (!r.fd) {
+            if (r.fd) {
+                self->peer_.found();
+            } else {
                 self->last_trouble_ = r.error;
                 // The peer may have taken this epoch before the connection broke.
                 self->control_epoch_ = std::max(self->control_epoch_, epoch);
-                self->back_off(now);
-                if (!r.nobody_there)
-                    self->refused_since_ns_ = 0;
-                else if (self->refused_since_ns_ == 0)
-                    self->refused_since_ns_ = now;
+                self->peer_.not_reached(!r.nobody_there, steady_ns());
             }
         }
         if (r.fd)
@@ -127,8 +106,7 @@ void Link::probe_peer() {
     Address address;
     {
         const Lock lock(mu_);
-        if (!without_control() || redialling_ || leaving_) return;
-        redialling_ = true;
+        if (!without_control() || leaving_ || !peer_.seek()) return;
         address = terms_.address;
     }
     auto fd = std::make_shared<Fd>(start_connect(address));
@@ -136,13 +114,7 @@ void Link::probe_peer() {
         const auto self = weak.lock();
         if (!self) return;
         const Lock lock(self->mu_);
-        self->redialling_ = false;
-        const int64_t now = steady_ns();
-        self->next_redial_ns_ = now + self->runtime_->peer_deadline_ns / 40;
-        if (error != ECONNREFUSED)
-            self->refused_since_ns_ = 0;
-        else if (self->refused_since_ns_ == 0)
-            self->refused_since_ns_ = now;
+        self->peer_.looked_up(error != ECONNREFUSED, steady_ns());
     };
     if (!*fd) {
         done(errno);
@@ -161,61 +133,48 @@ void Link::probe_peer() {
     reactor.add(fd->get(), EPOLLOUT, [end, fd](uint32_t) { end(connect_error(*fd)); });
 }
 
-// A process that was stopped (a job suspended, a machine paused) heard nobody, and nobody is to
-// blame for that: the time does not count against the peer, which may have been stopped, too.
-void Link::forgive_pause(int64_t now) {
-    constexpr int64_t kNoPause = 250 * kMillisecond;  // a few ticks
-    const int64_t passed = now - ticked_ns_;
-    ticked_ns_ = now;
-    if (passed <= std::max(runtime_->peer_deadline_ns / 4, kNoPause)) return;
-    core_.forgive(passed, now);
-    for (int64_t* since : {&heard_ns_, &down_since_ns_, &refused_since_ns_})
-        if (*since != 0) *since = std::min(*since + passed, now);
-}
-
 void Link::tick() {
     or_die_without_lock([this] { look_after(steady_ns()); });
 }
 
 void Link::look_after(int64_t now) {
-    const int64_t deadline = runtime_->peer_deadline_ns;
     std::shared_ptr<Connection> silent;
     std::string dead;
     bool reconnect = false;
     bool live = false;
     {
         const Lock lock(mu_);
-        forgive_pause(now);
+        if (const int64_t paused = peer_.look(now)) core_.forgive(paused, now);
         if (!doom_.empty()) {
             dead = "what had to be done at once failed: " + doom_;
         } else if (state_ == State::up && control_) {
             live = true;
             core_.look_after_flow(now);
             act();
-            if (now - heard_ns_ > deadline / 2) {
+            if (peer_.is_silent(now)) {
                 silent = control_;
-            } else if (now >= next_ping_ns_) {
+            } else if (peer_.pings(now)) {
                 send_ping(now);
                 flush();
             }
         } else if (without_control() && !leaving_) {
             const std::string peer = "rank " + std::to_string(identity_.peer_rank);
-            // It was silent before it counted as down, so the whole silence counts.
-            const int64_t since = std::min(down_since_ns_, heard_ns_ + deadline / 2);
-            if (refused_since_ns_ != 0 && now - refused_since_ns_ > deadline * 2 / 5)
+            const bool missed = peer_.is_missed_too_long(now);
+            if (peer_.is_gone(now))
                 dead = peer + " is gone: nobody listens at " + terms_.address.text() + " any more";
-            else if (now - since > deadline && state_ == State::connecting) {
+            else if (missed && state_ == State::connecting) {
                 dead = "it never came up: " + last_trouble_ + refused_text();
                 never_came_ = true;
-            } else if (now - since > deadline)
+            } else if (missed)
                 dead = "no control connection to " + peer + " (" + terms_.address.text(false) +
-                       ") for " + seconds_text(to_seconds(now - since)) +
+                       ") for " + seconds_text(to_seconds(peer_.missed_ns(now))) +
                        " (last: " + last_trouble_ + refused_text() + ")";
-            reconnect = now >= next_redial_ns_;
+            reconnect = peer_.seeks_now(now);
         }
     }
     if (silent)
-        control_lost(silent, "nothing was heard for " + seconds_text(to_seconds(deadline / 2)));
+        control_lost(silent, "nothing was heard for " +
+                                 seconds_text(to_seconds(runtime_->peer_deadline_ns / 2)));
     if (!dead.empty()) {
         die(describe() + " is dead: " + dead);
     } else if (reconnect) {
