@@ -84,9 +84,9 @@ std::shared_ptr<DataPath> Link::make_fabric_path(uint32_t path, uint32_t epoch, 
     set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
     const FabricPath::Settings settings{runtime_->config.chunk_bytes,
                                         runtime_->peer_deadline_ns / 4};
-    return std::make_shared<FabricPath>(runtime_->data(path), shared_from_this(), path, epoch,
-                                        std::move(fd), keys, runtime_->config.integrity,
-                                        runtime_->fabrics[path], settings);
+    return std::make_shared<FabricPath>(
+        runtime_->data(path), *runtime_->fabric_setup, shared_from_this(), path, epoch,
+        std::move(fd), keys, runtime_->config.integrity, runtime_->fabrics[path], settings);
 }
 
 void Link::kick_paths() {

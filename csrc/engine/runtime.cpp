@@ -103,6 +103,7 @@ Runtime::Runtime(Config c)
         fabrics = std::move(found.devices);
         if (fabrics.size() > kMaxRails) fabrics.resize(kMaxRails);
         if (fabrics.empty()) rails_trouble = before_more(rails_trouble) + found.trouble;
+        if (!fabrics.empty()) fabric_setup = std::make_unique<Reactor>("pm-fabric-setup");
     }
     place();
     if (config.require_rdma && rails.empty())
@@ -146,6 +147,7 @@ std::vector<GidBytes> Runtime::rail_gids() const {
 void Runtime::on_failure(const Reactor::Failed& failed) {
     control.on_failure(failed);
     for (auto& reactor : data_) reactor->on_failure(failed);
+    if (fabric_setup) fabric_setup->on_failure(failed);
     for (const auto& rail : rails) {
         rail->reactor().on_failure(failed);
         rail->setup().on_failure(failed);
@@ -155,6 +157,7 @@ void Runtime::on_failure(const Reactor::Failed& failed) {
 void Runtime::stop() {
     control.stop();
     for (auto& reactor : data_) reactor->stop();
+    if (fabric_setup) fabric_setup->stop();
     for (const auto& rail : rails) rail->stop();
 }
 

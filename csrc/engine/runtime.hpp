@@ -79,6 +79,7 @@ class Runtime {
     std::vector<std::shared_ptr<Rail>> rails;
     // Devices of libfabric, where links may use them.
     std::vector<std::shared_ptr<FabricDevice>> fabrics;
+    std::unique_ptr<Reactor> fabric_setup;  // opens and closes their endpoints
     std::string rails_trouble;  // why there are none of either, or fewer than there could be
     int memory_node = -1;       // NUMA node of slots and data threads; -1: wherever they fall
 

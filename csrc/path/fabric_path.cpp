@@ -30,7 +30,7 @@ constexpr size_t kMaxProvider = 64;
 constexpr size_t kHelloBytes = 1 + 2 + kMaxProvider + 2 + FabricEndpoint::kMaxAddress;
 constexpr size_t kCountsBytes = 16;
 
-constexpr int64_t kConnectLimit = 3 * kSecond;
+constexpr int64_t kConnectLimit = 3 * kSecond;  // to open an endpoint, and to reach the peer's
 constexpr int64_t kLook = 50 * kMillisecond;
 constexpr int64_t kAway = 200 * kMillisecond;  // later than a busy machine is
 // Without a descriptor to sleep at: for so long after any news it is polled without a pause, and
@@ -40,11 +40,12 @@ constexpr int64_t kPollEvery = kMillisecond;
 
 }  // namespace
 
-FabricPath::FabricPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t path_index,
-                       uint32_t path_epoch, Fd fd, const ConnectionKeys& keys, Integrity integrity,
-                       std::shared_ptr<FabricDevice> device, Settings settings)
+FabricPath::FabricPath(Reactor& reactor, Reactor& setup, std::shared_ptr<PathHost> host,
+                       uint32_t path_index, uint32_t path_epoch, Fd fd, const ConnectionKeys& keys,
+                       Integrity integrity, std::shared_ptr<FabricDevice> device, Settings settings)
     : StreamPath(reactor, std::move(host), path_index, path_epoch, std::move(fd)),
       settings_(settings),
+      setup_(setup),
       device_(std::move(device)),
       says_(keys.ours),
       hears_(keys.theirs),
@@ -68,13 +69,33 @@ void FabricPath::guarded(void (FabricPath::*what)()) {
 
 void FabricPath::on_start() {
     StreamPath::on_start();
-    guarded(&FabricPath::begin);
+    guarded(&FabricPath::open_endpoint);
+}
+
+void FabricPath::open_endpoint() {
+    started_ns_ = looked_ns_ = steady_ns();
+    work_after(kLook);
+    setup_.post([weak = weak_from_this()] {
+        const auto self = std::static_pointer_cast<FabricPath>(weak.lock());
+        if (!self) return;  // it was closed before its turn
+        try {
+            auto opened = std::make_shared<FabricEndpoint>(
+                self->device_, kWindow, kReceives,
+                self->settings_.chunk_bytes + kHead + kChunkTrailerSize, self->settings_.wake);
+            self->reactor_.post([self, opened = std::move(opened)]() mutable {
+                self->endpoint_ = std::move(opened);
+                if (self->open() && !self->retired())
+                    self->guarded(&FabricPath::begin);
+                else
+                    self->drop_work();
+            });
+        } catch (const std::exception& e) {
+            self->give_up(e.what());
+        }
+    });
 }
 
 void FabricPath::begin() {
-    endpoint_ = std::make_unique<FabricEndpoint>(device_, kWindow, kReceives,
-                                                 settings_.chunk_bytes + kHead + kChunkTrailerSize,
-                                                 settings_.wake);
     started_ns_ = looked_ns_ = news_ns_ = progress_ns_ = steady_ns();
     for (uint32_t i = 0; i < kReceives; ++i) to_receive_.push_back(i);
     if (endpoint_->descriptor() >= 0)
@@ -269,7 +290,11 @@ void FabricPath::post_messages() {
 // --- Receiving --------------------------------------------------------------------------------
 
 void FabricPath::work() {
-    if (!endpoint_) return;
+    if (!endpoint_) {  // not yet
+        look();
+        if (open()) work_after(kLook);
+        return;
+    }
     while (!to_receive_.empty() && endpoint_->receive(to_receive_.back())) to_receive_.pop_back();
     if (connected_) post_messages();
     const auto done = endpoint_->poll(kTurn);
@@ -409,7 +434,9 @@ void FabricPath::look() {
     }
     if (!up_) {
         if (now - started_ns_ > kConnectLimit)
-            fail(device_->describe() + ": the peer's endpoint could not be reached within " +
+            fail(device_->describe() +
+                 (endpoint_ ? ": the peer's endpoint could not be reached within "
+                            : ": its provider has not opened an endpoint within ") +
                  std::to_string(kConnectLimit / kSecond) + " s");
         return;
     }
@@ -434,6 +461,10 @@ void FabricPath::look() {
 void FabricPath::drop_work() {
     if (timer_ != 0) reactor_.cancel(std::exchange(timer_, 0));
     if (endpoint_ && endpoint_->descriptor() >= 0) reactor_.remove(endpoint_->descriptor());
+    try {
+        if (endpoint_) setup_.post([closed = std::move(endpoint_)] {});
+    } catch (const std::bad_alloc&) {  // it is closed here
+    }
     endpoint_.reset();
     // Whatever stopped it in the middle, its next coming must find the chunk free to be taken.
     if (sink_.data != nullptr) host_->finish_chunk(std::exchange(sink_, {}), false);

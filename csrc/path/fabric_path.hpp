@@ -6,7 +6,8 @@
 // the endpoint and copied from there into the slot, so the fabric never gets to know a slot: what
 // it still delivers after a fence can reach none. No order of messages is relied on.
 //
-// All of it is on the reactor's thread.
+// All of it is on the reactor's thread, except to open and to close an endpoint: that may take a
+// provider long, and others carry on this thread. Another one does it.
 #pragma once
 
 #include <memory>
@@ -29,8 +30,9 @@ class FabricPath final : public StreamPath {
         FabricEndpoint::Wake wake = FabricEndpoint::Wake::descriptor;
     };
 
-    FabricPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
-               Fd fd, const ConnectionKeys& keys, Integrity integrity,
+    // Endpoints are opened and closed on the thread of `setup`.
+    FabricPath(Reactor& reactor, Reactor& setup, std::shared_ptr<PathHost> host, uint32_t index,
+               uint32_t epoch, Fd fd, const ConnectionKeys& keys, Integrity integrity,
                std::shared_ptr<FabricDevice> device, Settings settings);
 
     // Its messages come over no descriptor that another thread could sleep at.
@@ -46,6 +48,7 @@ class FabricPath final : public StreamPath {
     void drop_work() override;
 
     void guarded(void (FabricPath::*what)());
+    void open_endpoint();
     void begin();
     void work();
     void work_again();
@@ -67,8 +70,9 @@ class FabricPath final : public StreamPath {
     bool busy() const;
 
     const Settings settings_;
+    Reactor& setup_;
     const std::shared_ptr<FabricDevice> device_;
-    std::unique_ptr<FabricEndpoint> endpoint_;
+    std::shared_ptr<FabricEndpoint> endpoint_;  // none before it is open
     bool connected_ = false;
     bool up_ = false;
     bool suspect_ = false;

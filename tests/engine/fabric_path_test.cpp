@@ -167,6 +167,7 @@ struct Watch {
     std::atomic<int> addresses = 0;  // that had zeros behind that
     bool domains_stay = false;
     std::atomic<bool> sends_never_complete = false;
+    std::mutex opens;  // whoever opens a domain
 } watch;
 
 struct Watched {
@@ -195,6 +196,7 @@ struct Watched {
         return 0;
     }
     static int domain(abi::Fabric* fabric, abi::Info* info, abi::Domain** out, void* context) {
+        const std::lock_guard lock(watch.opens);
         const int result = real_domain.load()(fabric, info, out, context);
         if (result != 0) return result;
         real_av_open = (*out)->ops->av_open;
@@ -258,6 +260,7 @@ ConnectionKeys keys(uint8_t ours, uint8_t theirs) {
 
 struct Pair {
     Reactor reactors[2]{Reactor("one"), Reactor("other")};
+    Reactor setup{"set-up"};
     std::shared_ptr<End> ends[2] = {std::make_shared<End>(), std::make_shared<End>()};
     std::shared_ptr<FabricPath> paths[2];
     std::vector<std::shared_ptr<FabricPath>> older;
@@ -274,6 +277,7 @@ struct Pair {
     ~Pair() {
         for (auto& end : ends) end->release();
         for (auto& reactor : reactors) reactor.stop();
+        setup.stop();
     }
     void connect() {
         ++epoch;
@@ -282,9 +286,9 @@ struct Pair {
         for (int i = 0; i < 2; ++i) {
             if (paths[i]) older.push_back(paths[i]);
             const auto side = static_cast<uint8_t>(i);
-            paths[i] = std::make_shared<FabricPath>(reactors[i], ends[i], 0, epoch, Fd(fds[i]),
-                                                    keys(uint8_t(1 + side), uint8_t(2 - side)),
-                                                    integrity, device_, settings);
+            paths[i] = std::make_shared<FabricPath>(
+                reactors[i], setup, ends[i], 0, epoch, Fd(fds[i]),
+                keys(uint8_t(1 + side), uint8_t(2 - side)), integrity, device_, settings);
         }
         for (auto& path : paths) path->start();
     }
@@ -452,19 +456,39 @@ TEST(fabric_path_is_severed_and_made_again) {
     }
 }
 
+TEST(fabric_path_whose_endpoint_takes_long_to_open_holds_up_nobody_and_is_lost_after_3_s) {
+    const auto found = device();
+    if (!found) return;
+    Pair pair(Watched::device(*found));
+    {
+        const std::lock_guard nobody_opens(watch.opens);
+        pair.connect();
+        End& end = *pair.ends[0];
+        // Started by now, and free for others.
+        pair.reactors[0].post([&end] { end.path_suspect(0, 0, true); });
+        end.until([&] { return end.suspect && end.lost.empty(); });
+        end.until([&] { return !end.lost.empty(); });
+        CHECK(end.lost.find("has not opened an endpoint within 3 s") != std::string::npos);
+    }
+    // What has been opened too late is closed, and the next one is used.
+    pair.connect();
+    for (auto& end : pair.ends) end->until([&] { return end->ups > 0; });
+}
+
 // Whoever can reach the port of an endpoint can send to it.
 TEST(fabric_path_refuses_messages_of_strangers) {
     const auto found = device();
     if (!found) return;
     Reactor reactor("test");
+    Reactor setup("set-up");
     const auto end = std::make_shared<End>();
     int fds[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
     const Fd peer(fds[0]);
     CHECK(::fcntl(fds[1], F_SETFL, O_NONBLOCK) == 0);
-    const auto path =
-        std::make_shared<FabricPath>(reactor, end, 0, 1, Fd(fds[1]), keys(1, 2), Integrity::crc,
-                                     found, FabricPath::Settings{kChunk, 10 * kSecond});
+    const auto path = std::make_shared<FabricPath>(reactor, setup, end, 0, 1, Fd(fds[1]),
+                                                   keys(1, 2), Integrity::crc, found,
+                                                   FabricPath::Settings{kChunk, 10 * kSecond});
     path->start();
     // Its hello: whether it polls, its provider, its address.
     std::array<uint8_t, 325 + kSealSize> hello;
@@ -496,6 +520,7 @@ TEST(fabric_path_refuses_messages_of_strangers) {
     }
     CHECK(end->intact == 0 && end->ups == 0);
     reactor.stop();
+    setup.stop();
 }
 
 // libfabric is not told how long an address is, and reads as far as its provider likes.
