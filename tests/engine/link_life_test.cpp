@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "check.hpp"
-#include "two_engines.hpp"
+#include "rank_by_hand.hpp"
 
 using namespace pipemorph;
 
@@ -69,20 +69,9 @@ TEST(link_takes_no_data_connection_before_it_is_confirmed) {
     });
     Runtime runtime(config(0, Transport::tcp));
     const auto dialled = [&](Purpose purpose) {
-        Hello h;
+        Hello h = hello_by_hand(Transport::tcp);
         h.purpose = purpose;
-        h.job = "test";
-        h.to_rank = 1;
-        h.link = 7;
-        h.epoch = 1;
-        h.sockets = 1;
-        h.transport = Transport::tcp;
-        std::promise<DialResult> said;
-        runtime.control.post([&] {
-            dial(runtime, resolve("127.0.0.1", engine.port(), false).front(), std::move(h),
-                 60 * kSecond, [&](DialResult result) { said.set_value(std::move(result)); });
-        });
-        return said.get_future().get();
+        return dial_by_hand(runtime, engine.port(), std::move(h));
     };
     const DialResult control = dialled(Purpose::control);
     const DialResult early = dialled(Purpose::data);
@@ -189,20 +178,9 @@ TEST(link_of_a_dialler_that_is_gone_before_it_is_confirmed_ends_accept) {
     const auto address = resolve("127.0.0.1", 0, false).front();
     CHECK(::bind(nobody.get(), address.get(), address.size) == 0);
     Runtime runtime(config(0, Transport::tcp));
-    std::promise<DialResult> said;
-    runtime.control.post([&] {
-        Hello h;
-        h.job = "test";
-        h.to_rank = 1;
-        h.link = 7;
-        h.epoch = 1;
-        h.sockets = 1;
-        h.transport = Transport::tcp;
-        h.listen_port = local_port(nobody);
-        dial(runtime, resolve("127.0.0.1", engine.port(), false).front(), std::move(h),
-             60 * kSecond, [&](DialResult result) { said.set_value(std::move(result)); });
-    });
-    DialResult control = said.get_future().get();
+    Hello hello = hello_by_hand(Transport::tcp);
+    hello.listen_port = local_port(nobody);
+    DialResult control = dial_by_hand(runtime, engine.port(), std::move(hello));
     runtime.stop();
     CHECK(control.fd);
     const int64_t start = steady_ns();

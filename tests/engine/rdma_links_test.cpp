@@ -1,7 +1,5 @@
 // Pair engines in one process, joined by the fake cards, with their faults.
-#include <poll.h>
 #include <pthread.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,9 +12,8 @@
 #include <tuple>
 
 #include "check.hpp"
-#include "engine/dial.hpp"
 #include "fake_verbs.hpp"
-#include "two_engines.hpp"
+#include "rank_by_hand.hpp"
 
 using namespace pipemorph;
 
@@ -126,69 +123,6 @@ struct Pair {
                 return true;
             });
     }
-};
-
-// A dialler whose frames the test writes itself.
-class Dialler {
-  public:
-    explicit Dialler(uint16_t port) {
-        Hello h;
-        h.job = "test";
-        h.to_rank = 1;
-        h.link = 7;
-        h.epoch = 1;
-        h.sockets = 1;
-        h.transport = Transport::rdma;
-        h.rails = 2;
-        std::promise<DialResult> said;
-        runtime_.control.post([&] {
-            dial(runtime_, resolve("127.0.0.1", port, false).front(), std::move(h), to_ns(kTimeout),
-                 [&](DialResult r) { said.set_value(std::move(r)); });
-        });
-        control_ = said.get_future().get();
-        runtime_.stop();
-        CHECK(control_.fd);
-        says_.emplace(control_.keys.ours);
-        say(ConfirmFrame{Transport::rdma}, 0);
-    }
-    void say(const Frame& frame, uint64_t sequence) {
-        std::vector<uint8_t> out;
-        append_frame(out, encode_frame(frame), sequence, 0, &*says_);
-        CHECK(::send(control_.fd.get(), out.data(), out.size(), MSG_NOSIGNAL) ==
-              static_cast<ssize_t>(out.size()));
-    }
-    AnswerFrame answer() {
-        for (;;) {
-            const auto header = decode_frame_header(heard(kFrameHeaderSize));
-            CHECK(header);
-            const auto frame = decode_frame(header->type, heard(header->body_bytes));
-            CHECK(frame);
-            heard(kSealSize);
-            if (const auto* answer = std::get_if<AnswerFrame>(&*frame)) return *answer;
-        }
-    }
-
-  private:
-    std::vector<uint8_t> heard(size_t bytes) {
-        std::vector<uint8_t> in(bytes);
-        for (size_t have = 0; have < bytes;) {
-            pollfd readable{control_.fd.get(), POLLIN, 0};
-            CHECK(::poll(&readable, 1, 30'000) == 1);
-            const ssize_t n = ::recv(control_.fd.get(), &in[have], bytes - have, MSG_DONTWAIT);
-            CHECK(n > 0);
-            have += static_cast<size_t>(n);
-        }
-        return in;
-    }
-    static Config without_rails() {
-        Config c = config(0, {});
-        c.transport = Transport::tcp;
-        return c;
-    }
-
-    Runtime runtime_{without_rails()};
-    DialResult control_;
-    std::optional<Sealer> says_;
 };
 
 bool gone(const fake::Call& call, const char* device) {
@@ -547,12 +481,14 @@ TEST(rdma_link_retires_a_queue_pair_on_the_thread_of_its_own_rail) {
             if (thread.joinable()) thread.join();
         }
     } join{acceptor};
-    Dialler dialler(engine.port());
+    Hello hello = hello_by_hand(Transport::rdma);
+    hello.rails = 2;
+    RankByHand dialler(engine.port(), hello);
     acceptor.join();
     // A path, and its next connection on another of the acceptor's rails.
     const QpAddress qp{99, 0, {}, 0, 5};
     dialler.say(OfferFrame{0, 1, 0, 0, qp}, 1);
-    const AnswerFrame first = dialler.answer();
+    const AnswerFrame first = dialler.hear<AnswerFrame>();
     CHECK(first.epoch == 1 && first.error.empty());
     fabric.intercept([&](const fake::Call& call) {
         if (!gone(call, "fake1") || asked.exchange(true)) return 0;
@@ -562,7 +498,7 @@ TEST(rdma_link_retires_a_queue_pair_on_the_thread_of_its_own_rail) {
         return 0;
     });
     dialler.say(OfferFrame{0, 2, 0, 1, qp}, 2);
-    const AnswerFrame second = dialler.answer();
+    const AnswerFrame second = dialler.hear<AnswerFrame>();
     CHECK(second.epoch == 2 && second.error.empty());
     auto retired = thread.get_future();
     CHECK(retired.wait_for(std::chrono::seconds(30)) == std::future_status::ready);
