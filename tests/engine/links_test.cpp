@@ -285,6 +285,25 @@ TEST(link_acknowledges_although_the_receiver_does_not_come_back) {
     }
 }
 
+// Who reads keeps back what it has to say to the sender for half a millisecond, but not what the
+// sender waits for to send what is read next.
+TEST(link_whose_sender_has_no_slot_left_is_granted_one_before_the_receiver_sleeps) {
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        Two two(transport);
+        two.accepted->reserve(0, 1, 4096);
+        constexpr int64_t kMany = 400;
+        for (int64_t i = 0; i < kMany; ++i) send(*two.dialled, {0, 0, i, 0, 0}, 4096);
+        int64_t quick = 0;
+        for (int64_t i = 0; i < kMany; ++i) {
+            const int64_t began = steady_ns();
+            const Arrived a = receive(*two.accepted, {0, 0, i, 0, 0});
+            quick += steady_ns() - began < 400'000 ? 1 : 0;
+            check_and_release(*two.accepted, a, 4096);
+        }
+        CHECK(quick > kMany / 10);
+    }
+}
+
 // Nor does the sender wait for an acknowledgement until it gets what it waits for itself.
 TEST(link_acknowledges_what_the_receiver_does_not_wait_for) {
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
