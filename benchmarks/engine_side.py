@@ -1,0 +1,391 @@
+"""The contenders of ``engine.py``: two processes, and what each of them does in a round."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import socket
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipemorph_trainer._engine import Engine, Link
+from pipemorph_trainer.bench import transfers
+from pipemorph_trainer.links.channels.arrival import PeerClock
+from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
+from pipemorph_trainer.links.faults import LinkFaults
+from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.links.recorder import LinkRecorder
+
+TIMEOUT = 120.0
+LATENCY_BYTES = 4096
+SOCKETS = 4
+Times = dict[str, list[float]]
+RAW = ("raw TCP", "raw Unix socket")
+KEYED = ("tcp mac", "tcp aead", "shm mac")
+"""Transports, and what proves their payloads. In shared memory, aead is the same as mac."""
+FABRIC = "libfabric"
+
+
+def raw_unix(pid: int) -> str:
+    """A name without a file."""
+    return f"\0pipemorph-benchmark-{pid}"
+
+
+class WatchedIncoming(DelegatedIncoming):
+    """Also tells when the message that was taken last was given to the engine, and when the channel
+    was given its tensor."""
+
+    handed_at = given_at = 0.0
+
+    def take(self, microbatch: int) -> list[torch.Tensor | None] | None:
+        self.handed_at = self._here[microbatch][0].posted_at
+        self.given_at = self._notes[microbatch].posted_at
+        return super().take(microbatch)
+
+
+class Side:
+    """What both processes know: links, process group, tensors."""
+
+    def __init__(self, rank: int, options: argparse.Namespace, ports: Any) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.count: int = options.messages
+        self.window: int = options.window
+        self.pings: int = options.pings
+        self.tensors = [
+            torch.full((options.size,), i, dtype=torch.uint8) for i in range(options.window)
+        ]
+        self.engines = {
+            name: Engine(
+                job="benchmark",
+                rank=rank,
+                secret=b"s",
+                host="127.0.0.1",
+                transport=name.partition(" ")[0],
+                integrity=name.partition(" ")[2] or "crc",
+                sockets=SOCKETS,
+            )
+            for name in ("tcp", "shm", *KEYED, *([FABRIC] if options.libfabric else []))
+        }
+        listeners: dict[str, socket.socket] = {}
+        if rank == 1:
+            listeners["raw TCP"] = socket.create_server(("127.0.0.1", 0))
+            listeners["raw Unix socket"] = socket.socket(socket.AF_UNIX)
+            listeners["raw Unix socket"].bind(raw_unix(os.getpid()))
+            listeners["raw Unix socket"].listen()
+        own = {name: e.port for name, e in self.engines.items()}
+        if rank == 1:
+            own["raw TCP"] = listeners["raw TCP"].getsockname()[1]
+            own["raw Unix socket"] = os.getpid()
+        theirs = ports(own)
+        self.raw: dict[str, socket.socket] = {}
+        for name in RAW:
+            if rank == 1:
+                with listeners[name] as listener:
+                    self.raw[name] = listener.accept()[0]
+            elif name == "raw TCP":
+                self.raw[name] = socket.create_connection(("127.0.0.1", theirs[name]))
+            else:
+                self.raw[name] = socket.socket(socket.AF_UNIX)
+                self.raw[name].connect(raw_unix(theirs[name]))
+        self.raw["raw TCP"].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.links: dict[str, Link] = {}
+        for name, engine in self.engines.items():
+            if rank == 0:
+                self.links[name] = engine.connect(
+                    peer_rank=1, link_id=0, host="127.0.0.1", port=theirs[name], timeout=TIMEOUT
+                )
+            else:
+                self.links[name] = engine.accept(peer_rank=0, link_id=0, timeout=TIMEOUT)
+                self.links[name].reserve(0, options.window, options.size)
+        if options.libfabric:
+            self.wait_for_fabric()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{options.store_port}",
+            rank=rank,
+            world_size=2,
+        )
+        self.small = torch.zeros(LATENCY_BYTES, dtype=torch.uint8)
+        if rank == 0:
+            for link in self.links.values():
+                link.reserve(transfers.BACKWARD, options.window, LATENCY_BYTES)
+        self.round = 0
+        meta = TensorMeta((options.size,), torch.uint8)
+        self.batch = Batch(0, 0, options.messages, (meta,))
+        link = self.links["shm"]
+        if rank == 0:
+            self.outgoing = DelegatedOutgoing(
+                link=link,
+                direction=Direction.FORWARD,
+                hold=LinkFaults([], Direction.FORWARD).hold,
+                queues=8,
+                on_block=lambda iteration, microbatch: None,
+                on_unblock=lambda: None,
+            )
+        else:
+            self.incoming = WatchedIncoming(
+                link=link,
+                direction=Direction.FORWARD,
+                peer_clock=PeerClock(),
+                recorder=LinkRecorder(0, 0, Direction.FORWARD),
+            )
+            self.incoming.reserve(options.window, self.batch, 1)
+
+    def wait_for_fabric(self) -> None:
+        """Until then, TCP carries for it."""
+        deadline = time.monotonic() + TIMEOUT
+        while (stats := self.links[FABRIC].stats()).transport != FABRIC:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no endpoint of libfabric carries: {stats.trouble or stats}")
+            time.sleep(0.01)
+
+    def copied(self) -> int:
+        """Bytes that the engine has moved from memory to memory over shared memory, here."""
+        stats = self.links["shm"].stats()
+        return stats.bytes_copied_out + stats.bytes_copied_in
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        for raw in self.raw.values():
+            raw.close()
+        dist.destroy_process_group()
+
+    def memcpy(self, sources: list[torch.Tensor]) -> None:
+        for i in range(self.count):
+            np.copyto(self.tensors[i % self.window].numpy(), sources[i % self.window].numpy())
+
+
+# Which transport, whether one at a time, and how a message is delivered.
+CONTENDERS: dict[str, tuple[str, bool, Any]] = {
+    "gloo": ("gloo", False, ""),
+    "tcp": ("tcp", False, "copied"),
+    "tcp, posted": ("tcp", False, "posted"),
+    "tcp, view": ("tcp", False, "view"),
+    "tcp, mac": ("tcp mac", False, "copied"),
+    "tcp, aead": ("tcp aead", False, "copied"),
+    "shm": ("shm", False, "copied"),
+    "shm, posted": ("shm", False, "posted"),
+    "shm, view": ("shm", False, "view"),
+    "shm, mac": ("shm mac", False, "copied"),
+    FABRIC: (FABRIC, False, "copied"),
+    "gloo, one at a time": ("gloo", True, ""),
+    "tcp, one at a time": ("tcp", True, "copied"),
+    "shm, one at a time": ("shm", True, "copied"),
+}
+
+
+LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled", *RAW)
+PING = "ping "
+HANDOVERS = ("copied", "leased", "trainer")
+FROM_TENSOR = "trainer, from its tensor on"
+HAND = "hand over "
+
+
+def play(side: Side, contender: str) -> None:
+    kind, single, way = CONTENDERS[contender]
+    window = 1 if single else side.window
+    side.round += 1
+    if kind == "gloo":
+        act = transfers.gloo_send if side.rank == 0 else transfers.gloo_receive
+        act(side.tensors, side.count, window, 1 - side.rank)
+        return
+    link = side.links[kind]
+    if kind == FABRIC and (carries := link.stats().transport) != FABRIC:
+        raise RuntimeError(f"libfabric was lost, and {carries} carries: {link.stats().trouble}")
+    if side.rank == 0:
+        transfers.engine_send(link, side.round, side.tensors, side.count, window)
+        return
+    if way == "copied":
+        transfers.engine_receive(link, side.round, side.tensors, side.count, window)
+    else:
+        receive_in_place(link, side.round, side.tensors, side.count, posted=way == "posted")
+
+
+def receive_in_place(
+    link: Link, run: int, tensors: list[torch.Tensor], count: int, *, posted: bool
+) -> None:
+    """The other end of ``transfers.engine_send``, without a copy by the receiver: ``posted``
+    messages go straight into the tensor that was named ahead, others are left in their slot."""
+    ahead = iter(range(count))
+
+    def post() -> None:
+        i = next(ahead, None)
+        if posted and i is not None:
+            into = transfers.memory(tensors[i % len(tensors)])
+            link.post_receive((0, run, i, transfers.FORWARD, 0), into)
+
+    for _ in tensors:
+        post()
+    for i in range(count):
+        message = link.receive((0, run, i, transfers.FORWARD, 0), TIMEOUT)
+        if len(message.view()) != message.nbytes:
+            raise RuntimeError(f"message {i} shows {len(message.view())} of {message.nbytes} bytes")
+        message.release()
+        post()
+
+
+def ping(side: Side, contender: str) -> list[float]:
+    """One-way seconds of 4 KiB messages, half of each round trip; empty at the answering end."""
+    side.round += 1
+    kind, polled = contender.split(",", maxsplit=1)[0], "polled" in contender
+    if kind == "gloo":
+        if side.rank == 0:
+            return transfers.gloo_ping(side.small, side.pings, 1)
+        transfers.gloo_pong(side.small, side.pings, 0)
+    elif kind in RAW:
+        return ping_raw(side.raw[kind], side.pings, first=side.rank == 0)
+    elif polled:
+        return ping_polled(side.links[kind], side.round, side.small, side.pings, side.rank)
+    elif side.rank == 0:
+        return transfers.engine_ping(side.links[kind], side.round, side.small, side.pings)
+    else:
+        transfers.engine_pong(side.links[kind], side.round, side.small, side.pings)
+    return []
+
+
+def ping_raw(peer: socket.socket, count: int, *, first: bool) -> list[float]:
+    """Like ``transfers.engine_ping`` and ``engine_pong``, over one blocking socket."""
+    own = memoryview(bytearray(LATENCY_BYTES))
+    peer.settimeout(None)
+
+    def receive() -> None:
+        if peer.recv_into(own, LATENCY_BYTES, socket.MSG_WAITALL) != LATENCY_BYTES:
+            raise RuntimeError("the other process closed its socket")
+
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        if first:
+            peer.sendall(own)
+            receive()
+            times.append((time.perf_counter() - began) / 2)
+        else:
+            receive()
+            peer.sendall(own)
+    return times
+
+
+def ping_polled(
+    link: Link, run: int, tensor: torch.Tensor, count: int, direction: int
+) -> list[float]:
+    """Like ``transfers.engine_ping`` and ``engine_pong``, but neither end sleeps."""
+    own = transfers.memory(tensor)
+    times = []
+    for i in range(count):
+        began = time.perf_counter()
+        if direction == transfers.FORWARD:
+            link.send((0, run, i, direction, 0), own)
+        while (message := link.try_receive((0, run, i, 1 - direction, 0))) is None:
+            if time.perf_counter() - began > TIMEOUT:
+                raise RuntimeError(f"4 KiB message {i} did not come within {TIMEOUT:g} s")
+            os.sched_yield()
+        message.copy_into(own)
+        message.release()
+        if direction == transfers.BACKWARD:
+            link.send((0, run, i, direction, 0), own)
+        times.append((time.perf_counter() - began) / 2)
+    return times
+
+
+def hand_over_by_trainer(side: Side) -> Times:
+    """:func:`hand_over` by the trainer's own ends of a link."""
+    side.round += 1
+    link, bell = side.links["shm"], side.engines["shm"].bell_fd
+    batch = replace(side.batch, iteration=side.round)
+    times: Times = {"trainer": [], FROM_TENSOR: []}
+    if side.rank == 0:
+        side.outgoing.begin(batch)
+    else:
+        side.incoming.begin(batch)
+    for i in range(side.count):
+        back = (0, side.round, i, transfers.BACKWARD, 0)
+        if side.rank == 0:
+            tensor = side.tensors[i % side.window]
+            tensor[-1] = i % side.window
+            side.outgoing.send(i, [tensor])
+            link.receive(back, TIMEOUT)
+            continue
+        deadline = time.monotonic() + TIMEOUT
+        while side.incoming.ready_at(i) is None:
+            if not select.select([bell], [], [], deadline - time.monotonic())[0]:
+                raise RuntimeError(f"message {i} did not come within {TIMEOUT:g} s")
+            os.read(bell, 8)
+        tensors = side.incoming.take(i)
+        assert tensors is not None and tensors[0] is not None
+        read = int(tensors[0][-1])
+        now = time.time()
+        times["trainer"].append(now - side.incoming.handed_at)
+        times[FROM_TENSOR].append(now - side.incoming.given_at)
+        if read != i % side.window:
+            raise RuntimeError(f"message {i} ends with {read}, not {i % side.window}")
+        del tensors  # its slot is granted again
+        link.send(back, b"")
+    return times
+
+
+def hand_over(side: Side, way: str) -> Times:
+    """Seconds from the producer's last write of a message to the consumer's first read of it, over
+    shared memory, one message at a time; nothing at the producer."""
+    if way == "trainer":
+        return hand_over_by_trainer(side)
+    side.round += 1
+    link = side.links["shm"]
+    delays: list[float] = []
+    for i in range(side.count):
+        tensor = transfers.memory(side.tensors[i % side.window])
+        there = (0, side.round, i, transfers.FORWARD, 0)
+        back = (0, side.round, i, transfers.BACKWARD, 0)
+        if side.rank == 0:
+            if way == "leased":
+                lease = link.lease(there, tensor.nbytes)
+                if not lease.in_place and side.window > 1:  # a single slot is never leased
+                    raise RuntimeError(f"message {i} is not written where it is read")
+                np.frombuffer(memoryview(lease), np.uint8)[-1] = i % side.window
+                ticket = lease.send()
+            else:
+                tensor[-1] = i % side.window
+                ticket = link.send(there, tensor)
+            link.receive(back, TIMEOUT)
+            link.wait_sent(ticket, TIMEOUT)
+            continue
+        message = link.receive(there, TIMEOUT)
+        if way == "copied":
+            message.copy_into(tensor)
+        read = int((message.view() if way == "leased" else tensor)[-1])
+        delays.append(time.time() - message.posted_at)
+        if read != i % side.window:
+            raise RuntimeError(f"message {i} ends with {read}, not {i % side.window}")
+        message.release()
+        link.send(back, b"")
+    return {way: delays}
+
+
+def sender(connection: Connection, options: argparse.Namespace) -> None:
+    def ports(own: dict[str, int]) -> Any:
+        connection.send(own)
+        return connection.recv()
+
+    side = Side(0, options, ports)
+    while (contender := connection.recv()) is not None:
+        start = time.process_time()
+        if contender.startswith(PING):
+            connection.send(ping(side, contender.removeprefix(PING)))
+            continue
+        if contender.startswith(HAND):
+            before = side.copied()
+            hand_over(side, contender.removeprefix(HAND))
+            connection.send((time.process_time() - start, side.copied() - before))
+            continue
+        play(side, contender)
+        connection.send(time.process_time() - start)
+    side.close()
