@@ -18,10 +18,9 @@ most links are late and what is usual.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
@@ -30,51 +29,30 @@ from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.fabric_seeds import FabricSeeds
 from pipemorph.control.observe.link_book import LinkBook
 from pipemorph.control.observe.merge import Part, Parts, State
-from pipemorph.control.observe.news import (
-    Budget,
-    Change,
-    News,
-    direction_differs,
-    link_differs,
-    pace_differs,
-    reduction_differs,
-    stage_differs,
-    stragglers_differ,
-    unlike,
-)
 from pipemorph.control.observe.rail_health import RailBook, merge_rails
 from pipemorph.control.observe.reductions import ReductionBook
+from pipemorph.control.observe.report.unreported import Unreported
 from pipemorph.control.observe.series import Key
 from pipemorph.control.observe.stage_book import StageBook
 from pipemorph.control.observe.stragglers import PaceBook, StragglerBook
 from pipemorph.control.observe.transports import TransportBook, merge_transports
 from pipemorph.wire import (
-    MAX_REPORT_BYTES,
     MOST_SLOW,
     PROTOCOL,
     DirectionState,
     DirectiveEnvelope,
-    EventReport,
     FabricView,
     IterationSample,
     LinkHealthReport,
     LinkSample,
-    LinkState,
     ObserverSettings,
     RailSample,
-    RailsView,
-    ReductionHealth,
     ReductionSample,
     SlowDirection,
     StageProfile,
-    StageState,
-    StragglersView,
     TransportSample,
-    TransportsView,
-    WireModel,
 )
-from pipemorph.wire.messages import MOST_EVENTS, MOST_ITERATIONS, MOST_STAGES
-from pipemorph.wire.parts import MOST_PACES, Pace, PartAnswer, PartReport, RouteBases
+from pipemorph.wire.parts import PartAnswer, PartReport
 
 REPORT_SECONDS = 1.0
 """A report has all that has changed this often, unless the host wants fewer."""
@@ -101,9 +79,6 @@ WALKED = 4096
 once a second for those whose wire time may have."""
 PEERS_SECONDS = 75e-6
 """Between two comparisons of all directions, for each of them: a fiftieth of what it takes."""
-NEWEST_ITERATIONS, ITERATIONS_KEPT = 16, 4096
-HEADROOM_BYTES = 512
-"""Room for the names and brackets of lists."""
 
 
 @dataclass(frozen=True)
@@ -174,51 +149,11 @@ class Observer:
         if part is not None:
             self._links.most_late = self._reductions.most_late = False
 
-        self._new_directions: News[Key, DirectionState] = News(
-            DirectionState,
-            lambda row: (row.link, row.column, row.direction),
-            lambda told, new: direction_differs(told, new, self._settings.min_delay),
-            ends=lambda row: row.health == "healthy",
-        )
-        self._new_links: News[int, LinkState] = News(
-            LinkState,
-            lambda row: row.link,
-            link_differs,
-            ends=lambda row: row.health == "unknown",
-        )
-        self._new_stages: News[int, StageState] = News(
-            StageState, lambda row: row.stage, stage_differs
-        )
-        self._new_reductions: News[tuple[int, int], ReductionHealth] = News(
-            ReductionHealth, lambda row: (row.stage, row.replica), reduction_differs
-        )
-        self._new_rails: News[None, RailsView] = News(RailsView, lambda _: None, unlike)
-        self._new_transports: News[None, TransportsView] = News(
-            TransportsView, lambda _: None, unlike
-        )
-        self._new_stragglers: News[None, StragglersView] = News(
-            StragglersView, lambda _: None, stragglers_differ
-        )
-        self._new_fabric: News[None, FabricView] = News(FabricView, lambda _: None, unlike)
-        self._new_paces: News[tuple[int, int], Pace] = News(
-            Pace, lambda row: (row.stage, row.column), pace_differs
-        )
-        self._new_bases: News[str, RouteBases] = News(
-            RouteBases, lambda row: row.route, unlike, first=Change.LATER
-        )
-        self._kinds: tuple[News[Any, Any], ...] = (
-            self._new_directions, self._new_links, self._new_stages, self._new_reductions,
-            self._new_rails, self._new_transports, self._new_stragglers, self._new_fabric,
-            self._new_paces, self._new_bases,
-        )  # fmt: skip
-        self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
-        self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
-        self._events_told = 0
+        self._news = Unreported(self._events, lambda: self._settings.min_delay)
         self._newest = JobTelemetry(state="starting")
         self._state: State = "starting"
         self._late: tuple[tuple[int, ...], int] = ((), 0)
         """Late links and the number of late reductions, of a part."""
-        self._message: str | None = None
         self._attentive_until = 0
         self._walk_next = 0
         self._peers_at = self._refresh_at = self._report_at = self._beat_at = float("-inf")
@@ -249,7 +184,7 @@ class Observer:
         before, self._newest = self._newest, telemetry
         self._settle_state()
         if telemetry.message:
-            self._message, self._urgent = telemetry.message, True
+            self._news.message, self._urgent = telemetry.message, True
         if telemetry.applied_plan_version != before.applied_plan_version:
             self._attend()
         for profile in telemetry.stages:
@@ -266,7 +201,7 @@ class Observer:
         self._rails.observe(telemetry.rails, telemetry.ports, now, telemetry.iteration)
         self._transports.observe(telemetry.links, telemetry.transports, now, telemetry.iteration)
         self._look_at_links(now)
-        self._iterations.extend(telemetry.iterations)
+        self._news.finished(telemetry.iterations)
         attentive = self._host_waits or telemetry.iteration <= self._attentive_until
         self._urgent |= attentive and bool(telemetry.iterations)
         refresh |= now >= self._refresh_at
@@ -293,7 +228,7 @@ class Observer:
             )
         if self._part is not None:
             for bases in self._links.bases():
-                self._new_bases.put(bases)
+                self._news.bases.put(bases)
             self._links.lower_bases(self._usual)
         elif self._parts:
             pause = max(pause, REPORT_SECONDS)
@@ -336,7 +271,7 @@ class Observer:
         """Look at the directions and links that the newest windows have changed."""
         links = self._links
         for key in links.touched(moves=MOVES, turns=TURNS):
-            self._new_directions.put(links.direction(key, now))
+            self._news.directions.put(links.direction(key, now))
         turned = links.turned(WALKED)
         for link in turned:
             self._look_at_rest(link, now)
@@ -344,26 +279,26 @@ class Observer:
             self._attend()
 
     def _look_at_rest(self, link: int, now: float) -> None:
-        self._new_links.put(self._links.rest(link, now, self._parts.rests[link].values()))
+        self._news.links.put(self._links.rest(link, now, self._parts.rests[link].values()))
 
     def _look_at_stage(self, stage: int) -> None:
         if self._part is None:
-            self._new_stages.put(self._stages.state(stage, self._parts.stages[stage].values()))
+            self._news.stages.put(self._stages.state(stage, self._parts.stages[stage].values()))
         elif (mine := self._stages.part(stage)) is not None:
-            self._new_stages.put(mine)
+            self._news.stages.put(mine)
 
     def _look_at_stages(self) -> None:
         for stage in self._stages.changed():
             self._look_at_stage(stage)
         for group in self._reductions.changed():
-            self._new_reductions.put(group)
+            self._news.reductions.put(group)
 
     def _refresh(self, now: float) -> None:
         """Look at what changes with time."""
         self._refresh_at = now + REPORT_SECONDS
         links, walked = self._links, 0
         for key in links.silent(now, TURNS):
-            self._new_directions.put(links.direction(key, now))
+            self._news.directions.put(links.direction(key, now))
         for link in self._moved_links:
             self._look_at_rest(link, now)
         self._moved_links.clear()
@@ -373,26 +308,26 @@ class Observer:
             self._walk_next = (self._walk_next + 1) % links.count
             if walked > WALKED:
                 break
-        self._new_rails.put(merge_rails([self._rails.view(now), *self._parts.rails.values()]))
+        self._news.rails.put(merge_rails([self._rails.view(now), *self._parts.rails.values()]))
         views = [self._transports.view(), *self._parts.transports.values()]
-        self._new_transports.put(merge_transports(views))
+        self._news.transports.put(merge_transports(views))
         if self._part is not None:
             for pace in self._paces.changed():
-                self._new_paces.put(pace)
+                self._news.paces.put(pace)
             return
         self._stragglers.take(self._paces.changed())
         if now >= self._compare_at:
             # That walks all ranks, whose paces come no more often.
             self._compare_at = now + 0.9 * self._seldom
             self._stragglers.compare(now, self._newest.iteration)
-            self._new_stragglers.put(self._stragglers.view())
+            self._news.stragglers.put(self._stragglers.view())
             self._compare_reductions()
         silent = max(self._settings.stale_after, SILENT_HEARTBEATS * _heartbeat(self._seldom))
         for number in list(self._parts.silent(now, silent)):
             unknown, ended = self._parts.forget(number)
             self._to_tell.add(number)
             for row in unknown:
-                self._new_directions.put(row)
+                self._news.directions.put(row)
             for rest in ended:
                 self._look_at_rest(rest.link, now)
 
@@ -409,19 +344,19 @@ class Observer:
         self._moved_links |= moved
         self._parts.take(report, now)
         for row in report.directions:
-            self._new_directions.put(row)
+            self._news.directions.put(row)
         for rest in report.links:
             if rest.link not in moved:
                 self._look_at_rest(rest.link, now)
         for state in report.stages:
             self._look_at_stage(state.stage)
         for group in report.reductions:
-            self._new_reductions.put(group)
+            self._news.reductions.put(group)
         self._stragglers.take(report.paces)
         for event in report.events:
             self._events.add(now, event.iteration, event.text)
         if report.message:
-            self._message, self._urgent = report.message, True
+            self._news.message, self._urgent = report.message, True
         if report.directions or len(self._parts.judged) != known:
             self._attend()
         self._settle_state()
@@ -467,7 +402,7 @@ class Observer:
     def checked(self, fabric: FabricView) -> None:
         """Take in what the check of the RDMA ports found before training: the host is told, and the
         job's links have it as a seed of what is normal."""
-        self._new_fabric.put(fabric)
+        self._news.fabric.put(fabric)
         self._links.seeds = FabricSeeds(fabric, self._mesh)
         self._fabric = replace(fabric, sick=(), slowest=())
         self._to_tell.update(self._parts.parts)
@@ -476,15 +411,14 @@ class Observer:
 
     def due(self, now: float) -> bool:
         """Whether to send a report now."""
-        if self._urgent or any(kind.urgent for kind in self._kinds):
+        if self._urgent or self._news.urgent:
             return True
         return now >= self._report_at and (now >= self._beat_at or self.has_news)
 
     @property
     def has_news(self) -> bool:
         """Whether the next report has anything but the heartbeat."""
-        waiting = self._urgent or bool(self._iterations) or self._message is not None
-        return waiting or any(self._kinds) or self._events.next > self._events_told
+        return self._urgent or bool(self._news)
 
     def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
         """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
@@ -507,43 +441,9 @@ class Observer:
             last_own_version=self.versions[1] if self.versions else 0,
             settings=self._settings.revision,
             fresh=self._fresh,
-            message=self._message,
+            message=self._news.message,
         )
-        budget = Budget(MAX_REPORT_BYTES - len(empty.body()) - HEADROOM_BYTES)
-        finished = list(reversed(self._iterations))
-        iterations = _fill(budget, finished[:NEWEST_ITERATIONS])
-        half = budget.part(budget.bytes_left / 2)
-        directions = self._new_directions.take(half, MOST_SLOW)
-        budget.back(half)
-        all_slow = len(directions) == len(self._new_directions)
-        stages = self._new_stages.take(budget, MOST_STAGES)
-        links = self._new_links.take(budget, MOST_STAGES) if all_slow else []
-        reductions = self._new_reductions.take(budget, MOST_STAGES)
-        rails = self._new_rails.take(budget, 1)
-        transports = self._new_transports.take(budget, 1)
-        stragglers = self._new_stragglers.take(budget, 1)
-        fabric = self._new_fabric.take(budget, 1)
-        events = _fill(budget, self._unsaid_events())
-        paces = self._new_paces.take(budget, MOST_PACES)
-        bases = self._new_bases.take(budget, len(self._new_bases))
-        if len(iterations) == NEWEST_ITERATIONS:
-            iterations += _fill(budget, finished[NEWEST_ITERATIONS:MOST_ITERATIONS])
-        iterations.sort(key=lambda sample: sample.index)
-        return empty.model_copy(
-            update={
-                "iterations": iterations,
-                "directions": directions,
-                "links": links,
-                "stages": stages,
-                "reductions": reductions,
-                "rails": rails[0] if rails else None,
-                "transports": transports[0] if transports else None,
-                "stragglers": stragglers[0] if stragglers else None,
-                "fabric": fabric[0] if fabric else None,
-                "events": events,
-            }
-            | ({"paces": paces, "bases": bases} if self._part is not None else {})
-        )
+        return self._news.fill(empty)
 
     def _empty(self, **told: Any) -> LinkHealthReport:
         if self._part is None:
@@ -551,51 +451,22 @@ class Observer:
         links, reductions = self._late
         return PartReport(**told, part=self._part, late=list(links), late_reductions=reductions)
 
-    def _unsaid_events(self) -> list[EventReport]:
-        unsaid = [e for e in self._events.newest() if e.number >= self._events_told]
-        return [EventReport(iteration=e.iteration, text=e.text) for e in unsaid[:MOST_EVENTS]]
-
     def delivered(self, report: LinkHealthReport, answer: DirectiveEnvelope, now: float) -> None:
         """Note that the host has accepted a report, and what it answered."""
         self.told(report)
         self.take(answer, now)
-        self._told_iterations.extend(report.iterations)
+        self._news.keep(report.iterations)
         self._fresh = False
 
     def told(self, report: LinkHealthReport) -> None:
         """Note that a report has been sent by a part, or accepted by the host. Should one of a part
         be lost with its connection, the answer to the next has another ``memory``."""
-        sent = {id(sample) for sample in report.iterations}
-        self._iterations = deque(
-            (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
-        )
-        self._events_told = max(self._events_told, self._events.oldest)
-        self._events_told += len(report.events)
-        if self._message == report.message:
-            self._message = None
-        self._new_directions.delivered(report.directions)
-        self._new_links.delivered(report.links)
-        self._new_stages.delivered(report.stages)
-        self._new_reductions.delivered(report.reductions)
-        if report.rails is not None:
-            self._new_rails.delivered([report.rails])
-        if report.transports is not None:
-            self._new_transports.delivered([report.transports])
-        if report.stragglers is not None:
-            self._new_stragglers.delivered([report.stragglers])
-        if report.fabric is not None:
-            self._new_fabric.delivered([report.fabric])
-        if isinstance(report, PartReport):
-            self._new_paces.delivered(report.paces)
-            self._new_bases.delivered(report.bases)
+        self._news.told(report)
 
     def take(self, answer: DirectiveEnvelope, now: float) -> None:
         """Note what the host says, or to a part the job's observer."""
         if self._memory and answer.memory != self._memory:
-            for kind in self._kinds:
-                kind.again()
-            self._iterations.extendleft(reversed(self._told_iterations))
-            self._told_iterations.clear()
+            self._news.again()
         self._memory, self._host_waits = answer.memory, answer.attentive
         self.pause = answer.seldom
         if answer.settings is not None:
@@ -623,15 +494,15 @@ class Observer:
         told = DirectionState(
             link=row.link, column=row.column, direction=row.direction, delay=row.delay
         )
-        self._new_directions.delivered([told])
+        self._news.directions.delivered([told])
         owner = self._parts.receiver(key)
         if owner in self._parts.parts:
-            self._new_directions.put(self._parts.remember(row))
+            self._news.directions.put(self._parts.remember(row))
             self._to_tell.add(owner)
             return
         if self._fresh or not self._links.has(key):
             self._links.restore([row], now)
-        self._new_directions.put(self._links.direction(key, now))
+        self._news.directions.put(self._links.direction(key, now))
 
     def _set(self, settings: ObserverSettings) -> None:
         """Judge by other settings from now on."""
@@ -650,16 +521,3 @@ def _heartbeat(pause: float) -> float:
 
 def _thresholds(settings: ObserverSettings) -> Thresholds:
     return Thresholds(min_delay=settings.min_delay, relative=settings.min_delay_fraction)
-
-
-T = TypeVar("T", bound=WireModel)
-
-
-def _fill(budget: Budget, items: Sequence[T]) -> list[T]:
-    """The first ``items`` that fit."""
-    taken: list[T] = []
-    for item in items:
-        if not budget.admit(len(item.body())):
-            break
-        taken.append(item)
-    return taken
