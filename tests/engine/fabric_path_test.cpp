@@ -467,8 +467,12 @@ TEST(fabric_path_whose_endpoint_takes_long_to_open_holds_up_nobody_and_is_lost_a
         // Started by now, and free for others.
         pair.reactors[0].post([&end] { end.path_suspect(0, 0, true); });
         end.until([&] { return end.suspect && end.lost.empty(); });
-        end.until([&] { return !end.lost.empty(); });
-        CHECK(end.lost.find("has not opened an endpoint within 3 s") != std::string::npos);
+        for (auto& each : pair.ends) each->until([&] { return !each->lost.empty(); });
+        // The other one may have heard of that first.
+        const auto says_why = [](const auto& each) {
+            return each->lost.find("has not opened an endpoint within 3 s") != std::string::npos;
+        };
+        CHECK(std::any_of(std::begin(pair.ends), std::end(pair.ends), says_why));
     }
     // What has been opened too late is closed, and the next one is used.
     pair.connect();
