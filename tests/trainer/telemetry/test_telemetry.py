@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median, median_low
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.telemetry import reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import join_process_group
@@ -117,6 +119,31 @@ def test_a_slow_link_is_reported_before_the_iteration_ends() -> None:
     assert first, "nothing was reported in mid-iteration"
     measured = [sample.wire.p50 for message in first for sample in message.links]
     assert pytest.approx(0.040, abs=1e-3) in measured
+
+
+def unheard(context: TrainerContext) -> tuple[int, int]:
+    """Messages made, and the most samples kept at an end of an iteration."""
+    kept = 0
+    with (
+        patch.object(reporter, "RankTelemetry") as made,
+        Pipeline(
+            EmulatedStage(*TIMES, message_bytes=4096),
+            context=context,
+            microbatches=MICROBATCHES,
+            policy="zero-bubble",
+        ) as pipe,
+    ):
+        for _ in range(2 * ITERATIONS):
+            pipe.step()
+            ends = pipe._parts.reporter._ends
+            kept = max(kept, *(len(end.recorder._messages) for end in ends))
+    return made.call_count, kept
+
+
+def test_without_an_agent_nothing_is_reported_and_nothing_piles_up() -> None:
+    for made, kept in run_ranks(2, unheard):
+        assert made == 0
+        assert kept <= 3 * MICROBATCHES
 
 
 def test_profiles_and_iterations() -> None:

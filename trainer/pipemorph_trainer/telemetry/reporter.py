@@ -44,6 +44,8 @@ class Reporter:
         crowding: float | None = None,
     ) -> None:
         self._coordinate, self._control, self._ends = coordinate, control, ends
+        # Under torchrun alone, with no metrics either: to make reports would only take time.
+        self._nobody_listens = type(control) is NoControl
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
         self._run_queue, self._crowding = RunQueue(), crowding
@@ -70,6 +72,8 @@ class Reporter:
 
     def between_ops(self) -> None:
         """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
+        if self._nobody_listens:
+            return
         now = monotonic()
         if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
             self.publish()
@@ -91,6 +95,10 @@ class Reporter:
         """Publish now, with all link samples so far."""
         self._published_at = monotonic()
         links, self._left_over = self._left_over, []
+        if self._nobody_listens:
+            for end in self._ends:
+                end.recorder.drain()
+            return
         waited = self._run_queue.waited()
         if profile is not None and self._crowding is not None:
             profile = profile.model_copy(update={"crowding": self._crowding})
