@@ -38,6 +38,7 @@ class Mutant:
 INBOX, BITMAP = "protocol/inbox.cpp", "wire/bitmap.hpp"
 CORE, PATHS, PATH = "protocol/link_core.cpp", "protocol/path_set.cpp", "protocol/path_state.cpp"
 FLOW, WATCHDOG = "protocol/flow.cpp", "protocol/watchdog.cpp"
+PEER = "protocol/peer_watch.cpp"
 NOT_TWICE = "another content|fits no slot|became whole twice|now at grant|not the sender's"
 
 
@@ -48,6 +49,11 @@ def core(old: str, new: str, noticed: str, unit: str = CORE, test: str = "sim_ra
 def slow(old: str, new: str, unit: str = CORE) -> Mutant:
     """A long link does not reach its rate, or has more under way than is good for it."""
     return core(old, new, r"then >= 0\.9|longer >= 0\.9|slot_bytes", unit, "sim_long")
+
+
+def peer(old: str, new: str = "") -> Mutant:
+    """A peer is given up too early or too late, or sought too often."""
+    return core(old, new, "peer_watch_test", PEER, "peer_")
 
 
 MUTANTS = {
@@ -248,6 +254,25 @@ MUTANTS = {
         "no progress",
         WATCHDOG,
     ),
+    "peers: a connection works before anything has come": peer("    works_ = false;\n}", "}"),
+    "peers: no connection works before something new comes": peer(
+        "news || now - since_ns_ >= kSecond", "news"
+    ),
+    "peers: one that came back is missed as long as before": peer("    down_since_ns_ = 0;\n"),
+    "peers: each loss begins anew": peer("if (down_since_ns_ == 0) down", "down"),
+    "peers: one that cuts is dialled at once": peer("    if (!works_) back_off(now);\n"),
+    "peers: pauses between dials stay the same": peer("backoff_ns_ * 2", "backoff_ns_"),
+    "peers: pauses between dials stay long": peer("    backoff_ns_ = 0;\n"),
+    "peers: one is sought twice": peer("    if (seeks_) return false;\n"),
+    "peers: one that listens again may be gone": peer(
+        "        refused_since_ns_ = 0;\n    else", "        (void)0;\n    else"
+    ),
+    "peers: one that was found again may be gone": peer(
+        "    refused_since_ns_ = 0;\n    works_", "    works_"
+    ),
+    "peers: a pause counts": peer(
+        "{&heard_ns_, &down_since_ns_, &refused_since_ns_}", "{&heard_ns_}"
+    ),
     "slots: none are added": slow(
         "    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"
     ),
@@ -272,11 +297,12 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def objects() -> list[pathlib.Path]:
-    """The simulation's objects and the library, as the plain suite is built."""
+    """The objects of tests without sockets, and the library, as the plain suite is built."""
     suite.build(*suite.BUILDS["plain"])
     folder = BUILD / "CMakeFiles/engine_tests.dir/tests/engine"
-    found = [folder / "main.cpp.o", *sorted(folder.glob("sim_*.cpp.o"))]
-    assert len(found) > 3, f"no objects of the simulation in {folder}"
+    alone = [folder / f"{name}.cpp.o" for name in ("main", "peer_watch_test")]
+    found = [*alone, *sorted(folder.glob("sim_*.cpp.o"))]
+    assert len(found) > 4, f"no objects of the simulation in {folder}"
     return [*found, BUILD / "libengine_core.a"]
 
 
