@@ -198,8 +198,11 @@ def test_all_rails_down_and_back(training: Training, fabric: Fabric):
     assert all(end["transport"] == "rdma" for end in job.link_ends())
     assert job.total("failbacks") == failbacks + job.total("fallbacks") - fallbacks
     packets = [rail.counter("sent_pkts") for rail in rails]
+    copied = job.total("bytes_copied_in")
     with training.disturbed(hold=False) as block:
         pass
+    # The stages read where cards write.
+    assert job.total("bytes_copied_in") == copied
     assert all(rail.counter("sent_pkts") > n for rail, n in zip(rails, packets, strict=True))
     assert block.chunks(TCP) == 0, job.text()
 

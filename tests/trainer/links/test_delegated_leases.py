@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from staging_rig import linked, until
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from pipemorph.discovery import host
 from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock
@@ -108,6 +110,31 @@ def test_a_tensor_is_copied_once_and_not_by_the_engine() -> None:
             del came
             e.granted(7)
         assert e.copied() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "transport, limit, capable, held",
+    [
+        ("shm", 1 << 26, False, 2),
+        ("rdma", 1 << 26, False, 0),
+        ("rdma", 1 << 26, True, 2),
+        ("rdma", host.UNLIMITED, False, 2),
+    ],
+)
+def test_tensors_stay_in_locked_memory_only_if_any_amount_may_be_locked(
+    monkeypatch: pytest.MonkeyPatch, transport: str, limit: int, capable: bool, held: int
+) -> None:
+    monkeypatch.setattr(host, "locked_limit", lambda: limit)
+    monkeypatch.setattr(host, "may_lock", lambda: capable)
+    link = Mock(transport=transport)
+    incoming = DelegatedIncoming(
+        link=link,
+        direction=Direction.FORWARD,
+        peer_clock=PeerClock(),
+        recorder=LinkRecorder(4, 0, Direction.FORWARD),
+    )
+    incoming.reserve(4, Batch(1, 0, 8, (META,)), 2)
+    link.reserve.assert_called_once_with(0, 4 + held + (transport == "shm"), NBYTES)
 
 
 def test_over_sockets_only_the_receiver_is_spared_its_copy() -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pipemorph.discovery import host
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
 from pipemorph_trainer.links.message import (
@@ -79,6 +80,12 @@ def tensor_in(memory: _engine.Message | _engine.Lease, meta: TensorMeta) -> Tens
     return tensor
 
 
+def may_hold_slots(transport: str) -> bool:
+    """Whether there may be slots for tensors in use beside those that go round: on rails they are
+    locked memory, of which there may be little."""
+    return transport != "rdma" or host.locked_limit() == host.UNLIMITED or host.may_lock()
+
+
 class DelegatedIncoming:
     """Receiving end. Looks up messages by key; arrival times come from the engine."""
 
@@ -104,8 +111,7 @@ class DelegatedIncoming:
         """Grant slots in advance: for ``messages`` messages ahead of their ops, and for ``used``
         whose tensors ops still need. Raises :class:`PipelineError` if the link is dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
-        # On rails slots are locked memory, of which there may be little.
-        if largest < LARGE_BYTES or self._link.transport == "rdma":
+        if largest < LARGE_BYTES or not may_hold_slots(self._link.transport):
             used = 0
         parts = max(1, len(batch.metas))
         slots = (messages + used) * parts
