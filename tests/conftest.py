@@ -5,21 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from pathlib import Path
 
 import pytest
-from gate.plan import QUIET
+from gate.processor_time import ProcessorTime
+from gate.tiers import TIERS, tier_of
 from hypothesis import HealthCheck, settings
 
-HERE = Path(__file__).parent
-UNTIMED = (
-    "core/planning",
-    "core/control/test_controller.py",
-    "core/control/test_detector.py",
-    "core/api/test_manifest.py",
-    "project/test_gate.py",
-)
-"""Pure computation that takes a while, marked ``untimed`` as a whole."""
 # How long an example takes is a matter of the machine.
 settings.register_profile(
     "any machine",
@@ -47,34 +38,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"::1 is no address of this machine ({error}): IPv6 is not checked")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Children inherit ignored signals, and the tests of Ctrl-C and hang-up are about the
     default: a suite started with nohup or in the background must not decide them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    config.pluginmanager.register(ProcessorTime(), "processor-time")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=sorted(TIERS),
+        help="run the tests of this tier only; without it, all that the other arguments choose",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what may run beside others. Tests that need a GPU run where there is one; elsewhere
-    they are neither run nor counted."""
-    for part in (*UNTIMED, *QUIET):
-        if not (HERE / part).exists():
-            raise pytest.UsageError(f"tests/conftest.py names {part}, which is not there")
-    for item in items:
-        where = item.path.relative_to(HERE)
-        if any(where.is_relative_to(part) for part in UNTIMED):
-            item.add_marker(pytest.mark.untimed)
-        if any(where.is_relative_to(part) for part in QUIET):
-            item.add_marker(pytest.mark.quiet)
-        if item.get_closest_marker("untimed") is not None:
-            for other in ("quiet", "cluster", "node", "rdma"):
-                if item.get_closest_marker(other) is not None:
-                    raise pytest.UsageError(
-                        f"{item.nodeid} is marked untimed and {other}: tests/all.py would run it "
-                        "twice; take one of them away"
-                    )
+    """Choose the tier. Tests that need a GPU run where there is one; elsewhere they are neither run
+    nor counted."""
+    wanted = config.getoption("--tier")
+    others = [item for item in items if tier_of(item) != wanted and wanted is not None]
+    if others:
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -47,8 +47,6 @@ def finish(process):
     return process.returncode, out, err
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_both_ends_on_this_host():
     transports = ["tcp", "shm", "gloo"]
     status, out, err = finish(
@@ -75,8 +73,6 @@ def test_both_ends_on_this_host():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_two_ends_that_meet_by_what_the_first_prints(port):
     listener = start("--listen", "127.0.0.1", "--port", port, *QUICK)
     try:
@@ -133,8 +129,6 @@ TOO_LARGE = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, port):
     connector = start(
         *("--connect", "127.0.0.1", "--port", port, *QUICK),
@@ -178,7 +172,6 @@ def test_memory_is_what_the_control_group_leaves(tmp_path):
         assert host.memory_bytes(tmp_path) == left
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
@@ -198,7 +191,6 @@ def test_an_output_that_takes_nothing_is_one_line(redirection, said):
     assert done.stderr == said
 
 
-@pytest.mark.slow
 def test_nobody_there_is_one_line():
     status, out, err = finish(start("--connect", "127.0.0.1", "--port", "9", "--wait", "1"))
     assert status == 1

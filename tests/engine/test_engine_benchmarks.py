@@ -37,8 +37,7 @@ def idle():
     del sys.modules[spec.name]
 
 
-@pytest.mark.slow
-@pytest.mark.quiet
+@pytest.mark.times
 @pytest.mark.timeout(300)
 def test_idle_links_cost_no_core_and_as_much_memory_as_the_formula_says(tmp_path, idle):
     report = tmp_path / "idle.json"
@@ -82,8 +81,6 @@ def test_a_busy_core_and_a_leak_do_not_hold(idle):
     assert holds(transport="shm") == [True, True, False]
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
     report = tmp_path / "engine.json"

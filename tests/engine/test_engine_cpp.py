@@ -106,12 +106,11 @@ def build_and_run(name: str, which: str, least: int = 5, **more: str) -> None:
 
 
 MARKED = [
-    pytest.param("plain", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.sanitizer) for name in ("asan", "tsan")),
+    "plain",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("asan", "tsan")),
 ]
 
 
-@pytest.mark.untimed
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MARKED)
 def test_simulation(name):

@@ -29,7 +29,7 @@ SOURCES = (
 )
 MAX_INPUT = 600
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def compiler() -> str:
@@ -121,7 +121,6 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
     assert kept >= 0.9 * covered, f"{target}: {kept} at first, {covered} now"
 
 
-@pytest.mark.untimed
 def test_a_target_that_there_is_not_is_refused(fuzzer):
     done = subprocess.run(
         [fuzzer],

@@ -19,7 +19,7 @@ BUILD = suite.ROOT / "build" / "engine-tests"
 COMPILER = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1"]
 SCHEDULES = 100_000
 
-pytestmark = [pytest.mark.slow, pytest.mark.untimed]
+pytestmark = pytest.mark.full
 
 
 @dataclass(frozen=True)

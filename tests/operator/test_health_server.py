@@ -11,7 +11,6 @@ import pytest
 from pipemorph_operator import health_server
 
 
-@pytest.mark.untimed
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("[::1]", marks=pytest.mark.ipv6)])
 def test_every_address_of_the_pod_is_served(address: str) -> None:
     """Kubernetes asks at the pod's own, which is IPv6 in a cluster that is."""

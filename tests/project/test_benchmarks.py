@@ -262,8 +262,6 @@ def test_the_jobs_that_traces_runs_are_manifests() -> None:
         assert len(job.spec.faults) == traces.DRAWS
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_traces_reads_what_an_emulated_run_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

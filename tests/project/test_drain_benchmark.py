@@ -59,7 +59,6 @@ def test_the_stage_that_ends_last_hides_nothing_but_in_its_last_op(drain: Module
     assert drain.cannot_be_hidden(schedule, 0.24, 0) == pytest.approx(0.24)
 
 
-@pytest.mark.multiprocess
 def test_no_more_is_exposed(drain: ModuleType) -> None:
     """Two stages, reductions two drains long: after the drain, all of it would be exposed."""
     schedule = drain.schedule_of("1f1b", 2)

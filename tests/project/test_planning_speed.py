@@ -9,10 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from pipemorph.planning import Problem, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from planner_problems import sized_problem
+
+pytestmark = pytest.mark.times
 
 SORTED = 100_000
 ROUNDS = 5

@@ -20,8 +20,6 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext, start
 from pipemorph_trainer.start import Start
 
-pytestmark = pytest.mark.multiprocess
-
 
 def clipped(context: TrainerContext, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     module = make_stage(context.rank, job.stages, job.dtype)

@@ -106,7 +106,6 @@ def on_device(context: TrainerContext, *args: Any) -> dict[int, tuple[Record, li
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("policy", "ranks", "stages", "microbatches"),
     [
@@ -125,7 +124,6 @@ def test_policies(policy: str, ranks: int, stages: int, microbatches: int, route
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("placement", ["interleaved", "v"])
 def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> None:
     first = make_plan("pipemorph", 2, 4, 6, placement=placement)
@@ -138,7 +136,6 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("placement", ["interleaved", "v"])
 @pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
@@ -153,7 +150,6 @@ def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> 
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
     """Evaluations, too, have receives that wait for ops of their rank."""
@@ -181,7 +177,6 @@ def evaluations(context: TrainerContext, placement: Any, device: bool) -> list[f
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 def test_evaluations_may_grow_in_mid_run(placement: str) -> None:
     """Memory for larger messages is page-locked when a stage begins, while another one receives."""

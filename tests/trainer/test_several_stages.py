@@ -27,8 +27,6 @@ from pipemorph.planning.offload import left
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent.rank_plan import check_plan
 
-pytestmark = pytest.mark.multiprocess
-
 
 @pytest.mark.parametrize(
     ("policy", "ranks", "stages", "microbatches"),

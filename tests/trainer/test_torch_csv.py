@@ -307,7 +307,6 @@ def run_in_torch(context: TrainerContext, folder: str, per_edge: bool) -> list[l
     return found
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("per_edge", [False, True])
 def test_torch_runs_our_sends_and_receives(per_edge: bool, tmp_path: Path) -> None:
     """The gradients of the plan whose sends and receives torch places."""

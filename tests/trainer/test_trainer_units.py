@@ -459,7 +459,6 @@ def last_word_with_a_full_disk(context: TrainerContext) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.multiprocess
 def test_sigterm_ends_a_rank_whose_traces_cannot_be_written() -> None:
     ranks = Ranks(1, last_word_with_a_full_disk)
     ranks.wait_for_output(0, "READY")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import self_signed
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
@@ -127,16 +128,6 @@ async def serving(
         yield server, int(server.url.rsplit(":", 1)[1]), unserved
 
 
-def certified(folder: Path) -> tuple[Path, Path]:
-    """A certificate that vouches for itself, and its key."""
-    certificate, key = folder / "c.pem", folder / "k.pem"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    about = ["-subj", "/CN=ingest", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", "req", "-x509", *kind, *about, *files], check=True, timeout=PATIENCE)
-    return certificate, key
-
-
 def waiting(server: IngestServer) -> int:
     """Polls that wait."""
     return sum(len(session.waiters) for session in server.handler._sessions.values())
@@ -148,9 +139,9 @@ def mebibytes(process: int) -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-@pytest.mark.quiet
+@pytest.mark.times
 def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Path) -> None:
-    certificate, key = certified(tmp_path)
+    certificate, key = self_signed(tmp_path)
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(certificate), str(key), TOKEN],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -191,7 +182,7 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
 def test_a_handshake_costs_nothing_until_the_client_begins_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    certificate, key = certified(tmp_path)
+    certificate, key = self_signed(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     begun: list[str] = []
@@ -227,7 +218,7 @@ def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a connection costs a handshake. Without TLS the oldest silent one makes room."""
-    certificate, key = certified(tmp_path)
+    certificate, key = self_signed(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     monkeypatch.setattr(connections, "AGAIN_PER_SECOND", 1e-6)

@@ -36,7 +36,6 @@ while True:
 """
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(60)
 def test_a_stopped_rank_prints_its_stacks(tmp_path: Path) -> None:
     events, reaper = Events(), Reaper()

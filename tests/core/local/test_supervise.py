@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.exits import EXIT_MOVES, EXIT_SAVED
+from pipemorph.local.processes import ranks as module
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
@@ -199,3 +202,46 @@ def test_a_rank_that_left_has_not_failed(ranks: RankSet, tmp_path: Path) -> None
     assert _cause_is_to_come(ranks, moving=True)
     assert not _cause_is_to_come(ranks)
     assert [_cause(ranks, [], moving=moving).status for moving in (True, False)] == [1, EXIT_MOVES]  # type: ignore[union-attr]
+
+
+# --- waits for processes --------------------------------------------------------------------------
+
+
+class Processes:
+    """Process groups that live for so many looks, on a clock that only sleeps move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: float) -> None:
+        self.now, self.looks = 50.0, looks
+        self.asked: list[set[int]] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "_live_members", self._live)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _live(self, groups: set[int]) -> bool:
+        self.asked.append(set(groups))
+        return len(self.asked) <= self.looks
+
+
+@pytest.mark.parametrize(
+    ("looks", "seconds", "asked", "waited"),
+    [(0, 9.0, 1, 0.0), (3, 9.0, 4, 0.06), (math.inf, 0.0, 1, 0.0), (math.inf, 0.11, 7, 0.12)],
+)
+def test_a_wait_for_processes_ends_when_they_are_gone_or_its_time_is_over(
+    ranks: RankSet,
+    looks: float,
+    seconds: float,
+    asked: int,
+    waited: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number, rank in enumerate(ranks.ranks):
+        rank.process = SimpleNamespace(pid=70 + number, returncode=None)  # type: ignore[assignment]
+    ranks.note_exit(1, 0)
+    played = Processes(monkeypatch, looks)
+    ranks.settle(seconds)
+    assert len(played.asked) == asked
+    assert played.now - 50.0 == pytest.approx(waited)
+    assert all(groups == {71} for groups in played.asked), "that of the rank that has exited"

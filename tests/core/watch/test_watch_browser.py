@@ -355,7 +355,7 @@ def test_a_picture_that_cannot_be_made_is_said(browser: Browser, tmp_path: Path)
     assert "makes no PNG of" in told and "save SVG" in told
 
 
-@pytest.mark.quiet
+@pytest.mark.times
 def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) -> None:
     """64 stages × 256 microbatches: within 1 s of the request something is there, and within two
     the picture, for which the ranks' traces are read and the plan of the start is simulated."""

@@ -178,7 +178,7 @@ def test_a_plan_that_the_ranks_cannot_run_is_refused_and_said(
     assert until(zero.newest_plan, "the next plan").version == 6
 
 
-@pytest.mark.quiet
+@pytest.mark.times
 def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
     ingest: Ingest, line: Callable[[int], AgentClient], record_property: Callable[..., None]
 ) -> None:
@@ -315,7 +315,7 @@ def test_an_impostor_without_the_secret_gives_no_plans() -> None:
         player.join(DEADLINE)
 
 
-@pytest.mark.quiet
+@pytest.mark.times
 def test_training_goes_on_while_the_ingest_is_away(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
@@ -372,7 +372,7 @@ def test_a_rotated_token_is_read_again(
     until(lambda: len(ingest.reports) > count, "a report with the new token")
 
 
-@pytest.mark.quiet
+@pytest.mark.times
 def test_a_lost_agent_costs_no_time(
     ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
 ) -> None:

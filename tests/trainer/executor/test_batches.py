@@ -16,8 +16,6 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 
-pytestmark = pytest.mark.multiprocess
-
 N, STAGES, PADDING = 4, 2, -100
 
 

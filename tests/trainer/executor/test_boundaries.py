@@ -16,8 +16,6 @@ from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
 from pipemorph_trainer.executor.stages.structure import Structure, take_apart
 
-pytestmark = pytest.mark.multiprocess
-
 N, STAGES, WIDTH = 4, 3, 6
 
 

@@ -20,8 +20,6 @@ from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError
 
-pytestmark = pytest.mark.multiprocess
-
 N = 4
 
 

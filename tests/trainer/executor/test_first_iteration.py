@@ -17,8 +17,6 @@ from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.executor.split import StageRunner
 
-pytestmark = pytest.mark.multiprocess
-
 STAGES, SLOW, DEADLINE = 4, 2.0, 5.0
 """The last stage waits for the first F of three others: longer than the deadline."""
 PAUSE = 0.1

@@ -63,7 +63,6 @@ def measured(context: TrainerContext, job: Job) -> Record:
     return train(context, job)
 
 
-@pytest.mark.multiprocess
 def test_a_plan_that_ran_one_knows_better() -> None:
     job = Job(2, 4, policy="zero-bubble", iterations=10)
     everywhere = range(2)
@@ -91,7 +90,6 @@ def half_fused(plan: Plan) -> Plan:
     return replace(plan, schedule=Schedule.decode(4, letters))
 
 
-@pytest.mark.multiprocess
 def test_a_plan_may_fuse_some_backwards_of_a_stage_and_split_others() -> None:
     """To the bit the losses and gradients of one process; both forms are told of."""
     job = Job(2, 4, policy="zero-bubble", iterations=8)

@@ -18,8 +18,6 @@ from pipemorph.planning.offload import copying
 from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
-pytestmark = pytest.mark.multiprocess
-
 PLENTY = 1 << 30
 
 

@@ -19,8 +19,6 @@ from pipemorph.planning import Plan
 from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
-pytestmark = pytest.mark.multiprocess
-
 AUTO = {"recompute": "auto"}
 
 

@@ -16,8 +16,6 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.topology import hierarchy
 
-pytestmark = pytest.mark.multiprocess
-
 N = 4
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a step."""

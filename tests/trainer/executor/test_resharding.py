@@ -153,7 +153,6 @@ def same_bits(name: str, ran: Ran, wanted: Ran) -> None:
         assert all(map(torch.equal, mine, theirs)), name
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
     for found in run_ranks(STAGES * SHARDS, every_way, timeout=160.0):

@@ -501,7 +501,6 @@ def gathered(value: object) -> list[object]:
     return values
 
 
-@pytest.mark.multiprocess
 def test_fully_shard_around_compiled_blocks() -> None:
     for found in run_ranks(2, train_sharded):
         assert not found["aot_eager"][0]
@@ -558,7 +557,6 @@ def train_spread(context: TrainerContext) -> list[str]:
     return report.lines()
 
 
-@pytest.mark.multiprocess
 @SLOW
 def test_a_compiled_block_of_tensor_parallel_ranks_keeps_its_backward_whole() -> None:
     """And says why. What is beside it is deferred all the same."""

@@ -13,7 +13,7 @@ from pods import DEADLINE, Job
 
 from pipemorph.exits import TRIAL_ITERATIONS
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 ITERATIONS, TOTAL = 60, 6
 OLD, NEW = [3, 3], [4, 2]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pods import DEADLINE, ITERATIONS, Job
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 Start = Callable[..., Job]
 

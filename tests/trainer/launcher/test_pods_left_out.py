@@ -21,7 +21,7 @@ from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 MICROBATCHES, MICROBATCH, SEED, ITERATIONS = 4, 2, 0, 70
 ARGS: dict[str, Any] = {

@@ -20,6 +20,7 @@ from pipemorph_trainer.links.message import TensorMeta
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
 pytestmark = [
+    pytest.mark.times,
     pytest.mark.gpu,
     pytest.mark.needs_engine,
 ]

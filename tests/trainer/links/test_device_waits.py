@@ -426,7 +426,6 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 def test_a_directive_that_moves_a_link_in_mid_run() -> None:
     job = Job(3, 6, policy="1f1b", route="auto", iterations=5)
     moved = make_plan(job, 2, "1f1b", routes=(Route.DELEGATED, Route.DIRECT))

@@ -22,7 +22,7 @@ from pipemorph_trainer.steps import iteration as iterations
 from pipemorph_trainer.steps import turns
 
 # Several runs in a test, each with a deadline of its own.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct route failed: (.*);")
 ITERATIONS = 4

@@ -16,7 +16,7 @@ from pipemorph.errors import InputError
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.links import rendezvous
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
+pytestmark = [pytest.mark.needs_engine]
 
 
 def train_sharing(context: TrainerContext, job: Job, pairs: int) -> Record | str:

@@ -23,7 +23,7 @@ from pipemorph.exits import END_NOW
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 ITERATIONS, ACCUMULATED = 30, 3
 SCRIPT = """

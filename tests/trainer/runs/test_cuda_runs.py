@@ -25,7 +25,6 @@ from pipemorph.planning import Route
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.multiprocess,
     pytest.mark.needs_engine,
     pytest.mark.timeout(400),
 ]

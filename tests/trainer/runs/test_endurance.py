@@ -15,7 +15,7 @@ from trainer_jobs import Job, loss_fn, make_batch, make_stage
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.links.engine import engine_module
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 SETTLED, ITERATIONS = 60, 360
 MESSAGES = 20

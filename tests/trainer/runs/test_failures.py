@@ -20,7 +20,7 @@ from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stag
 from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer import Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 

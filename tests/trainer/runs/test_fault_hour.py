@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine, pytest.mark.soak]
+pytestmark = [pytest.mark.needs_engine, pytest.mark.soak]
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks/faults.py"
 SECONDS = float(os.environ.get("PIPEMORPH_FAULT_SECONDS", "300"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine, pytest.mark.timeout(270)]
+pytestmark = [pytest.mark.full, pytest.mark.needs_engine, pytest.mark.timeout(270)]
 
 ITERATIONS, MICROBATCHES = 3, 4
 

@@ -16,7 +16,7 @@ from torch import nn
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 
 def ended_by(child: int) -> int:

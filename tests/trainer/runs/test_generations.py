@@ -14,7 +14,7 @@ import pytest
 from test_run import TIMES, Done, command, manifest, run
 from test_run_ends import rank_of, read_until
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import json, os, signal, sys

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_run import manifest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 LAYERS, TOTAL, ITERATIONS = [4, 2], 6, 80
 

@@ -20,7 +20,7 @@ from pipemorph_trainer.links.channels import delegated
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.steps import parts
 
-pytestmark = [pytest.mark.needs_engine, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.needs_engine, pytest.mark.full]
 
 
 class Traffic(NamedTuple):

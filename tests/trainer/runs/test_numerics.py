@@ -11,7 +11,7 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
 ROUTES = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_run import DEADLINE, Done, manifest, run
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.times
 
 STAGES, ROOM, SLOW_LINK, SLOW_FROM, ITERATIONS = 4, 4, 2, 3, 16
 TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0, "offloadCopy": 1.0}

@@ -20,7 +20,7 @@ from torch import nn
 
 from pipemorph_trainer import Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 LATE = r"""
 // A gloo worker that is slow to let go of what it worked on: once armed, it stops after it has

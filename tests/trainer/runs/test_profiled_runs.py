@@ -11,7 +11,7 @@ from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
 from pipemorph_trainer import Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 
 def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 GRADIENT_BYTES, FROM, ITERATIONS = 1 << 15, 8, 16
 SECONDS = 0.6

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_run import manifest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 PLACES = [3, 1, 2, 0]
 ITERATIONS = 96

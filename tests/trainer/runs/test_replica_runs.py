@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 STAGES, REPLICAS, ITERATIONS, SLOW_FROM = 4, 2, 18, 5
 SLOW = {0: 0, 1: 2}

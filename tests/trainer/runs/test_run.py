@@ -15,7 +15,7 @@ import pytest
 
 from pipemorph.wire import IterationSample
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 STAGES, MICROBATCHES = 4, 12
 TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}

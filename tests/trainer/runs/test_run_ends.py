@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_run import command, manifest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(

@@ -9,7 +9,7 @@ import pytest
 from terminal import Screen, Terminal
 from test_run import DELAY_MS, SLOW_FROM, SLOW_LINK, command, manifest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 ITERATIONS = 24
 SECONDS = 140.0

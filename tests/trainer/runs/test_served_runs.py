@@ -24,7 +24,7 @@ from pipemorph.local.service import ControlService
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.joining import PAUSE_SECONDS, ask_for_job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.full
 
 SLOW_FROM, ITERATIONS = 4, 14
 SCRIPT = """

@@ -44,7 +44,6 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("policy", "engine", "dispatch"),
     [
@@ -65,7 +64,6 @@ def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 def test_switching_between_routes() -> None:
     job = Job(3, 6, policy="1f1b", route="auto", iterations=6)
     moved = make_plan(job, 2, "zero-bubble", routes=(Route.DELEGATED, Route.DIRECT))
@@ -94,7 +92,6 @@ def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 def test_a_device_that_fails_ends_the_run_in_words() -> None:
     job = Job(3, 6, route="delegated", engine="tcp", iterations=20)
     ranks = Ranks(3, _fail_in_mid_run, job).wait(100)
@@ -132,7 +129,6 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.needs_engine
-@pytest.mark.multiprocess
 def test_the_cpu_needs_none_of_it() -> None:
     for names, kinds in run_ranks(2, _plain, timeout=100):
         assert not [name for name in names if name.startswith("pipemorph-to-")]
@@ -289,7 +285,6 @@ def _direct(context: TrainerContext, job: Job) -> tuple[Record, int, list[str]]:
     return record, told, threads
 
 
-@pytest.mark.multiprocess
 def test_ranks_tell_when_messages_of_the_direct_route_left_their_devices() -> None:
     job = Job(3, 6, policy="1f1b", route="direct", iterations=5)
     found = run_ranks(3, _direct, job, timeout=100)

@@ -14,8 +14,6 @@ from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 from pipemorph.errors import InputError
 from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
-
 N, STAGES = 4, 2
 
 

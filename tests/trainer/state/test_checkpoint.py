@@ -19,7 +19,7 @@ from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
 # Several runs in a test, each with a deadline of its own.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 LAYERS, WIDTH, MICROBATCHES = 4, 6, 4
 

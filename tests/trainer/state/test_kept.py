@@ -30,7 +30,7 @@ from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 WIDTH, N, UNTIL = 8, 4, 10
 

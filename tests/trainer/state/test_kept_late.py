@@ -131,7 +131,6 @@ def on_device(
     return {**found, "copies": len(device.copied)}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_a_rank_on_a_device_is_killed(tmp_path: Path) -> None:
     """A copy that was not finished is one of the iteration before."""

@@ -193,7 +193,6 @@ def go_on(folder: Path, case: Case, pods: Pods) -> tuple[list[Any], dict[str, An
     return found, word
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("per_pod", "lost"), [(1, 1), (2, 0)])
 def test_a_lost_pod(per_pod: int, lost: int, tmp_path: Path) -> None:
@@ -208,7 +207,6 @@ def test_a_lost_pod(per_pod: int, lost: int, tmp_path: Path) -> None:
     compare(found, undisturbed(), 6)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
     """That of rank 1 of iteration 4 is on its way for ever: all ranks keep theirs of 2."""
@@ -220,7 +218,6 @@ def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
     compare(found, undisturbed(), 2)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_without_copies_of_neighbours(tmp_path: Path) -> None:
     folder, case = tmp_path / "kept", replace(ALONE, neighbour=None)

@@ -30,8 +30,6 @@ from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
-pytestmark = pytest.mark.multiprocess
-
 N, NEVER, ALWAYS = 6, 1e9, 1e-2
 BOUNDS = (NEVER, NEVER, ALWAYS, ALWAYS, NEVER, NEVER, ALWAYS, NEVER)
 """Most norm after each iteration. Steps 1, 2, 5 and 6 do not wait; 2 and 6 are taken again."""

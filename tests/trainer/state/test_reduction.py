@@ -136,7 +136,6 @@ def train(context: TrainerContext, policy: str, dtype: torch.dtype) -> list[tupl
     return seen
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [("zero-bubble", torch.float32), ("1f1b", torch.float32), ("zero-bubble", torch.bfloat16)],
@@ -197,7 +196,6 @@ def order_of(context: TrainerContext, sharded: bool) -> list[str]:
     return events
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "tied"])
 def test_what_another_collective_changes_is_averaged_in_the_drain(sharded: bool) -> None:
     """Before anything that waits for other stages."""
@@ -298,7 +296,6 @@ def uneven(context: TrainerContext) -> list[ReductionSample]:
     return told.found
 
 
-@pytest.mark.multiprocess
 def test_a_slow_stage_is_no_slow_reduction() -> None:
     """The rank that waits for the other one says so, and that the reduction is not slow."""
     quick, slow = run_ranks(2, uneven)

@@ -24,7 +24,7 @@ from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.steps.parts import Parts
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 WIDTH, N, STAGES = 6, 4, 2
 

@@ -17,8 +17,6 @@ from pipemorph_trainer import GradScaler, Pipeline, TrainerContext
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
-pytestmark = pytest.mark.multiprocess
-
 N, STAGES, ITERATIONS, OVERFLOW, SCALE = 4, 2, 5, 2, 2.0**12
 
 

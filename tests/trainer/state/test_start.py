@@ -328,7 +328,6 @@ def one_refuses(context: TrainerContext) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.multiprocess
 def test_a_refusal_reaches_every_rank() -> None:
     for result in Ranks(3, one_refuses).wait(60):
         last = result.error.strip().splitlines()[-1]
@@ -384,7 +383,6 @@ def unlike(context: TrainerContext, folder: str) -> tuple[list[str], list[str], 
     return told, refused, [*states, state()]
 
 
-@pytest.mark.multiprocess
 def test_replicas_begin_and_stay_alike(tmp_path: Path) -> None:
     results = run_ranks(4, unlike, str(tmp_path))
     for stage in (0, 1):
@@ -432,7 +430,6 @@ def miscounting(context: TrainerContext) -> tuple[list[str], list[int]]:
     return said, done
 
 
-@pytest.mark.multiprocess
 def test_a_script_steps_as_often_as_the_manifest_says() -> None:
     ((said, done),) = run_ranks(1, miscounting)
     assert done == [1, 2, 2]

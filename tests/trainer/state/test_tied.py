@@ -19,7 +19,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.state import tied as ties
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 VOCABULARY, WIDTH, LAYERS, N = 9, 6, 6, 4
 ALONE = MeshShape().coordinate(0)

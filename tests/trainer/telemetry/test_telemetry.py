@@ -31,7 +31,7 @@ from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.world import World
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.times
 
 HEAD_OF_LINE_MS = 300.0
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]

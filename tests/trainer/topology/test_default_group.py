@@ -15,8 +15,6 @@ from trainer_jobs import Job, Record, assert_same, train
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph_trainer import Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
-
 
 def beside(context: TrainerContext, backend: str, folder: str) -> Record:
     dist.init_process_group(

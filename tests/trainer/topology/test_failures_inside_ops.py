@@ -63,7 +63,6 @@ def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
     return ""
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("at", [1, 2 * N - 1], ids=["first forward", "later"])
 @pytest.mark.parametrize("dimension", ["tp", "dp_shard"])
@@ -108,7 +107,6 @@ def bad_sample(context: TrainerContext) -> str:
     return told
 
 
-@pytest.mark.multiprocess
 def test_an_error_that_all_ranks_of_a_stage_raise_only_refuses_the_step() -> None:
     for told in run_ranks(4, bad_sample):
         assert "step() of iteration 1 is refused on all ranks: rank 2 (stage 1, tensor 0)" in told

@@ -76,7 +76,6 @@ def collectives(context: TrainerContext, widest: int) -> tuple[list[float], list
     return total.tolist(), [row.tolist() for row in found], len(mine)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(("widest", "rounds"), [(2, 3), (4, 2), (8, 1)])
 def test_all_ranks_have_the_same_bits(widest: int, rounds: int) -> None:
     found = run_ranks(RANKS, partial(collectives, widest=widest))

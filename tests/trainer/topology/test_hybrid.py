@@ -286,7 +286,6 @@ def every_case(context: TrainerContext, folder: str) -> tuple[dict[str, str], li
     return found | more_cases(context, rest, folder), refusals(context)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.needs_engine
 @pytest.mark.timeout(320)
 def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
@@ -302,7 +301,6 @@ def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiprocess
 @pytest.mark.needs_engine
 @pytest.mark.timeout(400)
 def test_more_meshes_train_as_one_process(tmp_path: Path) -> None:

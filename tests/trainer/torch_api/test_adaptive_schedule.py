@@ -37,7 +37,7 @@ from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
 from pipemorph_trainer.torch.stage import TorchStageRunner
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
+pytestmark = [pytest.mark.needs_engine]
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 2, 4, 6
 

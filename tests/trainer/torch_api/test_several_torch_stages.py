@@ -19,8 +19,6 @@ from torch.distributed.pipelining.schedules import (
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.torch import AdaptiveSchedule
 
-pytestmark = pytest.mark.multiprocess
-
 WIDTH, MICROBATCHES, STEPS = 6, 4, 3
 THEIRS = {"interleaved": ScheduleInterleaved1F1B, "v": ScheduleZBVZeroBubble}
 

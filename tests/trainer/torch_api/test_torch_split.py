@@ -38,8 +38,6 @@ from pipemorph.planning.simulation.interleaved import InterleavedSchedule
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.torch import split_backward
 
-pytestmark = pytest.mark.multiprocess
-
 WIDTH, BATCH, MICROBATCHES = 16, 3, 4
 
 

@@ -16,7 +16,7 @@ from titan_job import STEPS, TitanJob, train
 from pipemorph.planning import Link, Problem, Route, StageTimes, plan
 from pipemorph.planning.interleaved import plan_interleaved
 
-pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.torch_peer]
+pytestmark = [pytest.mark.soak]
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -18,8 +18,6 @@ from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule
 from pipemorph_trainer.trackers import FinishedIteration, PlanChange
 
-pytestmark = pytest.mark.multiprocess
-
 JOB = Job(2, 4, iterations=5)
 
 
