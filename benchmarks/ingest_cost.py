@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import ssl
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 from agent_reports import PERIOD  # noqa: E402
+from certificates import self_signed  # noqa: E402
 from operator_scale import (  # noqa: E402
     MORE_THAN_SENT,
     job_of,
@@ -53,15 +53,8 @@ seconds until all are answered again."""
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate that vouches for itself, and its key: of the kind that the chart makes."""
-    crt, key = folder / "tls.crt", folder / "tls.key"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    about = ["-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME},IP:127.0.0.1"]
-    files = ["-out", str(crt), "-keyout", str(key)]
-    subprocess.run(
-        ["openssl", "req", "-x509", *kind, *about, *files], check=True, capture_output=True
-    )
-    return crt, key
+    """``tls.crt``, a certificate that is its own authority, and ``tls.key``."""
+    return self_signed(folder, NAME, "127.0.0.1")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from certificates import self_signed
 
 from pipemorph_operator import selftest
 
@@ -53,21 +53,9 @@ class Ingest(ThreadingHTTPServer):
         self.server_close()
 
 
-def made(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    about = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(
-        ["openssl", "req", "-x509", *kind, *about, *files], check=True, capture_output=True
-    )
-    return certificate, key
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> tuple[Path, Path]:
-    return made(tmp_path, "ingest")
+    return self_signed(tmp_path, name="ingest")
 
 
 @pytest.fixture
@@ -112,7 +100,7 @@ def test_a_certificate_of_another_authority_is_refused_at_once(
 ) -> None:
     ingest.start()
     monkeypatch.setattr(selftest.time, "sleep", never)
-    other, _ = made(tmp_path, "other")
+    other, _ = self_signed(tmp_path, name="other")
     with pytest.raises(SystemExit, match="CERTIFICATE_VERIFY_FAILED"):
         run(monkeypatch, ingest.url, other)
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
+from certificates import self_signed
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     """A certificate for a name that is its own authority, and its key."""
-    made = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "2", "-subj", "/CN=x", "-addext", f"subjectAltName=DNS:{name}"]
-    files = ["-out", str(made[0]), "-keyout", str(made[1])]
-    subprocess.run([*command, *files], check=True, capture_output=True)
-    return made
+    return self_signed(folder, name, name=name)
 
 
 class Replica:

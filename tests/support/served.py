@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from certificates import self_signed
+
 from pipemorph.api.spec import PipeMorphJob
 
 OP = {"forward": 10, "backwardInput": 10, "backwardWeight": 10}
@@ -36,16 +38,7 @@ def job(**spec: Any) -> PipeMorphJob:
 
 def certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that is its own authority, and its key."""
-    made = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-            "-subj", "/CN=served", "-addext", "subjectAltName=IP:127.0.0.1",
-            "-out", str(made[0]), "-keyout", str(made[1]),
-        ],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return made
+    return self_signed(folder, "127.0.0.1", name="served")
 
 
 class Served:

@@ -1,65 +1,83 @@
-"""Keys and certificates of a test cluster, by the openssl command.
+"""Keys and certificates of a test cluster: P-256, which takes a millisecond to make."""
 
-The command rather than a Python package: it is on every machine that can clone the repository,
-and the tests need no other dependency.
-"""
-
-import secrets
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
-from testbed.processes import output
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from testbed.errors import TestbedError
 
 # Long enough for a cluster that somebody leaves open over a few days, no longer.
-DAYS = 30
+LIFETIME = timedelta(days=30)
+# A certificate must be valid on a machine whose clock is a little behind this one's.
+CLOCK_DIFFERENCE = timedelta(minutes=5)
 
 
-@dataclass(frozen=True)
-class KeyPair:
+class KeyPair(NamedTuple):
+    """The PEM files of a certificate and of its private key."""
+
     certificate: Path
     key: Path
 
 
 def make_key(path: Path) -> Path:
-    """A private key for signing tokens or certificates: P-256, made in a millisecond."""
-    output(
-        [
-            "openssl",
-            "genpkey",
-            "-algorithm",
-            "EC",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-out",
-            path,
-        ]
-    )
-    path.chmod(0o600)
+    """Write a new private key, for signing tokens or certificates."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    path.touch(mode=0o600)
+    path.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return path
 
 
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a private key. Raises TestbedError for a key of another kind."""
+    key = load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise TestbedError(f"{path} holds a {type(key).__name__}; expected an elliptic curve key")
+    return key
+
+
 def make_public_key(private: Path, path: Path) -> Path:
-    output(["openssl", "pkey", "-in", private, "-pubout", "-out", path])
+    """Write the public half of a private key."""
+    public = load_key(private).public_key()
+    path.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return path
 
 
 def sign_es256(key: Path, data: bytes) -> bytes:
-    """The signature of a JSON web token: r and s, 32 bytes each, out of openssl's DER."""
-    with tempfile.TemporaryDirectory() as folder:
-        message, signature = Path(folder, "message"), Path(folder, "signature")
-        message.write_bytes(data)
-        output(["openssl", "dgst", "-sha256", "-sign", key, "-out", signature, message])
-        der = signature.read_bytes()
-    # SEQUENCE { INTEGER r, INTEGER s }, every length below 128.
-    numbers, position = [], 2
-    for _ in range(2):
-        length = der[position + 1]
-        numbers.append(int.from_bytes(der[position + 2 : position + 2 + length], "big"))
-        position += 2 + length
-    return b"".join(number.to_bytes(32, "big") for number in numbers)
+    """The signature of a JSON web token: r and s, 32 bytes each."""
+    r, s = decode_dss_signature(load_key(key).sign(data, ec.ECDSA(SHA256())))
+    return r.to_bytes(32, "big") + s.to_bytes(32, "big")
+
+
+def make_self_signed(
+    pair: KeyPair, common_name: str, hosts: Sequence[str] = (), *, may_sign: bool = False
+) -> KeyPair:
+    """Write a certificate that is its own authority, and its key; `may_sign`: others, too."""
+    key = load_key(make_key(pair.key))
+    subject = _subject(common_name)
+    builder = (
+        _builder(subject, subject, key.public_key(), hosts)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    if may_sign:
+        builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    pair.certificate.write_bytes(builder.sign(key, SHA256()).public_bytes(Encoding.PEM))
+    return pair
 
 
 class Authority:
@@ -69,17 +87,9 @@ class Authority:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o700)
-        self.pair = KeyPair(directory / "ca.crt", make_key(directory / "ca.key"))
-        # A file of our own: the system's configuration may add extensions of its own.
-        config = directory / "ca.cnf"
-        config.write_text(
-            "[req]\ndistinguished_name=dn\nx509_extensions=ca\nprompt=no\n"
-            "[dn]\nCN=pipemorph-testbed\n"
-            "[ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\n"
-            "subjectKeyIdentifier=hash\n"
+        self.pair = make_self_signed(
+            KeyPair(directory / "ca.crt", directory / "ca.key"), "pipemorph-testbed", may_sign=True
         )
-        signed = ["-x509", "-new", "-days", str(DAYS), "-out", str(self.pair.certificate)]
-        output(["openssl", "req", "-key", self.pair.key, "-config", config, *signed])
 
     def issue(
         self,
@@ -90,36 +100,72 @@ class Authority:
         hosts: Sequence[str] = (),
     ) -> KeyPair:
         """A certificate for a client (a user in `groups`) and, when it has `hosts`, a server."""
-        key = make_key(self.directory / f"{file_name}.key")
-        certificate = self.directory / f"{file_name}.crt"
-        subject = "".join(f"{n}.O={group}\n" for n, group in enumerate(groups))
-        request = self.directory / f"{file_name}.cnf"
-        request.write_text(
-            f"[req]\ndistinguished_name=dn\nprompt=no\n[dn]\n{subject}CN={common_name}\n"
+        pair = KeyPair(self.directory / f"{file_name}.crt", self.directory / f"{file_name}.key")
+        public = load_key(make_key(pair.key)).public_key()
+        authority = x509.load_pem_x509_certificate(self.pair.certificate.read_bytes())
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if hosts:
+            purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        issued = (
+            _builder(_subject(common_name, groups), authority.subject, public, hosts)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(_key_identifier(authority), critical=False)
+            .sign(load_key(self.pair.key), SHA256())
         )
-        usage = "clientAuth,serverAuth" if hosts else "clientAuth"
-        extensions = self.directory / f"{file_name}.ext"
-        extensions.write_text(
-            "basicConstraints=critical,CA:FALSE\n"
-            "keyUsage=critical,digitalSignature\n"
-            f"extendedKeyUsage={usage}\n" + _alternative_names(hosts)
-        )
-        signing = output(["openssl", "req", "-new", "-key", key, "-config", request])
-        signer = ["-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key)]
-        chosen = ["-set_serial", str(secrets.randbits(64)), "-days", str(DAYS)]
-        chosen += ["-extfile", str(extensions)]
-        output(["openssl", "x509", "-req", *signer, *chosen, "-out", certificate], input=signing)
-        return KeyPair(certificate, key)
+        pair.certificate.write_bytes(issued.public_bytes(Encoding.PEM))
+        return pair
 
 
-def _alternative_names(hosts: Sequence[str]) -> str:
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    hosts: Sequence[str],
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_DIFFERENCE)
+        .not_valid_after(now + LIFETIME)
+    )
     if not hosts:
-        return ""
-    names = []
-    for host in hosts:
-        try:
-            ip_address(host)
-            names.append(f"IP:{host}")
-        except ValueError:
-            names.append(f"DNS:{host}")
-    return f"subjectAltName={','.join(names)}\n"
+        return builder
+    names = x509.SubjectAlternativeName([_host_name(host) for host in hosts])
+    return builder.add_extension(names, critical=False)
+
+
+def _subject(common_name: str, groups: Sequence[str] = ()) -> x509.Name:
+    organizations = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, group) for group in groups]
+    return x509.Name([*organizations, x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _key_identifier(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    subject = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
