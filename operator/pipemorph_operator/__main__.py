@@ -31,6 +31,7 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
+from pipemorph_operator.options import port, whole_number
 from pipemorph_operator.reconcile.nodes import NodeMarks
 from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
@@ -275,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
         help="who may read ranks' metrics under it, a list of NetworkPolicyPeer (default: anybody)",
     )
     made.add_argument("--host", help="address of metrics and probes (default: all)")
-    made.add_argument("--metrics-port", type=int, default=8080)
+    made.add_argument("--metrics-port", type=port, default=8080)
     add_options(made)
     made.add_argument(
         "--fabric-map",
@@ -295,9 +296,14 @@ def parser() -> argparse.ArgumentParser:
         help="give accused nodes a taint with this effect (default: none)",
     )
     made.add_argument(
-        "--most-tainted", type=int, default=4, help="most nodes with it (default: %(default)s)"
+        "--most-tainted",
+        type=whole_number(1),
+        default=4,
+        help="most nodes with it (default: %(default)s)",
     )
-    made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled concurrently")
+    made.add_argument(
+        "--workers", type=whole_number(1), default=WORKERS, help="jobs reconciled concurrently"
+    )
     return made
 
 

@@ -33,6 +33,7 @@ from pipemorph_operator.cluster.lease import (
 )
 from pipemorph_operator.metrics import LEADS
 from pipemorph_operator.names import OPERATOR_OWNER
+from pipemorph_operator.options import whole_number
 
 log = logging.getLogger("pipemorph.election")
 
@@ -212,7 +213,7 @@ def add_options(
     )
     parser.add_argument(
         "--lease-seconds",
-        type=_seconds,
+        type=whole_number(1, 3600),
         default=DURATION_SECONDS,
         help="a replica takes the Lease of another that has not renewed it for so long"
         " (default: %(default)s)",
@@ -229,9 +230,3 @@ def _namespaced(text: str) -> tuple[str, str]:
     if not (namespace and slash and name) or "/" in name:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAMESPACE/NAME")
     return namespace, name
-
-
-def _seconds(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 3600")
-    return int(text)

@@ -59,6 +59,7 @@ from pipemorph_operator.metrics import (
     VIEWERS_REFUSED,
 )
 from pipemorph_operator.names import KIND
+from pipemorph_operator.options import port, whole_number
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -339,17 +340,17 @@ def parser() -> argparse.ArgumentParser:
         "--namespace", action="append", default=[], help="serve only this namespace; repeatable"
     )
     made.add_argument("--host", help="address to listen on (default: all)")
-    made.add_argument("--port", type=int, default=8443)
+    made.add_argument("--port", type=port, default=8443)
     made.add_argument("--tls-cert", help="PEM file with the certificate chain")
     made.add_argument("--tls-key", help="PEM file with its key")
     made.add_argument(
         "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh with TLS"
     )
-    made.add_argument("--metrics-port", type=int, default=8081)
+    made.add_argument("--metrics-port", type=port, default=8081)
     add_options(made, "the seats of the replicas are the Leases NAME-0, NAME-1 and so on")
     made.add_argument(
         "--seats",
-        type=_seats,
+        type=whole_number(1, MOST_SEATS),
         default=1,
         help=f"how many replicas may serve at a time, up to {MOST_SEATS}; others stand by"
         " (default: %(default)s)",
@@ -372,35 +373,23 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--max-connections",
-        type=_positive,
+        type=whole_number(1),
         default=ConnectionLimits.in_all,
         help="limit of open connections; a job's agent uses two (default: %(default)s)",
     )
     made.add_argument(
         "--max-connections-per-source",
-        type=_positive,
+        type=whole_number(1),
         default=ConnectionLimits.per_source,
         help="limit per client address; a NAT may hide all agents (default: %(default)s)",
     )
     made.add_argument(
         "--planners",
-        type=_positive,
+        type=whole_number(1),
         help="processes that plan, beside one for short decisions (default: as many as processors"
         " that this process may use, within a third of its memory limit)",
     )
     return made
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _seats(text: str) -> int:
-    if (number := _positive(text)) > MOST_SEATS:
-        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_SEATS}")
-    return number
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pipemorph.ingest import Decided
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
-from pipemorph_operator.ingest.__main__ import count_decision, parser
+from pipemorph_operator.ingest.__main__ import count_decision
 from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.status import write_budget, writer
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
@@ -480,11 +480,3 @@ def test_decisions_are_counted_by_how_they_were_made() -> None:
     assert value("decisions_total", how="shared") == before[0] + 1
     assert value("plan_seconds_count", size="short", urgent="yes") == before[1] + 1
     assert value("plan_wait_seconds_count", size="short", urgent="yes") >= 1
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "two"])
-def test_the_number_of_planners_is_positive(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--lease", "pipemorph/ingest", "--planners", text])
-    assert f"'{text}' is not a positive integer" in capsys.readouterr().err
-    assert parser().parse_args(["--lease", "pipemorph/ingest"]).planners is None
