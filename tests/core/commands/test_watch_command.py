@@ -6,8 +6,10 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from watched_jobs import Trace, watched
 
@@ -241,6 +243,27 @@ def test_a_proxy_that_does_not_start_is_said(
     )
     assert main(["watch", "team/gpt"]) == 2
     assert "kubectl proxy: no such context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [None, 0, 1])
+@pytest.mark.parametrize("error", [aiohttp.ClientError("reset"), OSError("gone"), TimeoutError()])
+def test_a_proxy_that_has_ended_ends_the_command_and_an_error_of_one_request_does_not(
+    status: int | None, error: Exception
+) -> None:
+    def get(*_: Any, **__: Any) -> Any:
+        raise error
+
+    ingest: Any = Ingest(Place("team", "gpt", ("sys", "pm")), "viewer", None)
+    ingest._session = SimpleNamespace(get=get)
+    ingest._proxy = SimpleNamespace(returncode=status)
+    ingest._token, ingest._until = "t1", float("inf")
+    if status is not None:
+        with pytest.raises(InputError, match="team/gpt: kubectl proxy has ended; start"):
+            asyncio.run(ingest.ask({}, page=True))
+        return
+    found = asyncio.run(ingest.ask({}, page=True))
+    assert (found.status, found.of_ingest) == (504, False)
+    assert found.why() == (str(error) or "no answer in time")
 
 
 def documents(*iterations: int) -> list[tuple[int, str]]:

@@ -317,8 +317,13 @@ def test_a_restored_controller_knows_the_inputs() -> None:
 
 @given(st.integers(1, 30), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
 def test_the_inputs_fit_beside_the_activations_of_one(fits: int, size: int, inputs: int) -> None:
-    """By bytes, for limits in bytes and in microbatches."""
-    for fields in ({"activationMemory": fits * size}, {"inFlightLimit": fits}):
+    """By bytes, for limits in bytes and in microbatches; of both, the smaller one counts."""
+    for fields in (
+        {"activationMemory": fits * size},
+        {"inFlightLimit": fits},
+        {"inFlightLimit": fits, "activationMemory": (fits + 3) * size},
+        {"inFlightLimit": fits + 3, "activationMemory": fits * size},
+    ):
         job = spec(2, 4, schedule=fields | {"recompute": "auto"})
         found = room_of(job, 0, size, None, inputs)
         assert found.device == fits

@@ -325,6 +325,18 @@ def test_a_steady_delay_that_ends_on_a_route_first_used_while_slow_is_soon_belie
     assert CLEAR <= run.feed(noisy(rng, 60), route="delegated") < 2 * CLEAR
 
 
+@pytest.mark.parametrize(("slow", "windows"), [(10, 2 * CLEAR), (3 * RECENT, CLEAR)])
+def test_a_guessed_base_takes_twice_the_evidence_until_the_delay_is_known_to_be_steady(
+    slow: int, windows: float
+) -> None:
+    run = Run()
+    run.feed([BASE] * 20)
+    run.feed([BASE + 0.05] * 5)
+    run.feed([BASE + 0.05] * slow, route="delegated")
+    assert run.detector.level is Level.SLOW
+    assert run.feed([BASE] * 60, route="delegated") == windows
+
+
 def test_a_delay_that_creeps_in_does_not_become_normal() -> None:
     rng = random.Random(4)
     run = learned(rng)

@@ -14,7 +14,7 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.commands import doctor
 from pipemorph.commands.table import table
-from pipemorph.discovery import host, numa, rdma, verbs
+from pipemorph.discovery import cgroup, host, numa, rdma, verbs
 from pipemorph.discovery.checks import Check, Facts, checks, size
 
 GIDS_BEST_FIRST = Path(__file__).parents[2] / "engine" / "gids_best_first.txt"
@@ -253,6 +253,47 @@ def test_the_host_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
     assert host.loaded_modules(tmp_path / "nowhere", tmp_path / "nowhere") is None
     assert host.shared_memory(tmp_path / "nowhere") is None
     assert [size(n) for n in (12, 8 << 20, 3 << 29)] == ["12 bytes", "8 MiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        (None, {}, (8, None)),
+        ("0::/", {}, (8, None)),
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, (8, None)),
+        ("0::/", {"cpu.max": "250000 100000", "memory.max": "4096"}, (2.5, 4096)),
+        ("0::/", {"cpu.max": "900000 100000"}, (8, None)),
+        ("0::/", {"cpu.max": "250000", "memory.max": "plenty"}, (8, None)),
+        ("0::/pod/box", {"memory.max": "4096", "pod/memory.max": "512"}, (8, 512)),
+        (
+            "0::/pod/box",
+            {"pod/box/cpu.max": "100000 100000", "cpu.max": "50000 100000"},
+            (0.5, None),
+        ),
+        ("0::/pod", {"other/memory.max": "1", "memory.max": "4096"}, (8, 4096)),
+        ("4:memory:/pod\n0::/box", {"pod/memory.max": "1", "box/memory.max": "2"}, (8, 2)),
+        ("4:memory:/pod", {"pod/memory.max": "1"}, (8, None)),
+        ("0::/pod", {"cpu.max": None, "memory.max": None, "pod/memory.max": "7"}, (8, 7)),
+    ],
+)
+def test_the_least_limit_of_all_control_groups_counts(
+    own: str | None,
+    files: dict[str, str | None],
+    limits: tuple[float, int | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Limits of groups that are absent, or cannot be read, are none. ``None``: unreadable."""
+    monkeypatch.setattr(cgroup.os, "sched_getaffinity", lambda _: set(range(8)))
+    root, mine = tmp_path / "groups", tmp_path / "own"
+    if own is not None:
+        put(mine, own)
+    for name, text in files.items():
+        if text is None:
+            (root / name).mkdir(parents=True)  # reading it is an error, also for root
+        else:
+            put(root / name, text)
+    assert (cgroup.processors(root, mine), cgroup.memory_limit(root, mine)) == limits
 
 
 def two_nodes(root: Path) -> Path:

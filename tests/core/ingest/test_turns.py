@@ -23,6 +23,14 @@ def test_a_bucket_allows_a_burst_and_then_its_rate() -> None:
     assert bucket.wait(99.0) > 0, "a clock that went back gives nothing"
 
 
+def test_a_bucket_is_full_until_something_is_taken_and_again_when_it_is_refilled() -> None:
+    """Sources whose bucket is full are forgotten, so one that never is would stay for ever."""
+    bucket = TokenBucket(rate=10.0, burst=2, now=0.0)
+    assert bucket.full(0.0)
+    assert bucket.take(0.0)
+    assert [bucket.full(now) for now in (0.0, 0.09, 0.11, 9.0)] == [False, False, True, True]
+
+
 def test_a_source_that_begins_many_waits_behind_its_own() -> None:
     async def run() -> list[str]:
         begun: list[str] = []

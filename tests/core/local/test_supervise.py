@@ -226,15 +226,19 @@ class Processes:
 
 
 @pytest.mark.parametrize(
-    ("looks", "seconds", "asked", "waited"),
-    [(0, 9.0, 1, 0.0), (3, 9.0, 4, 0.06), (math.inf, 0.0, 1, 0.0), (math.inf, 0.11, 7, 0.12)],
+    ("looks", "seconds", "asked_and_waited"),
+    [
+        (0, 9.0, (1, 0.0)),
+        (3, 9.0, (4, 0.06)),
+        (math.inf, 0.0, (1, 0.0)),
+        (math.inf, 0.11, (7, 0.12)),
+    ],
 )
 def test_a_wait_for_processes_ends_when_they_are_gone_or_its_time_is_over(
     ranks: RankSet,
     looks: float,
     seconds: float,
-    asked: int,
-    waited: float,
+    asked_and_waited: tuple[int, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for number, rank in enumerate(ranks.ranks):
@@ -242,6 +246,67 @@ def test_a_wait_for_processes_ends_when_they_are_gone_or_its_time_is_over(
     ranks.note_exit(1, 0)
     played = Processes(monkeypatch, looks)
     ranks.settle(seconds)
-    assert len(played.asked) == asked
-    assert played.now - 50.0 == pytest.approx(waited)
+    assert (len(played.asked), played.now - 50.0) == pytest.approx(asked_and_waited)
     assert all(groups == {71} for groups in played.asked), "that of the rank that has exited"
+
+
+def test_a_rank_that_was_reaped_is_neither_killed_nor_waited_for(
+    ranks: RankSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process id may be another process's by now. One whose group has gone is no error."""
+    killed: list[int] = []
+
+    def killpg(group: int, number: int) -> None:
+        killed.append(group)
+        raise ProcessLookupError
+
+    forgotten: list[tuple[str, int]] = []
+    ranks._reaper = SimpleNamespace(send=lambda *what: forgotten.append(what))  # type: ignore[assignment]
+    for number, rank in enumerate(ranks.ranks):
+        rank.process = SimpleNamespace(  # type: ignore[assignment]
+            pid=70 + number, returncode=number or None, wait=lambda _, status=number: status
+        )
+    played = Processes(monkeypatch, 1)
+    monkeypatch.setattr(module.os, "killpg", killpg)
+    monkeypatch.setattr(module, "_collect_orphans", lambda group: None)
+    ranks.kill()
+    assert killed == [70]
+    assert played.asked == [{70}, {70}]
+    assert [rank.status for rank in ranks.ranks] == [0, 1]
+    assert forgotten == [("forget", 70), ("forget", 71)]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (None, "is running"),
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-70, "was killed by signal 70"),
+    ],
+)
+def test_how_a_rank_ended_is_said(ranks: RankSet, status: int | None, words: str) -> None:
+    ranks.ranks[0].status = status
+    assert ranks.ranks[0].outcome() == words
+
+
+def test_a_rank_whose_process_has_gone_has_no_handlers_and_gets_no_signals(
+    ranks: RankSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def kill(process: int, number: int) -> None:
+        sent.append(number)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(module.os, "kill", kill)
+    gone, running = ranks.ranks
+    for rank in ranks.ranks:
+        rank.process = SimpleNamespace(pid=1 << 30)  # type: ignore[assignment]
+        assert (rank.prints_stacks, rank.stopped) == (False, False)
+    gone.status = 0
+    gone.signal(signal.SIGTERM)
+    assert sent == []
+    running.signal(signal.SIGTERM)
+    assert sent == [signal.SIGTERM]

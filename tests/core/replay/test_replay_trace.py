@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.replay.trace import LinkState, load_trace, parse_trace
+from pipemorph.replay.trace import LinkState, LinkTrace, load_trace, parse_trace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 
@@ -55,6 +55,20 @@ def test_a_trace_with_jitter_and_routes_that_are_down() -> None:
     # Lines that follow each other are one outage.
     assert [trace.down_until(1, k) for k in (0, 1, 6, 9, 12)] == [None, 9, 9, None, math.inf]
     assert trace.down_until(0, 1) is None
+
+
+def test_a_trace_of_one_replica_leaves_the_links_of_others_well() -> None:
+    states = {1: LinkState(0.02)}, {}
+    trace = LinkTrace("iterations", (0.0, 5.0), states)
+    assert trace.of(0).states == states
+    assert trace.of(1).states == ({}, {})
+    text = '{"at_iteration": 0, "links": {"1": {"delay_ms": 20}, "0@1": {"delay_ms": 5}}}'
+    both = parse_trace(text, 2, replicas=3)
+    assert [dict(both.of(replica).at(0)) for replica in range(3)] == [
+        {1: LinkState(0.02)},
+        {0: LinkState(0.005)},
+        {},
+    ]
 
 
 @pytest.mark.parametrize(

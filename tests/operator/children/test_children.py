@@ -389,6 +389,15 @@ def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> No
     assert config_map(made, CONFIG)["data"]["ca.crt"] == "PEM"
 
 
+@pytest.mark.parametrize(("pem", "files"), [("PEM", ["ca.crt"]), ("", [])])
+def test_ranks_are_given_the_path_of_a_ca_only_if_there_is_one(pem: str, files: list[str]) -> None:
+    config = replace(CONFIG, ca_pem=pem)
+    env = template(attempt(), config)["spec"]["containers"][0]["env"]
+    paths = [each["value"] for each in env if each["name"] == "PIPEMORPH_CA_FILE"]
+    assert paths == [f"/etc/pipemorph/job/{name}" for name in files]
+    assert set(config_map(attempt(), config)["data"]) == {"job.json", *files}
+
+
 def test_metrics_have_a_named_port_unless_the_user_wants_none() -> None:
     made = trainer(attempt())
     assert {"name": "pm-metrics", "containerPort": 9464} in made["ports"]

@@ -12,7 +12,7 @@ from kubernetes.aio.client import Configuration
 
 from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.cluster.election import Election
-from pipemorph_operator.cluster.lease import NotLeader
+from pipemorph_operator.cluster.lease import Lease, NotLeader
 
 PATIENCE = 15.0
 SECONDS = 6
@@ -327,3 +327,37 @@ def test_who_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
     assert sent[0] == ("GET", 30.0)
     assert [limit for _, limit in sent[1:]] == [pytest.approx(ACT - 1.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "holder", "term", "lasts"),
+    [
+        (None, "", 0, SECONDS),
+        ({}, "", 0, SECONDS),
+        ({"holderIdentity": None, "leaseTransitions": None}, "", 0, SECONDS),
+        ({"holderIdentity": "a"}, "a", 0, SECONDS),
+        ({"holderIdentity": "a", "leaseDurationSeconds": None}, "a", 0, SECONDS),
+        ({"holderIdentity": "a", "leaseTransitions": 3, "leaseDurationSeconds": 9}, "a", 3, 9),
+    ],
+)
+def test_fields_that_a_lease_lacks_have_defaults(
+    spec: Object | None, holder: str, term: int, lasts: float
+) -> None:
+    now = 70.0
+    lease = Lease(
+        Client(Api()), "system", "operator", "b",
+        component="c", seconds=SECONDS, clock=lambda: now,
+    )  # fmt: skip
+
+    def seen() -> tuple[str, int, str, bool]:
+        return lease.holder, lease.term, lease.annotation("any"), lease.known
+
+    assert seen() == ("", 0, "", False) and lease.may_be_taken
+    lease.observe({"metadata": {"annotations": None}, "spec": spec})
+    assert seen() == (holder, term, "", True)
+    now += lasts - 0.001
+    assert lease.may_be_taken is not bool(holder)
+    now += 0.002
+    assert lease.may_be_taken
+    lease.observe(None)
+    assert seen() == ("", 0, "", True) and lease.may_be_taken
