@@ -1,10 +1,14 @@
-# make demo   the main job on this machine: a few minutes, no cluster, no GPU
-# make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
-# make soak   what takes hours to be worth something: many schedules, long fuzzing, new examples
-# make bench  every figure of docs/benchmarks.md, but for those of faults.py
-# make docs   the documentation site; a broken link fails
-# Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. `make test`
-# also needs Go, openssl and root on Debian: see docs/testbeds.md.
+# make demo        the main job on this machine: a few minutes, no cluster, no GPU
+# make check       lint, and the tests that your change reaches: one to three minutes
+# make test        lint, types, and all tests that need no testbed: about eight minutes
+# make test-all    make test, then sanitizers, mutants, fuzzing, and the tests on testbeds
+# make testbeds    build what make test-all needs: Kubernetes, images, guests (docs/testbeds.md)
+# make test-times  the tests that compare times; for an idle machine
+# make soak        what takes hours to be worth something: many schedules, long fuzzing, new examples
+# make bench       every figure of docs/benchmarks.md, but for those of faults.py
+# make docs        the documentation site; a broken link fails
+# Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. The testbeds
+# need more: `make testbeds` says what.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -31,8 +35,7 @@ export UV_HTTP_TIMEOUT ?= 60
 UV      := $(BIN)/uv
 INSTALL ?= $(UV) pip install --quiet --python $(BIN)/python
 
-# A new checkout compiles only what is new where there is ccache, which `make test` installs as root
-# on Debian.
+# A new checkout compiles only what is new where there is ccache.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
 export CCACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipemorph/ccache
@@ -40,15 +43,26 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 endif
 
-.PHONY: demo test soak bench docs lint format setup check-host clean
+.PHONY: demo check test test-all test-rest test-times testbeds soak bench docs lint format setup \
+  check-host clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
 
-# Lint runs beside the first tests; tests/gate/plan.py says what runs when, and docs/testbeds.md what
-# runs again and what the table at the end means. A part of it is run with .venv/bin/python -m pytest.
-test: $(STAMP)
-	$(BIN)/python tests/all.py make --no-print-directory lint
+# tests/gate/plan.py says what the parts of a run are, docs/testbeds.md how a run is judged. A part
+# of it is run with .venv/bin/python -m pytest.
+check test test-times: $(STAMP)
+	$(BIN)/python tests/all.py $(subst test-,,$@) $(if $(BASE),--base $(BASE))
+
+test-all: test
+	$(MAKE) --no-print-directory test-rest
+
+# What test-all adds to test. Testbeds that are missing are built beside it.
+test-rest: $(STAMP)
+	$(BIN)/python tests/all.py rest
+
+testbeds: $(STAMP)
+	$(BIN)/python tests/testbeds.py
 
 soak: $(STAMP) $(VENV)/.soak-installed
 	$(BIN)/python tests/soak.py

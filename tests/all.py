@@ -1,62 +1,234 @@
-"""Runs all that CI checks and says how it ended: ``make test``.
+"""Runs the tests and says how they ended: ``make test``, ``make test-all`` and ``make test-times``.
 
-What waits runs beside what computes: lanes take part after part, those of low priority (what no
-clock decides: the linters and the tests marked ``untimed``) among them, until none is left. At
-last, with the machine to themselves, the tests marked ``quiet``, which compare times.
-:mod:`gate.plan` says what the parts are. Every test is in exactly one, but for tests marked
-``soak``, which ``make soak`` runs. What is not shown while it runs goes to build/tests and is shown
-when all parts beside it are done.
+:mod:`gate.plan` says what the parts of each command are. The output of each part goes to
+build/tests; a table at the end says what each one cost, and what failed.
 
-At the very end each test that failed is run once more, alone; :mod:`gate` says which failures that
-excuses and prints the table.
-
-    python tests/all.py make lint      (what follows is run as well, at low priority)
+    python tests/all.py test     needs no testbed; no second run excuses a failure
+    python tests/all.py rest     what `make test-all` runs after `make test`
+    python tests/all.py times    what compares times; for an idle machine
+    python tests/all.py check    lint, and the tests of `make test` that a change reaches
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
 import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from gate import parts, plan
+from gate import budget, impact, parts, plan, records, tiers
+from gate.reads import CACHED, CannotTrace, ReadTracer
+from gate.schedule import Schedule
+from gate.testbeds import TestbedBuild
+from gate.verdict import PartResult, Verdict
 
 OUT = parts.ROOT / "build" / "tests"
-REPEATABLE = "--hypothesis-profile=repeatable"
+DEADLINE = "PIPEMORPH_TEST_DEADLINE"
+"""Variable with the time, in seconds since the epoch, at which whoever runs this ends it."""
+SECONDS_TO_TEST = 1500.0
+"""A run that waits for a testbed stops when less is left before the deadline: too little to test
+with it."""
 
 
-def main(lint: list[str]) -> int:
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
-
-    def tests(chosen: plan.Selection) -> parts.Part:
-        options = (*chosen.arguments, REPEATABLE)
-        return parts.pytest(chosen.name, OUT, *options, nice=chosen.nice)
-
-    beside, alone = ([tests(chosen) for chosen in group] for group in (plan.BESIDE, plan.ALONE))
-    if lint:
-        command = ["nice", "-n", str(plan.NICE), *lint]
-        # Third: beside those that wait the longest.
-        beside.insert(2, parts.Part("lint", command, OUT, is_pytest=False))
-    every = [*beside, *alone]
-    try:
-        for group, lanes in ((beside, plan.LANES), (alone, 1)):
-            shown, *others = group
-            shown.shown = True
-            names = ", ".join(part.name for part in others) or "nothing"
-            print(f"beside or after {shown.name}: {names}", flush=True)
-            parts.run_beside(group, lanes)
-            for part in others:
-                print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}")
-    finally:
-        for part in every:
-            part.stop()
-    verdict = parts.judge([part.result() for part in every], OUT, REPEATABLE)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=["test", "rest", "times", "check"])
+    parser.add_argument("--base", help="the commit to compare with, for check")
+    arguments = parser.parse_args()
+    command = arguments.command
+    shutil.rmtree(OUT / command, ignore_errors=True)
+    (OUT / command).mkdir(parents=True)
+    if command == "check":
+        verdict = run_check(OUT / command, arguments.base)
+    else:
+        verdict = {"test": run_test, "rest": run_rest, "times": run_times}[command](OUT / command)
     print(f"\n{verdict.table()}", flush=True)
     return 0 if verdict.good else 1
 
 
+def run_test(out: Path) -> Verdict:
+    """Without a second run: nothing here may be decided by a clock."""
+    factor = budget.slowness()
+    plans = plan.TEST_PARTS
+    results = run_parts([make_part(one, out) for one in plans], plan.TEST_LANES)
+    budgets = {one.name: one.budget or 0.0 for one in plans}
+    records.note_costs(costs_of(results))
+    too_much = budget.over_budget(results, budgets, plan.TEST_BUDGET, factor)
+    return Verdict(results, command="make test", over_budget=too_much)
+
+
+def costs_of(results: Iterable[PartResult]) -> dict[str, float]:
+    """Processor seconds of each test file."""
+    costs: dict[str, float] = {}
+    for test in (test for part in results for test in part.results or ()):
+        path = test.nodeid.partition("::")[0]
+        costs[path] = costs.get(path, 0.0) + test.processor_seconds
+    return costs
+
+
+def run_check(out: Path, base: str | None) -> Verdict:
+    """Lint, and the nearest tests that what changed since ``base`` reaches."""
+    commit, changed = impact.changed_files(parts.ROOT, base)
+    files = records.Sources(parts.ROOT).files
+    reached = impact.ImportGraph(parts.ROOT, files).tests_reached(changed)
+    here = {p: n for p, n in reached.items() if p.parts[1] not in tiers.FULL_FOLDERS}
+    chosen, left_out = impact.choose(here, records.known_costs(), plan.CHECK_BUDGET)
+    say(f"{len(changed)} files differ from {commit}; they reach {len(here)} test files")
+    if left_out:
+        say(
+            f"{len(left_out)} of them, which import what changed only through others, are left to "
+            f"`make test`: from {left_out[0]} on"
+        )
+    made = [make_part(one, out) for one in plan.TEST_PARTS if one.name == "lint"]
+    for number, paths in enumerate((chosen[::2], chosen[1::2]), 1):
+        if paths:
+            selected = plan.PartPlan(f"tests {number}", tuple(map(str, paths)), may_be_empty=True)
+            made.append(make_part(selected, out))
+    return Verdict(run_parts(made, plan.TEST_LANES), command="make check")
+
+
+def run_times(out: Path) -> Verdict:
+    results = run_parts([make_part(one, out) for one in plan.TIMES_PARTS], 1)
+    return parts.judge(results, out, "make test-times", parts.REPEATABLE)
+
+
+def run_rest(out: Path) -> Verdict:
+    sources, environment = records.Sources(parts.ROOT), records.environment_hash()
+    valid = find_unchanged(sources, environment)
+    to_run = [one for one in plan.REST_PARTS if one.name not in valid]
+    for name, record in valid.items():
+        say(f"{name}: unchanged since {record.commit}; FRESH=1 runs it all the same")
+    with ExitStack() as stack:
+        needed = sorted({need for one in to_run for need in one.needs})
+        testbeds = stack.enter_context(TestbedBuild(needed, out / "testbeds.log", say))
+        tracer = stack.enter_context(traced(sources))
+        schedule = Schedule(
+            to_run, lambda one: make_part(one, out), testbeds, lambda: seconds_left(time.time())
+        )
+        with stopped_at_the_end() as began:
+            parts.run_beside(lambda: began.add(schedule.take()), plan.REST_LANES, say)
+        read = {one.name: tracer.opened_by(one.name) if tracer else None for one in to_run}
+    ran = {part.name: part.result() for part in began.parts}
+    results = [result_of(one, ran, valid, schedule.not_run) for one in plan.REST_PARTS]
+    verdict = parts.judge(results, out, "make test-all", parts.REPEATABLE)
+    again = records.note_unstable([test.nodeid for test in verdict.unstable()])
+    add_records(to_run, ran, read, sources, environment)
+    return verdict.with_(seen_before=again, stopped=schedule.stopped)
+
+
+def find_unchanged(sources: records.Sources, environment: str) -> dict[str, records.Record]:
+    """The valid record of each part that need not run."""
+    if records.fresh():
+        return {}
+    found = {
+        one.name: records.find_valid(one.name, sources, environment)
+        for one in plan.REST_PARTS
+        if one.recorded
+    }
+    return {name: record for name, record in found.items() if record is not None}
+
+
+def add_records(
+    plans: Iterable[plan.PartPlan],
+    ran: Mapping[str, PartResult],
+    read: Mapping[str, set[Path] | None],
+    sources: records.Sources,
+    environment: str,
+) -> None:
+    """Record the parts in which every test passed the first time."""
+    for one in plans:
+        result, opened = ran.get(one.name), read[one.name]
+        if not one.recorded or result is None or result.status != 0 or opened is None:
+            continue
+        also = {path for folder in one.also_reads for path in sources.below(folder)}
+        passed = result.results.count("passed") if result.results else 0
+        if not records.add(one.name, sources, environment, opened | also, passed):
+            say(f"{one.name}: not recorded, since files that it read changed meanwhile")
+
+
+def result_of(
+    one: plan.PartPlan,
+    ran: Mapping[str, PartResult],
+    valid: Mapping[str, records.Record],
+    not_run: Mapping[str, str],
+) -> PartResult:
+    if one.name in ran:
+        return ran[one.name]
+    record = valid.get(one.name)
+    unchanged = f"as of {record.commit}, {record.passed} passed then" if record else None
+    return PartResult(one.name, None, 0.0, unchanged=unchanged, not_run=not_run.get(one.name))
+
+
+@contextmanager
+def traced(sources: records.Sources) -> Iterator[ReadTracer | None]:
+    """A tracer of the checkout, or None where this process may not trace."""
+    folders = set(sources.folders)
+    for folder in {path.parent for path in sources.files if path.suffix == ".py"}:
+        # Made now, so that what Python compiles into it while parts run is seen as well.
+        (sources.root / folder / CACHED).mkdir(exist_ok=True)
+        folders.add(folder / CACHED)
+    try:
+        tracer = ReadTracer(sources.root, folders)
+    except CannotTrace as error:
+        say(f"no part is recorded as passed, since what they read cannot be traced: {error}")
+        yield None
+        return
+    with tracer:
+        yield tracer
+
+
+class Began:
+    """The parts that began."""
+
+    def __init__(self) -> None:
+        self.parts: list[parts.Part] = []
+
+    def add(self, part: parts.Part | None) -> parts.Part | None:
+        if part is not None:
+            self.parts.append(part)
+        return part
+
+
+@contextmanager
+def stopped_at_the_end() -> Iterator[Began]:
+    """Stop the parts that still run when the block ends, as by Ctrl-C."""
+    began = Began()
+    try:
+        yield began
+    finally:
+        for part in began.parts:
+            part.stop()
+
+
+def run_parts(made: Sequence[parts.Part], lanes: int) -> list[PartResult]:
+    take = parts.in_turn(made)
+    with stopped_at_the_end() as began:
+        parts.run_beside(lambda: began.add(take()), lanes, say)
+    return [part.result() for part in made]
+
+
+def make_part(one: plan.PartPlan, out: Path) -> parts.Part:
+    if one.command:
+        return parts.Part(one.name, list(one.command), out, is_pytest=False)
+    return parts.pytest(one.name, out, *one.arguments, "-q", parts.REPEATABLE)
+
+
+def seconds_left(now: float) -> float:
+    """Until a run that waits for a testbed stops."""
+    deadline = os.environ.get(DEADLINE)
+    return float(deadline) - SECONDS_TO_TEST - now if deadline else float("inf")
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

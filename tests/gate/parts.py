@@ -1,5 +1,4 @@
-"""The parts of a run: commands that run in turn or side by side, and the second runs of tests that
-failed in them."""
+"""The parts of a run: commands that run side by side, and the second runs of tests that failed."""
 
 from __future__ import annotations
 
@@ -9,23 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gate import results
+from gate import reads, results
 from gate.verdict import MOST_SECOND_RUNS, PartResult, SecondRun, Verdict, failures
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_OF_A_SECOND_RUN = 1200
+SAY_EVERY = 60.0
+REPEATABLE = "--hypothesis-profile=repeatable"
 
 
 @dataclass
 class Part:
-    """A command of the run. What it says goes to ``OUT/NAME.log``, and to the terminal while it
-    runs if it is ``shown``."""
+    """A command of the run. Its output goes to ``OUT/NAME.log``, or, if ``shown``, to the
+    terminal."""
 
     name: str
     command: list[str]
@@ -33,23 +32,23 @@ class Part:
     is_pytest: bool = True
     shown: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it gets beside those of this process."""
+    """Variables that it gets in addition to those of this process."""
     status: int | None = None
     seconds: float = 0.0
     processor_seconds: float = 0.0
-    """Of the command and of the children that were waited for, theirs included."""
+    """Of the command and of the children that it waited for, and of theirs."""
     process: subprocess.Popen[bytes] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def log(self) -> Path:
-        return self.out / f"{self.name}.log"
+        return self.out / f"{_file_name(self.name)}.log"
 
     def run(self) -> None:
         began = time.monotonic()
         with self.log.open("wb") as log:
             where = None if self.shown else log
-            env = os.environ | self.env
+            env = os.environ | self.env | {reads.VARIABLE: self.name}
             self.process = subprocess.Popen(
                 self.command, cwd=ROOT, stdout=where, stderr=where, env=env
             )
@@ -68,7 +67,10 @@ class Part:
 
     def result(self) -> PartResult:
         read = results.read(_report_log(self.out, self.name)) if self.is_pytest else None
-        return PartResult(self.name, self.status, self.seconds, self.processor_seconds, read)
+        log = None if self.shown else self.log
+        return PartResult(
+            self.name, self.status, self.seconds, self.processor_seconds, read, log=log
+        )
 
 
 def pytest(
@@ -76,50 +78,96 @@ def pytest(
     out: Path,
     *selected: str,
     shown: bool = False,
-    nice: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> Part:
     """The tests that pytest's arguments ``selected`` name."""
-    command = [*(["nice", "-n", str(nice)] if nice else []), *_pytest(name, out), *selected]
-    return Part(name, command, out, shown=shown, env=env or {})
+    return Part(name, [*_pytest(name, out), *selected], out, shown=shown, env=env or {})
 
 
 def _pytest(name: str, out: Path) -> list[str]:
     # Two at once must not write one file.
-    own = (f"--report-log={_report_log(out, name)}", "-o", f"cache_dir={out / f'{name}.cache'}")
+    own = (
+        f"--report-log={_report_log(out, name)}",
+        *("-o", f"cache_dir={out / f'{_file_name(name)}.cache'}"),
+    )
     return [sys.executable, "-m", "pytest", *own]
 
 
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-")
+
+
 def _report_log(out: Path, name: str) -> Path:
-    return out / f"{name}.jsonl"
+    return out / f"{_file_name(name)}.jsonl"
 
 
-def run_beside(parts: Sequence[Part], lanes: int) -> None:
-    """Run parts, ``lanes`` of them at a time: each lane takes the next when it is free."""
-    waiting = deque(parts)
+Take = Callable[[], Part | None]
 
-    def take_the_next() -> None:
-        with suppress(IndexError):
-            while True:
-                waiting.popleft().run()
 
-    threads = [threading.Thread(target=take_the_next, daemon=True) for _ in range(lanes)]
+def run_beside(take: Take, lanes: int, say: Callable[[str], None] = print) -> list[Part]:
+    """Run parts, ``lanes`` of them at a time, until ``take`` returns None for the next one. Returns
+    them in the order in which they began."""
+    began: list[Part] = []
+    running: dict[str, float] = {}
+    lock = threading.Lock()
+
+    def run_lane() -> None:
+        while (part := take()) is not None:
+            with lock:
+                began.append(part)
+                running[part.name] = time.monotonic()
+            say(f"{part.name}: begins; output in {_shown_path(part.log)}")
+            try:
+                part.run()
+            finally:
+                with lock:
+                    del running[part.name]
+            ended = "ok" if part.status == 0 else f"FAILED (exit {part.status})"
+            say(f"{part.name}: {ended} after {part.seconds:.0f} s")
+
+    threads = [threading.Thread(target=run_lane, daemon=True) for _ in range(lanes)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    said = time.monotonic()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(1.0 / lanes)
+        if time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            with lock:
+                now = ", ".join(f"{name} {said - since:.0f} s" for name, since in running.items())
+            say(f"running: {now or 'nothing'}")
+    return began
 
 
-def judge(parts: Sequence[PartResult], out: Path, *options: str) -> Verdict:
-    """Run each test that failed once more, alone, with pytest's ``options``, and say how the whole
-    run ended. What was said both times stays in ``out/again``."""
+def in_turn(parts: Sequence[Part]) -> Take:
+    """A function that returns each of the parts once, then None."""
+    waiting = iter(parts)
+    lock = threading.Lock()
+
+    def take() -> Part | None:
+        with lock:
+            return next(waiting, None)
+
+    return take
+
+
+def _shown_path(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def judge(
+    parts: Sequence[PartResult], out: Path, command: str = "make test", *options: str
+) -> Verdict:
+    """The verdict on parts, with each test that failed run once more, alone, with pytest's
+    ``options``, unless its failure is proof. The output of both runs stays in ``out/again``."""
     excusable = [test for test in failures(parts) if test.final is None]
     second_runs = {}
     for number, test in enumerate(excusable[:MOST_SECOND_RUNS], 1):
         print(f"running again, alone: {test.nodeid}", flush=True)
         words = re.sub(r"[^A-Za-z0-9]+", "-", test.nodeid).strip("-")[-80:]
         second_runs[test.nodeid] = _run_again(test, out / "again" / f"{number}-{words}", options)
-    return Verdict(parts, second_runs)
+    return Verdict(parts, second_runs, command)
 
 
 def _run_again(test: results.TestResult, folder: Path, options: Sequence[str]) -> SecondRun:

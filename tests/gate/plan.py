@@ -1,91 +1,115 @@
-"""Which tests make up which part of ``make test``, and what runs beside what.
+"""The parts of each command: which tests they run, what they need, and what they may cost.
 
-Each test is in exactly one part, see ``tests/project/test_gate.py``. Collecting takes a while, and
-importing torch takes memory: what is in one folder is looked for only there, and what nobody
-named is in ``rest``.
+Each test is in exactly one part of ``make test``, ``make test-all`` and ``make test-times``, or in
+``make soak``: see :mod:`gate.tiers` and ``tests/project/test_gate.py``. The parts of a command name
+disjoint folders, so each file is collected once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUIET = (
-    "project/test_planning_speed.py",
-    "trainer/links/test_cuda_staging.py",
-    "trainer/runs/test_offload_run.py",
-    "trainer/runs/test_run.py",
-    "trainer/telemetry/test_telemetry.py",
-)
-"""What compares times, marked ``quiet`` as a whole by ``tests/conftest.py``."""
-PARTLY_QUIET = (
-    "core/ingest/test_ingest_connections.py",
-    "core/watch/test_watch_browser.py",
-    "engine/test_engine_benchmarks.py",
-    "trainer/agent/test_agent.py",
-)
-"""The files with tests that say ``@pytest.mark.quiet`` themselves."""
-NICE = 15
-"""A low priority, but not the lowest: that would come to nothing while the first run on a machine
-builds Kubernetes."""
-LANES = 3
+from gate.tiers import FULL, TEST, TIMES
+
+TRAINER, ENGINE, CLUSTER, RDMA = "tests/trainer", "tests/engine", "tests/cluster", "tests/rdma"
+BROWSER = "tests/core/watch/test_watch_browser.py"
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The tests of a part: those that ``expression`` of their markers chooses in ``folders``,
-    without the folders in ``but``."""
+class PartPlan:
+    """A part: the tests of ``tier`` in ``paths`` without those in ``but``, or a ``command``."""
 
     name: str
-    expression: str
-    folders: tuple[str, ...] = ("tests",)
+    paths: tuple[str, ...] = ()
     but: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    """All that have such tests, where they are known: then it looks nowhere else."""
-    nice: int = 0
-    timeout: int | None = None
-    """The time limit of a test, in seconds, where the usual one is too short."""
-
-    @property
-    def markers(self) -> str:
-        """The whole expression, with what ``make soak`` alone runs taken out."""
-        return f"not soak and ({self.expression})"
+    tier: str = TEST
+    expression: str = ""
+    """Chooses among them by markers, as pytest's ``-m`` does."""
+    command: tuple[str, ...] = ()
+    """Run instead of pytest."""
+    needs: tuple[str, ...] = ()
+    """Names of testbeds, as ``tests/testbeds.py`` has them."""
+    recorded: bool = False
+    """Whether it is skipped when all that it read last time is the same: :mod:`gate.records`."""
+    also_reads: tuple[str, ...] = ()
+    """Folders that count as read, whether it opened their files or not: what is compiled into the
+    installed package is read from there."""
+    may_be_empty: bool = False
+    """Whether the selection may hold no test."""
+    budget: float | None = None
+    """The most processor seconds it may take, on the machine that :mod:`gate.budget` describes."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """As pytest takes them."""
-        limit = () if self.timeout is None else ("-o", f"timeout={self.timeout}")
-        return (
-            *("-m", self.markers, *limit, *(self.files or self.folders)),
-            *(f"--ignore={folder}" for folder in self.but),
-        )
-
-    def looks_into(self, folder: str) -> bool:
-        """Whether it finds tests in ``folder``: as ``tests/NAME``."""
-        return folder not in self.but and bool({"tests", folder} & set(self.folders))
+        """The selection as arguments of pytest."""
+        chosen = ("-m", self.expression) if self.expression else ()
+        ignored = (f"--ignore={path}" for path in self.but)
+        empty = ("--may-be-empty",) if self.may_be_empty else ()
+        return ("--tier", self.tier, *empty, *chosen, *self.paths, *ignored)
 
 
-CLUSTER, RDMA, TRAINER, ENGINE = "tests/cluster", "tests/rdma", "tests/trainer", "tests/engine"
-TESTBEDS = "cluster or node or rdma"
-PATIENT = f"not (untimed or quiet or {TESTBEDS})"
+RANK_TESTS = tuple(f"{TRAINER}/{folder}" for folder in ("executor", "runs", "state", "topology"))
 
-BESIDE = (
-    Selection("nodes", "node", (CLUSTER,)),
-    Selection("api", "cluster and not node", (CLUSTER,)),
-    Selection("untimed-engine", "untimed", (ENGINE,), nice=NICE, timeout=1200),
-    Selection("untimed", "untimed", but=(ENGINE, TRAINER), nice=NICE, timeout=1200),
-    Selection("guests", "rdma", (RDMA,)),
-    Selection("trainer", f"not (quiet or {TESTBEDS})", (TRAINER,)),
-    Selection("rest", PATIENT, but=(TRAINER, ENGINE)),
-    Selection("engine", PATIENT, (ENGINE,)),
+TEST_PARTS = (
+    PartPlan("trainer ranks", RANK_TESTS, budget=360),
+    PartPlan("engine", (ENGINE,), budget=420),
+    PartPlan("trainer", (TRAINER,), but=RANK_TESTS, budget=260),
+    PartPlan("core", ("tests/core",), budget=230),
+    PartPlan("lint", command=("make", "--no-print-directory", "lint"), budget=130),
+    PartPlan("operator", ("tests/operator",), budget=70),
+    PartPlan("project", ("tests/project",), budget=60),
 )
-"""In this order each of :data:`LANES` lanes takes the next when it is free. First what waits for
-the longest, beside what computes at low priority and so leaves the processors to it. One part for
-each testbed, since two at once would only disturb each other."""
-ALONE = (
-    Selection(
-        "quiet",
-        f"quiet and not ({TESTBEDS})",
-        files=tuple(f"tests/{file}" for file in sorted((*QUIET, *PARTLY_QUIET))),
+"""``make test``, what takes the longest first: two lanes take the next when they are free."""
+TEST_BUDGET = 1400.0
+"""Processor seconds of all of them together."""
+TEST_LANES = 2
+CHECK_BUDGET = 240.0
+"""Processor seconds of the tests of ``make check``: two minutes in two lanes."""
+
+SANITIZERS, MUTANTS, FUZZ = (
+    f"{ENGINE}/test_engine_{name}.py" for name in ("sanitizers", "mutants", "fuzz")
+)
+COMPILED = ("csrc", ENGINE, "CMakeLists.txt")
+"""What a build that is up to date does not open again."""
+REST_PARTS = (
+    PartPlan(
+        "nodes",
+        (CLUSTER,),
+        tier=FULL,
+        expression="node",
+        needs=("api", "kueue", "nodes", "images"),
+        recorded=True,
+        also_reads=("charts", "crds", "csrc"),
     ),
+    PartPlan(
+        "guests",
+        (RDMA,),
+        tier=FULL,
+        needs=("guests",),
+        recorded=True,
+        also_reads=("csrc",),
+    ),
+    PartPlan(
+        "api",
+        (CLUSTER,),
+        tier=FULL,
+        expression="not node",
+        needs=("api", "kwok", "kueue", "prometheus"),
+        recorded=True,
+        also_reads=("charts", "crds", "csrc"),
+    ),
+    PartPlan("sanitizers", (SANITIZERS,), tier=FULL, recorded=True, also_reads=COMPILED),
+    PartPlan("mutants", (MUTANTS,), tier=FULL, recorded=True, also_reads=COMPILED),
+    PartPlan("fuzz", (FUZZ,), tier=FULL, needs=("compilers",), recorded=True, also_reads=COMPILED),
+    PartPlan("runs", (f"{TRAINER}/runs",), tier=FULL),
+    PartPlan("pods", (f"{TRAINER}/launcher",), tier=FULL),
+    PartPlan("ranks", (TRAINER,), but=(f"{TRAINER}/runs", f"{TRAINER}/launcher"), tier=FULL),
+    PartPlan("engine runs", (ENGINE,), but=(SANITIZERS, MUTANTS, FUZZ), tier=FULL),
+    PartPlan("others", ("tests/core", "tests/operator", "tests/project"), (BROWSER,), FULL),
+    PartPlan("browser", (BROWSER,), tier=FULL, needs=("browser",)),
 )
-"""One after the other, with the machine to themselves, when all others are done."""
+"""The rest of ``make test-all``. First what waits the longest."""
+REST_LANES = 3
+
+TIMES_PARTS = (PartPlan("times", ("tests",), but=(CLUSTER, RDMA), tier=TIMES),)
+"""``make test-times``: one after the other, with the machine to themselves."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing.forkserver
 import os
 import resource
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,17 @@ class ProcessorTime:
 
 
 def _used() -> float:
-    """Processor seconds of this process, of its ended children, and of the server that forks ranks
-    with its ended children, which are not ours until it ends itself."""
+    """Processor seconds of this process, of its ended children, and of the servers that fork ranks
+    and programs with their ended children, which are not ours until they end themselves."""
     own, ended = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     seconds = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return seconds + (_of_process(server) if server is not None else 0.0)
+    servers = [multiprocessing.forkserver._forkserver._forkserver_pid]  # type: ignore[attr-defined]
+    # Imported where a test uses it.
+    if prepared := sys.modules.get("prepared_processes"):
+        servers.append(prepared.server_pid())
+    return seconds + sum(_of_process(server) for server in servers if server is not None)
 
 
 def _of_process(pid: int) -> float:

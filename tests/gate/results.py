@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gate.final import why_final
+from gate.processor_time import PROPERTY
 
 
 @dataclass
@@ -21,6 +22,8 @@ class TestResult:
     outcome: str = "passed"
     """``passed``, ``failed`` (in any of the three phases) or ``skipped``."""
     seconds: float = 0.0
+    processor_seconds: float = 0.0
+    """Of the test and of the processes that it started."""
     message: str = ""
     """Why it failed, as its exception says."""
     text: str = ""
@@ -74,6 +77,7 @@ def read(log: Path) -> Results:
 def _add(results: Results, entry: Mapping[str, Any]) -> None:
     test = results.tests.setdefault(entry["nodeid"], TestResult(entry["nodeid"]))
     test.seconds += entry["duration"]
+    test.processor_seconds += sum(v for name, v in entry["user_properties"] if name == PROPERTY)
     if entry["outcome"] == "failed":
         test.outcome = "failed"
         test.message = test.message or _message(entry)

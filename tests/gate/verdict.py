@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gate.results import Results, TestResult
 
-MOST_UNSTABLE = 3
+MOST_UNSTABLE = 2
 """With more tests than this that failed and then passed, the run fails."""
 MOST_SECOND_RUNS = 10
 """When more fail than this, something is broken at large, and the rest are not run again."""
-SLOWEST = 15
-MESSAGE_LINES, MESSAGE_COLUMNS = 8, 300
+COSTLIEST = 15
+MESSAGE_LINES, MESSAGE_COLUMNS, LOG_LINES = 8, 300, 15
 """How much of a failure is shown at the end: the programs under test may say far more than fits a
 screen. All of it is in the kept outputs."""
 
@@ -28,13 +29,21 @@ class PartResult:
     seconds: float
     processor_seconds: float = 0.0
     results: Results | None = None
+    unchanged: str | None = None
+    """Why it was not run and need not be: what it read when it passed is the same."""
+    not_run: str | None = None
+    """Why it could not be run."""
+    log: Path | None = None
+    """Where its output is."""
 
     def died(self) -> str | None:
         """Why the part as a whole is a failure, whatever its tests said; None if it is not."""
+        if self.unchanged is not None:
+            return None
         if self.status is None:
-            return "was not run"
+            return f"was not run: {self.not_run or 'the run was stopped'}"
         if self.results is None:
-            return f"exit {self.status}" if self.status else None
+            return f"exit {self.status}\n{self._end_of_log()}" if self.status else None
         if self.results.not_collected:
             return "could not import " + "\n".join(self.results.not_collected)
         if not self.results.complete:
@@ -42,6 +51,12 @@ class PartResult:
         if self.status == 0 or (self.status == 1 and self.results.failed()):
             return None
         return f"exit {self.status}, with no test that failed"
+
+    def _end_of_log(self) -> str:
+        if self.log is None or not self.log.exists():
+            return ""
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([*lines, f"all of its output: {self.log}"])
 
 
 @dataclass
@@ -57,8 +72,19 @@ class SecondRun:
 @dataclass
 class Verdict:
     parts: Sequence[PartResult]
-    second_runs: Mapping[str, SecondRun]
+    second_runs: Mapping[str, SecondRun] = field(default_factory=dict)
     """By node id."""
+    command: str = "make test"
+    """What was run, as its user called it."""
+    over_budget: str | None = None
+    """What it cost too much, if it did."""
+    seen_before: Sequence[str] = ()
+    """Unstable tests that were unstable in another run of the last days as well."""
+    stopped: str | None = None
+    """Why the run stopped before its end, in one line."""
+
+    def with_(self, **changes: Any) -> Verdict:
+        return replace(self, **changes)
 
     def unstable(self) -> list[TestResult]:
         return [test for test in failures(self.parts) if self._excused(test)]
@@ -72,54 +98,81 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        died = any(part.died() for part in self.parts)
-        return not died and not self.failed() and len(self.unstable()) <= MOST_UNSTABLE
+        return not any(self._reasons())
+
+    def _reasons(self) -> Iterator[str]:
+        """Why the run is red, in a few words each."""
+        if self.stopped is not None:
+            yield self.stopped
+        elif died := [part.name for part in self.parts if part.died()]:
+            yield f"part {', '.join(died)}"
+        if self.failed():
+            yield f"{len(self.failed())} failed tests"
+        if len(self.unstable()) > MOST_UNSTABLE:
+            yield f"{len(self.unstable())} unstable tests"
+        if self.seen_before:
+            yield f"{len(self.seen_before)} tests that were unstable before"
+        if self.over_budget is not None:
+            yield self.over_budget
 
     def table(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{' parts ':=^100}"
+        yield f"{f' {self.command} ':=^100}"
         yield f"{'':23} {'by the clock':>12} {'processors':>12}"
         for part in self.parts:
-            how = "ok" if part.status == 0 else "FAILED" if part.status else "not run"
-            took = f"{part.seconds:10.0f} s {part.processor_seconds:10.0f} s"
-            yield f"{part.name:14} {how:8} {took}   {_counts(part.results)}".rstrip()
+            yield _row(part)
+        used = sum(part.processor_seconds for part in self.parts)
+        yield f"{'together':23} {'':12} {used:10.0f} s"
         tests = {test.nodeid: (part.name, test) for part, test in _tests(self.parts)}
-        yield f"\n{f' the {SLOWEST} slowest tests ':=^100}"
-        for name, test in sorted(tests.values(), key=lambda t: -t[1].seconds)[:SLOWEST]:
-            yield f"{test.seconds:6.1f} s   {name:10} {test.nodeid}"
-        unstable = self.unstable()
-        yield f"\n{' UNSTABLE ':=^100}"
-        yield (
-            f"{len(unstable)} failed once and passed when run again alone; "
-            f"with more than {MOST_UNSTABLE} the run fails. Each is a defect."
-        )
-        for test in unstable:
-            yield f"\nUNSTABLE {test.nodeid}\n{_short(test.message)}"
-            yield f"    both outputs: {self.second_runs[test.nodeid].folder}"
+        yield f"\n{f' the {COSTLIEST} tests that cost the most processor seconds ':=^100}"
+        costly = sorted(tests.values(), key=lambda t: -t[1].processor_seconds)[:COSTLIEST]
+        for name, test in costly:
+            yield f"{test.processor_seconds:6.1f} s   {name:14} {test.nodeid}"
+        yield from self._unstable_lines()
         for part in self.parts:
-            if why := part.died():
-                yield f"\nFAILED {part.name}: {_short(why).lstrip()}"
+            if (why := part.died()) and not (self.stopped and part.not_run):
+                yield f"\nFAILED {part.name}: {_short(why, LOG_LINES + 2).lstrip()}"
         for test in self.failed():
             yield f"\nFAILED {test.nodeid} ({self._why_red(test)})\n{_short(test.message)}"
             if (again := self.second_runs.get(test.nodeid)) is not None:
                 yield f"  and again:\n{_short(again.message)}"
         yield ""
         if not self.good:
-            yield "make test FAILED" + (
-                f": {len(unstable)} unstable tests" if len(unstable) > MOST_UNSTABLE else ""
-            )
+            yield f"{self.command} FAILED: {'; '.join(self._reasons())}"
         counted = [test for _, test in tests.values()]
-        passed = sum(test.outcome == "passed" for test in counted) + len(unstable)
+        passed = sum(test.outcome == "passed" for test in counted) + len(self.unstable())
         skipped = sum(test.outcome == "skipped" for test in counted)
         yield f"{passed} passed, {len(self.failed())} failed, {skipped} skipped"
+
+    def _unstable_lines(self) -> Iterator[str]:
+        unstable = self.unstable()
+        if not unstable:
+            return
+        yield f"\n{' UNSTABLE ':=^100}"
+        yield (
+            f"{len(unstable)} failed once and passed when run again alone; with more than "
+            f"{MOST_UNSTABLE}, or one that was unstable before, the run fails. Each is a defect."
+        )
+        for test in unstable:
+            before = ", AND BEFORE" if test.nodeid in self.seen_before else ""
+            yield f"\nUNSTABLE{before} {test.nodeid}\n{_short(test.message)}"
+            yield f"    both outputs: {self.second_runs[test.nodeid].folder}"
 
     def _why_red(self, test: TestResult) -> str:
         if test.final is not None:
             return f"{test.final}, which no second run excuses"
         again = self.second_runs.get(test.nodeid)
         return "not run again" if again is None else f"twice; both outputs: {again.folder}"
+
+
+def _row(part: PartResult) -> str:
+    if part.unchanged is not None:
+        return f"{part.name:14} unchanged: {part.unchanged}"
+    how = "ok" if part.status == 0 else "FAILED" if part.status else "not run"
+    took = f"{part.seconds:10.0f} s {part.processor_seconds:10.0f} s"
+    return f"{part.name:14} {how:8} {took}   {_counts(part.results)}".rstrip()
 
 
 def failures(parts: Sequence[PartResult]) -> list[TestResult]:
@@ -140,6 +193,6 @@ def _counts(results: Results | None) -> str:
     return ", ".join(told) + ("" if results.complete else "; DIED")
 
 
-def _short(text: str) -> str:
-    lines = text.splitlines()[:MESSAGE_LINES]
+def _short(text: str, most: int = MESSAGE_LINES) -> str:
+    lines = text.splitlines()[:most]
     return "\n".join(f"    {line[:MESSAGE_COLUMNS]}" for line in lines)

@@ -1,17 +1,18 @@
-"""The gate itself: what a second run excuses, what it never excuses, and what the table says."""
+"""The gate itself: which tier and part a test has, what a second run excuses and what it never
+does, and what the table says."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
-import tomllib
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 
 import pytest
-from _pytest.mark.expression import Expression
-from gate import AlwaysRed, always_red, final, parts, plan, results, same_bits
+from gate import AlwaysRed, always_red, budget, final, parts, plan, results, same_bits, tiers
+from gate.schedule import Schedule
 from gate.verdict import MOST_UNSTABLE, PartResult, SecondRun, Verdict
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -30,8 +31,6 @@ def test_fails_once():
     assert not first, "not yet"
 """
 
-PLAN = (*plan.BESIDE, *plan.ALONE)
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -47,7 +46,7 @@ def run(tmp_path, monkeypatch):
         for name, source in suites.items():
             (tmp_path / f"test_{name}.py").write_text(source)
             made.append(parts.pytest(name, out, f"test_{name}.py"))
-        parts.run_beside(made, 1)
+        parts.run_beside(parts.in_turn(made), 1)
         return parts.judge([part.result() for part in made], out)
 
     return judged
@@ -112,16 +111,6 @@ def test_a_second_run_that_passes_and_dies_excuses_nothing(run):
     assert "exit 7, and no test failed" in verdict.table()
 
 
-def test_an_error_in_the_set_up_is_run_again_as_well(run):
-    verdict = run(
-        setup="import pytest\n"
-        + ONCE.replace("def test_fails_once():", "@pytest.fixture\ndef ready():")
-        + "def test_it(ready): pass\n"
-    )
-    assert verdict.good
-    assert [test.nodeid for test in verdict.unstable()] == ["test_setup.py::test_it"]
-
-
 def test_a_runner_that_dies_fails_the_run_though_no_test_failed(run):
     verdict = run(
         dies="import os\ndef test_a(): pass\ndef test_b(): os._exit(0)\ndef test_c(): pass\n"
@@ -142,76 +131,189 @@ def test_a_part_without_tests_fails_the_run(run):
     assert not run(empty="").good
 
 
-MARKERS = ("cluster", "node", "quiet", "rdma", "soak", "untimed")
+GATED = """
+import pytest
+from pathlib import Path
+from gate import tiers
+
+tiers.TESTS = Path(__file__).parent
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        print("TIER", item.nodeid, tiers.tier_of(item))
+"""
+MARKED = {
+    "test_plain.py": ("", "def test_a(): pass\n@pytest.mark.soak\ndef test_b(): pass\n"),
+    "test_full.py": (
+        "pytestmark = pytest.mark.full\n",
+        "def test_a(): pass\n@pytest.mark.times\ndef test_b(): pass\n",
+    ),
+    "cluster/test_pods.py": (
+        "",
+        "def test_a(): pass\n@pytest.mark.parametrize('x', [1, pytest.param(2, "
+        "marks=pytest.mark.soak)])\ndef test_b(x): pass\n",
+    ),
+}
 
 
-def test_every_test_is_in_exactly_one_part():
-    """Whatever its markers, in whatever folder: but for soak, and for untimed together with what
-    `tests/conftest.py` refuses."""
-    folders = {f"tests/{path.relative_to(TESTS).parts[0]}" for path in TESTS.rglob("test_*.py")}
-    assert folders >= {folder for part in PLAN for folder in (*part.folders, *part.but)} - {"tests"}
-    for folder, count in product(folders, range(len(MARKERS) + 1)):
-        for markers in combinations(MARKERS, count):
-            if "untimed" in markers and {*markers} & {"cluster", "node", "quiet", "rdma"}:
-                continue
-            if {"cluster", "node"} & {*markers} and folder != plan.CLUSTER:
-                continue
-            if "rdma" in markers and folder != plan.RDMA:
-                continue
-            found = [
-                part.name
-                for part in PLAN
-                if part.looks_into(folder)
-                and Expression.compile(part.markers).evaluate(lambda name, **_: name in markers)  # noqa: B023
-            ]
-            assert len(found) == ("soak" not in markers), (folder, markers, found)
+def collect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-qs", "--collect-only", *options]
+    command += ["-o", "markers=full\ntimes\nsoak", "-c", str(folder / "pytest.ini")]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
+
+
+def test_the_tier_of_a_test_is_its_closest_markers_then_its_folders(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST + GATED)
+    for name, (head, tests) in MARKED.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"import pytest\n{head}{tests}")
+    found = re.findall(r"TIER (\S+) (\w+)", collect(tmp_path).stdout)
+    assert dict(found) == {
+        "test_plain.py::test_a": "test",
+        "test_plain.py::test_b": "soak",
+        "test_full.py::test_a": "full",
+        "test_full.py::test_b": "times",
+        "cluster/test_pods.py::test_a": "full",
+        "cluster/test_pods.py::test_b[1]": "full",
+        "cluster/test_pods.py::test_b[2]": "soak",
+    }
+    twice = "@pytest.mark.soak\n@pytest.mark.full\ndef test_c(): pass\n"
+    (tmp_path / "test_plain.py").write_text(f"import pytest\n{twice}")
+    done = collect(tmp_path)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_c is marked full and soak; a test has one tier" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("markers", "folder"), [(("cluster", "node"), plan.CLUSTER), (("rdma",), plan.RDMA)]
+    ("tier", "plans"),
+    [
+        (tiers.TEST, plan.TEST_PARTS),
+        (tiers.FULL, plan.REST_PARTS),
+        (tiers.TIMES, plan.TIMES_PARTS),
+    ],
 )
-def test_tests_that_one_part_looks_for_in_one_folder_are_in_it(markers, folder):
-    inside = TESTS.parent / folder
-    here = [path for path in TESTS.rglob("test_*.py") if path.is_relative_to(inside)]
-    others = [path for path in TESTS.rglob("test_*.py") if path not in here]
-    for marker in markers:
-        used = [path for path in TESTS.rglob("test_*.py") if f".mark.{marker}" in path.read_text()]
-        assert set(used) & set(here), f"no test is marked {marker}"
-        assert not set(used) & set(others) - {Path(__file__)}, f"gate/plan.py leaves out {marker}"
+def test_every_test_file_is_in_exactly_one_part_of_its_tier(tier, plans):
+    assert {one.tier for one in plans if one.paths} == {tier}
+    for path in TESTS.rglob("test_*.py"):
+        folder = path.relative_to(TESTS).parts[0]
+        if tier == tiers.TEST and folder in tiers.FULL_FOLDERS:
+            continue
+        if tier == tiers.TIMES and folder in tiers.FULL_FOLDERS:
+            assert "mark.times" not in path.read_text(), f"{path}: no part of make test-times"
+            continue
+        found = {one.name: one.expression for one in plans if selects(one, path)}
+        # Two parts may share a file if a marker decides, and one has what the other has not.
+        assert len(found) == 1 or sorted(found.values()) == ["node", "not node"], (path, found)
 
 
-def test_pytest_knows_the_markers_of_parts_whatever_folder_it_looks_into():
-    """A part whose expression has a marker that only another folder's conftest.py names ends."""
-    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
-    known = settings["tool"]["pytest"]["ini_options"]["markers"]
-    assert {*MARKERS} <= {line.partition(":")[0] for line in known}
-    words = {word for part in PLAN for word in re.findall(r"\w+", part.markers)}
-    assert words - {"not", "and", "or"} <= {*MARKERS}
+def selects(one: plan.PartPlan, path: Path) -> bool:
+    below = [path.is_relative_to(TESTS.parent / folder) for folder in one.paths]
+    return any(below) and not any(path.is_relative_to(TESTS.parent / out) for out in one.but)
 
 
-def test_the_files_with_quiet_tests_are_known():
-    marked = {path for path in TESTS.rglob("test_*.py") if ".mark.quiet" in path.read_text()}
-    assert {TESTS / file for file in plan.PARTLY_QUIET} == marked - {Path(__file__)}
-    assert not {*plan.PARTLY_QUIET} & {*plan.QUIET}
+def test_the_names_of_parts_and_the_files_they_name_exist_once():
+    every = [*plan.TEST_PARTS, *plan.REST_PARTS, *plan.TIMES_PARTS]
+    for one, other in combinations(every, 2):
+        assert one.name != other.name
+    for one in every:
+        for path in (*one.paths, *one.but, *one.also_reads):
+            assert (TESTS.parent / path).exists(), f"{one.name}: {path}"
 
 
-def test_pytest_takes_the_folders_and_markers_of_a_part(run, tmp_path):
-    """That of a part with everything: the folder left out, the markers, and the time limit."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    untimed\n")
-    source = "import pytest\n@pytest.mark.untimed\ndef test_it(request): assert "
-    limit = "float(request.config.getini('timeout')) == 7\n"
-    for folder, text in {"here": source + limit, "left_out": source + "0\n"}.items():
-        (tmp_path / "tests" / folder).mkdir(parents=True)
-        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(text)
-    slow = "@pytest.mark.soak\ndef test_long(): assert 0\ndef test_other(): assert 0\n"
-    (tmp_path / "tests/here/test_more.py").write_text(f"import pytest\n{slow}")
-    chosen = plan.Selection("p", "untimed", but=("tests/left_out",), timeout=7)
-    part = parts.pytest(chosen.name, tmp_path / "out", *chosen.arguments)
-    part.run()
-    found = part.result().results
-    assert [(test.nodeid, test.outcome) for test in found or ()] == [
-        ("tests/here/test_here.py::test_it", "passed")
-    ]
+def test_the_budgets_of_the_parts_of_make_test_are_more_than_that_of_all():
+    """So a part that grows is named before the total fails, and one part alone cannot fail it."""
+    of_parts = [one.budget for one in plan.TEST_PARTS]
+    assert None not in of_parts
+    assert sum(of_parts) >= plan.TEST_BUDGET >= max(of_parts)
+
+
+def test_a_run_over_its_budget_is_red_and_names_the_part_that_grew():
+    found = [PartResult("a", 0, 1.0, 90.0), PartResult("b", 0, 1.0, 45.0)]
+    budgets = {"a": 100.0, "b": 20.0}
+    assert budget.over_budget(found, budgets, 135.0, 1.0) is None
+    assert budget.over_budget(found, budgets, 100.0, 1.5) is None
+    told = budget.over_budget(found, budgets, 100.0, 1.0)
+    assert told and "135 processor seconds, at most 100" in told and "`b` took 45 of 20" in told
+    verdict = Verdict(found, over_budget=told)
+    assert not verdict.good
+    assert f"make test FAILED: {told}" in verdict.table()
+
+
+def test_a_slow_machine_gets_more_processor_seconds_and_a_fast_one_no_less(monkeypatch):
+    for seconds, factor in ((0.5, 1.0), (1.0, 1.0), (2.5, 2.5)):
+        monkeypatch.setattr(budget, "_timed", lambda s=seconds: s * budget.REFERENCE_SECONDS)
+        assert budget.slowness() == pytest.approx(factor)
+
+
+class FakeTestbeds:
+    def __init__(self, building=(), failed=()) -> None:
+        self.left, self.failed = list(building), dict(failed)
+
+    def building(self):
+        return list(self.left)
+
+    def why_failed(self, needs):
+        return next((self.failed[name] for name in needs if name in self.failed), None)
+
+
+def scheduled(testbeds, *, seconds_left=float("inf"), **needs):
+    plans = [plan.PartPlan(name, needs=tuple(of.split())) for name, of in needs.items()]
+    made = lambda one: parts.Part(one.name, [], Path())  # noqa: E731
+    return Schedule(plans, made, testbeds, lambda: seconds_left)
+
+
+def test_a_part_runs_when_its_testbeds_are_ready_and_others_meanwhile():
+    testbeds = FakeTestbeds(building=["api"])
+    schedule = scheduled(testbeds, pods="api nodes", mutants="", fuzz="clang")
+    assert [part.name for part in (schedule.take(), schedule.take())] == ["mutants", "fuzz"]
+    testbeds.left.clear()
+    last = schedule.take()
+    assert last is not None and last.name == "pods"
+    assert schedule.take() is None
+    assert not schedule.not_run and schedule.stopped is None
+
+
+def test_a_testbed_that_cannot_be_built_is_one_red_line_for_each_part():
+    schedule = scheduled(FakeTestbeds(failed={"api": "no go command"}), pods="api", mutants="")
+    first = schedule.take()
+    assert first is not None and first.name == "mutants" and schedule.take() is None
+    assert schedule.not_run == {"pods": "no go command"}
+    verdict = Verdict([PartResult("pods", None, 0.0, not_run="no go command")])
+    assert not verdict.good
+    assert "FAILED pods: was not run: no go command" in verdict.table()
+
+
+def test_a_run_without_time_for_its_testbeds_stops_with_one_line():
+    testbeds = FakeTestbeds(building=["api", "guests"])
+    schedule = scheduled(testbeds, seconds_left=-1.0, pods="api", mutants="", guests="guests")
+    first = schedule.take()
+    assert first is not None and first.name == "mutants", "what needs no testbed still runs"
+    assert schedule.take() is None
+    assert schedule.stopped is not None
+    assert "api, guests still being built" in schedule.stopped
+    assert schedule.stopped.endswith("did not run: pods, guests")
+    not_run = [PartResult(n, None, 0.0, not_run=why) for n, why in schedule.not_run.items()]
+    verdict = Verdict(not_run, command="make test-all", stopped=schedule.stopped)
+    assert not verdict.good
+    assert verdict.table().count("still being built") == 1
+
+
+def test_tests_that_were_unstable_before_fail_the_run():
+    failed = _failed("t")
+    again = {"t": SecondRun(True, Path("kept"))}
+    assert Verdict([_part("a", failed)], again).good
+    verdict = Verdict([_part("a", failed)], again, seen_before=["t"])
+    assert not verdict.good
+    assert "UNSTABLE, AND BEFORE t" in verdict.table()
+
+
+def test_a_part_that_is_unchanged_is_not_counted_as_passed():
+    unchanged = PartResult("guests", None, 0.0, unchanged="as of abc, 9 passed then")
+    verdict = Verdict([unchanged, _part("a", results.TestResult("t"), status=0)])
+    assert verdict.good
+    assert "guests         unchanged: as of abc, 9 passed then" in verdict.table()
+    assert verdict.table().endswith("\n1 passed, 0 failed, 0 skipped")
 
 
 def _part(name: str, *tests: results.TestResult, status: int = 1) -> PartResult:
@@ -220,7 +322,7 @@ def _part(name: str, *tests: results.TestResult, status: int = 1) -> PartResult:
 
 
 def _failed(nodeid: str, text: str = "") -> results.TestResult:
-    return results.TestResult(nodeid, "failed", 1.0, "why", text)
+    return results.TestResult(nodeid, "failed", 1.0, message="why", text=text)
 
 
 def test_more_than_a_few_unstable_tests_fail_the_run():
@@ -263,18 +365,11 @@ def test_the_table_says_what_each_part_cost_its_children_included(tmp_path):
     assert f"{result.seconds:.0f} s" in line and f"{result.processor_seconds:.0f} s" in line
 
 
-def test_the_slowest_tests_are_listed_longest_first():
-    tests = [results.TestResult(f"t{i}", seconds=float(i)) for i in range(40)]
-    table = Verdict([_part("a", *tests, status=0)], {}).table()
-    listed = [line.split()[-1] for line in table.splitlines() if " s   a " in line]
-    assert listed[:15] == [f"t{i}" for i in range(39, 24, -1)]
-    assert "t24\n" not in table
-
-
 def test_a_report_that_breaks_off_is_that_of_a_run_that_died(tmp_path):
     log = tmp_path / "log.jsonl"
     assert not results.read(log).complete
     entry = {
+        "user_properties": [["processor_seconds", 0.5]],
         "$report_type": "TestReport",
         "nodeid": "t",
         "when": "call",
@@ -285,7 +380,7 @@ def test_a_report_that_breaks_off_is_that_of_a_run_that_died(tmp_path):
     log.write_text(json.dumps(entry) + '\n{"$report_type": "TestRep')
     read = results.read(log)
     assert not read.complete
-    assert [test.seconds for test in read] == [1.5]
+    assert [(test.seconds, test.processor_seconds) for test in read] == [(1.5, 0.5)]
 
 
 def test_same_bits_and_always_red():
@@ -302,6 +397,14 @@ def test_same_bits_and_always_red():
 
 def test_a_test_that_only_quotes_the_exception_may_be_run_again():
     assert final.why_final("    with pytest.raises(AlwaysRed): ...\nE   assert 1 == 2") is None
+
+
+def test_the_costliest_tests_are_listed_first():
+    found = [results.TestResult(f"t{i}", processor_seconds=float(i)) for i in range(40)]
+    table = Verdict([_part("a", *found, status=0)]).table()
+    listed = [line.split()[-1] for line in table.splitlines() if " s   a " in line]
+    assert listed[:15] == [f"t{i}" for i in range(39, 24, -1)]
+    assert "t24\n" not in table
 
 
 def test_parts_run_side_by_side_and_a_free_lane_takes_the_next(tmp_path):
@@ -321,5 +424,5 @@ def test_parts_run_side_by_side_and_a_free_lane_takes_the_next(tmp_path):
             ("third", [f"import pathlib; pathlib.Path({str(tmp_path / 'made')!r}).touch()"]),
         )
     ]
-    parts.run_beside(made, 2)
+    parts.run_beside(parts.in_turn(made), 2)
     assert [part.status for part in made] == [0, 0, 0], made[0].log.read_text()
