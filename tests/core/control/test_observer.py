@@ -10,6 +10,7 @@ from observing import Agent, report
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
+from pipemorph.control.observe import observer
 from pipemorph.control.observe.observer import ATTENTIVE_ITERATIONS
 from pipemorph.planning.ir import Route
 from pipemorph.wire import (
@@ -53,7 +54,7 @@ class Job:
         self.delays: dict[tuple[int, int], float] = {}
         """By link and column."""
         self.now = 1000.0
-        self.iteration = 1000
+        self.iteration, self.plan = 1000, 0
         self.reports: list[LinkHealthReport] = []
         self.sizes: list[int] = []
 
@@ -165,13 +166,17 @@ def test_iterations_are_told_as_they_finish_only_while_a_decision_may_wait_for_t
             done = IterationSample(
                 index=job.iteration - 1, seconds=0.2, loss=1.0, plan_version=0, bubble_fraction=0.1
             )
-            job.tell(links=job.windows(), iterations=[done])
+            job.tell(links=job.windows(), iterations=[done], applied_plan_version=job.plan)
         told.extend((r.iteration, [i.index for i in r.iterations]) for r in job.reports[before:])
         return len(job.reports) - before
 
     assert train(ATTENTIVE_ITERATIONS) >= ATTENTIVE_ITERATIONS, "a job that starts"
     train(10)
     assert train(100) == pytest.approx(20, abs=1), "and one that goes on"
+    job.plan = 1
+    assert train(ATTENTIVE_ITERATIONS) >= ATTENTIVE_ITERATIONS, "after a change of the plan"
+    train(10)
+    assert train(100) == pytest.approx(20, abs=1)
     job.delays[1, 0] = LATE
     train(5)
     assert train(20) == 20, "while a link is slow"
@@ -278,18 +283,37 @@ def test_other_settings_of_the_spec_reach_the_agent_with_the_next_answer() -> No
     assert revisions == {controller._observed._settings.revision}
 
 
-def test_links_without_windows_become_unknown() -> None:
-    job = Job(spec(adaptation={"staleAfterSeconds": 5}))
+@pytest.mark.parametrize("stages", [4, 5])
+def test_links_without_windows_become_unknown(stages: int) -> None:
+    job = Job(spec(stages, adaptation={"staleAfterSeconds": 5}))
     job.run(SETTLED)
     job.delays[1, 0] = LATE
     job.run(SETTLED)
     for _ in range(7):
         job.now += 1.0
         job.tell()
-    assert job.health() == [Health.UNKNOWN] * 3
+    assert job.health() == [Health.UNKNOWN] * (stages - 1)
     assert job.controller._observed.links.any_slow, "known to be slow, but not heard of lately"
     job.run(3)
-    assert job.health() == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
+    healthy = [Health.HEALTHY] * (stages - 3)
+    assert job.health() == [Health.HEALTHY, Health.SLOW, *healthy]
+
+
+@pytest.mark.parametrize(("most", "at_a_time"), [(1, 1), (2, 2), (3, 2), (100, 6)])
+def test_links_at_rest_are_looked_at_in_turns(
+    most: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``most``: directions a second, of which each link has two. So a second of a large job costs
+    no more than one of a small job, and no link is left out."""
+    job = Job(spec(7, adaptation={"staleAfterSeconds": 5}))
+    job.run(SETTLED)
+    monkeypatch.setattr(observer, "WALKED", most)
+    job.now += 6.0
+    for second in range(1, 7):
+        job.now += 1.0
+        job.tell()
+        unknown = job.health().count(Health.UNKNOWN)
+        assert unknown == min(6, second * at_a_time)
 
 
 def test_a_report_that_was_lost_is_told_again() -> None:

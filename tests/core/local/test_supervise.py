@@ -310,3 +310,37 @@ def test_a_rank_whose_process_has_gone_has_no_handlers_and_gets_no_signals(
     assert sent == []
     running.signal(signal.SIGTERM)
     assert sent == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("stat", "status", "stopped_and_prints"),
+    [
+        ("70 (python) T 1", "Name:\tx\nSigCgt:\t0000000000000004\n", (True, True)),
+        ("70 (a) S) t 1", "Name:\tx\nSigCgt:\tfffffffffffffffb\n", (True, False)),
+        ("70 (T) S 1", "Name:\tx\nSigCgt:\t?\n", (False, False)),
+        ("70 (T) ", "Name:\tx\n", (False, False)),
+        (None, None, (False, False)),
+    ],
+)
+def test_what_the_kernel_says_of_a_rank_is_read_as_far_as_it_can_be(
+    ranks: RankSet,
+    stat: str | None,
+    status: str | None,
+    stopped_and_prints: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class File:
+        def __init__(self, path: str) -> None:
+            self.text = {"/proc/70/stat": stat, "/proc/70/status": status}[path]
+
+        def read_text(self) -> str:
+            if self.text is None:
+                raise FileNotFoundError
+            return self.text
+
+    monkeypatch.setattr(module, "Path", File)
+    rank = ranks.ranks[0]
+    rank.process = SimpleNamespace(pid=70)  # type: ignore[assignment]
+    assert (rank.stopped, rank.prints_stacks) == stopped_and_prints
+    rank.status = 0
+    assert not rank.stopped, "another process may have its id"
