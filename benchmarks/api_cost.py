@@ -34,7 +34,7 @@ from operator_scale import (  # noqa: E402
 from operator_support import FULL_NAME, Installation, Jobs, own_installation  # noqa: E402
 from scale_table import MIX  # noqa: E402
 from scale_usage import Processors, Result  # noqa: E402
-from testbed import tools, wait_for  # noqa: E402
+from testbed import catalog, wait_for  # noqa: E402
 
 from pipemorph.api.plan import SavedPlan  # noqa: E402
 from pipemorph.api.status import ControlState, JobStatus  # noqa: E402
@@ -162,7 +162,7 @@ async def measured(installation: Installation, jobs: Jobs, requests: int) -> dic
 
 
 def run(requests: int) -> dict[str, Result]:
-    tools.ensure(tools.API_TOOLS, say)
+    catalog.check(["api"])
     with own_installation() as (cluster, installation), cluster.namespace("bench") as namespace:
         jobs = Jobs(installation, namespace)
         sizes = [stages for stages in MIX for _ in range(EACH)]

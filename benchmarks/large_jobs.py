@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 from operator_support import Jobs, manifest, own_installation  # noqa: E402
-from testbed import tools, wait_for  # noqa: E402
+from testbed import catalog, wait_for  # noqa: E402
 
 STAGES, MICROBATCHES = 512, 651
 """A third of what the API admits, so that a hundred are planned in minutes."""
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--check", action="store_true", help="exit 1 if the goal does not hold")
     options = parser.parse_args()
-    tools.ensure(tools.API_TOOLS, lambda text: print(text, file=sys.stderr, flush=True))
+    catalog.check(["api"])
     with (
         own_installation() as (cluster, installation),
         cluster.namespace("bench") as namespace,

@@ -80,7 +80,7 @@ from scale_usage import (  # noqa: E402
     resident_bytes,
     told_in,
 )
-from testbed import Cluster, NotYet, TestbedError, tools, wait_for  # noqa: E402
+from testbed import Cluster, NotYet, TestbedError, catalog, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
 from pipemorph.control.decide.replan import propose  # noqa: E402
@@ -440,7 +440,7 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         out[name] = result
         say(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in result.items()))
 
-    tools.ensure(tools.API_TOOLS, say)
+    catalog.check(["api"])
     with own_installation() as (cluster, installation):
         section("pods", pods(installation, options.ranks))
         hasten_controllers(cluster)

@@ -32,7 +32,8 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.telemetry.metrics import RankMetrics
 
 pytest_plugins = ("operator_fixtures",)
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
+TESTBEDS = ("prometheus",)
 
 SLOW = 0.06
 SHORTER = {"PipeMorphJobSilent": ("> 600", "> 8"), "PipeMorphWatchSilent": ("> 180", "> 8")}

@@ -4,7 +4,6 @@ the operator, the ingest and the ranks of this release export. Grafana itself do
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
@@ -34,18 +33,17 @@ DOCS = "https://docs.example/pipemorph"
 JOB = ("team", "gpt")
 SETTLE_SECONDS = 60.0
 NAMES = ("job", "platform")
+TESTBEDS = ("api", "prometheus")
 
 
 @pytest.fixture(scope="module")
 def dashboards() -> dict[str, dict[str, Any]]:
     """As the chart makes them."""
-    if "cluster" in os.environ.get("PIPEMORPH_TEST_SKIP", ""):
-        pytest.skip("PIPEMORPH_TEST_SKIP names cluster: the chart's dashboards are not checked")
     return rendered(f"--set=metrics.dashboard.docs={DOCS}")
 
 
 def rendered(*values: str) -> dict[str, dict[str, Any]]:
-    (helm,) = tools.ensure(["helm"]).values()
+    helm = tools.find("helm")
     printed = subprocess.run(
         [str(helm), "template", "x", str(CHART), "--set=metrics.dashboard.enabled=true", *values],
         check=False, capture_output=True, text=True, timeout=60,
@@ -256,7 +254,7 @@ def test_links_lead_from_one_to_the_other_to_pods_and_to_the_documentation(
 
 
 def test_the_ingest_gets_further_environment() -> None:
-    (helm,) = tools.ensure(["helm"]).values()
+    helm = tools.find("helm")
 
     def template(name: str) -> subprocess.CompletedProcess[str]:
         env = json.dumps([{"name": name, "value": "http://collector:4318"}])

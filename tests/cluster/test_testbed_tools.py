@@ -1,17 +1,17 @@
-"""Which programs a test cluster is made of, and what is said when there are none."""
+"""Where programs of a test cluster come from, how they are built, and how they run."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
 import pytest
 from testbed import NotYet, TestbedError, tools, wait_for
-from testbed.machine import missing_for_nodes
 from testbed.processes import Process
 
 # Bound here: a test may put something else in place of one of them.
@@ -45,7 +45,7 @@ def test_programs_of_the_user_come_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
     names = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
     folder = assets(tmp_path / "assets", "v1.31.0", *names)
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(folder))
-    assert tools.ensure(names) == {name: folder / name for name in names}
+    assert [tools.find(name) for name in names] == [folder / name for name in names]
 
 
 def test_newer_controllers_than_the_api_server_are_refused(
@@ -54,35 +54,31 @@ def test_newer_controllers_than_the_api_server_are_refused(
     folder = assets(tmp_path / "assets", "v1.31.0", "etcd", "kube-apiserver", "kubectl")
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(folder))
     with pytest.raises(TestbedError, match=r"v1\.31\.0 .* without its own kube-controller-manager"):
-        tools.ensure(["kube-controller-manager"])
+        tools.find("kube-controller-manager")
 
 
 def test_assets_that_are_no_folder_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", "/nowhere")
     with pytest.raises(TestbedError, match="KUBEBUILDER_ASSETS=/nowhere is no folder"):
-        tools.ensure(["etcd"])
+        tools.find("etcd")
 
 
 def test_without_go_the_error_says_what_else_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(tools, "GO_ELSEWHERE", Path("/nowhere/go"))
     with pytest.raises(TestbedError) as refused:
-        tools.ensure(["etcd"])
+        tools.find("etcd")
     for way in ("install Go", "KUBEBUILDER_ASSETS", "PIPEMORPH_TEST_KUBECONFIG"):
         assert way in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("platform", "user", "reason"),
-    [("darwin", 0, "pods need Linux"), ("linux", 1000, "need root")],
-)
-def test_a_machine_that_cannot_run_pods_is_told_why(
-    monkeypatch: pytest.MonkeyPatch, platform: str, user: int, reason: str
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    with pytest.raises(TestbedError, match=reason):
-        missing_for_nodes(lambda _: None)
+def test_a_program_that_is_not_built_names_the_testbed_and_the_command() -> None:
+    with pytest.raises(TestbedError) as refused:
+        tools.find("kubelet")
+    version = tools.module_version("kubernetes")
+    assert str(refused.value) == (
+        f"testbed nodes is not ready: kubelet {version} is not built; run `make testbeds`"
+    )
 
 
 def module(folder: Path, *, source: str = "package main\nfunc main() { println(1) }\n") -> None:
@@ -101,29 +97,37 @@ def probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module(tmp_path / "modules" / "kubernetes")
     monkeypatch.setattr(tools, "MODULES", tmp_path / "modules")
     monkeypatch.setattr(tools, "TOOLS", {"probe": tools.Tool("probe", ".")})
+    monkeypatch.setattr(tools, "PROGRAMS", {"probes": ("probe",)})
     monkeypatch.setattr(tools, "module_version", lambda _: "v1.2.3")
     monkeypatch.setattr(tools, "_VERSIONED", {"probe": "example.org/probe"})
     return folder
 
 
+def built(say: Callable[[str], None] = lambda _: None) -> Path:
+    tools.build("probe", say, time.monotonic() + 600.0)
+    return tools.find("probe")
+
+
 @pytest.mark.timeout(600)  # Go's own cache may be empty, and its packages are built first
 def test_a_program_is_built_once_and_again_when_its_source_changes(probe: Path) -> None:
     said: list[str] = []
-    first = tools.ensure(["probe"], said.append)["probe"]
-    assert first.is_file() and any("built probe" in line for line in said)
+    first = built(said.append)
+    assert any(line.startswith("building probe v1.2.3") for line in said)
     assert not (first.parent.parent / "building").exists()
     said.clear()
-    assert tools.ensure(["probe"], said.append)["probe"] == first and not said
+    assert built(said.append) == first and not said
     (probe / "main.go").write_text("package main\nfunc main() { println(2) }\n")
-    assert tools.ensure(["probe"], said.append)["probe"] != first and said
+    with pytest.raises(TestbedError, match=r"probe v1\.2\.3 is not built"):
+        tools.find("probe")
+    assert built(said.append) != first and said
 
 
 @pytest.mark.timeout(600)
 def test_a_build_that_fails_shows_the_compiler_and_leaves_no_program(probe: Path) -> None:
     (probe / "main.go").write_text("package main\nfunc main() { undefined() }\n")
-    with pytest.raises(TestbedError, match=r"(?s)cannot build probe.*undefined: undefined"):
-        tools.ensure(["probe"], lambda _: None)
-    assert not (tools.build_folder("probe") / "probe").exists()
+    with pytest.raises(TestbedError, match=r"(?s)building probe.*failed.*undefined: undefined"):
+        built()
+    assert not tools.located("probe").exists()
 
 
 def test_a_wait_names_what_was_missing() -> None:

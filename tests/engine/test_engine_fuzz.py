@@ -15,13 +15,13 @@ import shutil
 import subprocess
 
 import pytest
-import test_engine_cpp as suite
-from testbed import packages
+import suite_build as suite
+from testbed import catalog
 
 SECONDS = int(os.environ.get("PIPEMORPH_FUZZ_SECONDS", "10"))
 KEEP = bool(os.environ.get("PIPEMORPH_FUZZ_KEEP"))
 CORPUS = suite.ROOT / "tests" / "engine" / "fuzz" / "corpus"
-PACKAGES = ("clang-14", "libclang-rt-14-dev")
+TESTBEDS = ("compilers",)
 SOURCES = (
     *("csrc/crypto/*.cpp", "csrc/os/copy.cpp", "csrc/wire/*.cpp"),
     "csrc/protocol/reliable.cpp",
@@ -33,26 +33,11 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def compiler() -> str:
-    """A clang++ with libFuzzer, installed where root on Debian can install it."""
-    found = _clang()
-    if found is None and packages.can_install():
-        packages.install(PACKAGES, print)
-        found = _clang()
-    assert found, f"no clang++ with libFuzzer: install one (Debian: {' '.join(PACKAGES)})"
+    """A clang++ with libFuzzer."""
+    found = catalog.find_clang()
+    if found is None:
+        pytest.fail("found no clang++ with libFuzzer: run `make testbeds`", pytrace=False)
     return found
-
-
-def _clang() -> str | None:
-    for name in ("clang++", "clang++-19", "clang++-16", "clang++-15", "clang++-14"):
-        path = shutil.which(name)
-        if path is None:
-            continue
-        said = subprocess.run(
-            [path, "-print-resource-dir"], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        if any(pathlib.Path(said).glob("lib/**/libclang_rt.fuzzer*.a")):
-            return path
-    return None
 
 
 @pytest.fixture(scope="module")

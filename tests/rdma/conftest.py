@@ -7,17 +7,17 @@ Soft-RoCE's driver can panic a guest's kernel when a device goes down with packe
 That fails the test it happens in; the next one finds new guests.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from guests import Fabric, fetched, missing_for_guests
+from guests import Fabric
 from launchers import Launchers
-from testbed import TestbedError
+from testbed import TestbedError, selected
 
-SKIP = "PIPEMORPH_TEST_SKIP"
-MISSING = pytest.StashKey[str]()
+
+def pytest_configure(config: pytest.Config) -> None:
+    selected.use(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,25 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("rdma") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Install and fetch what is missing before the first test, which has a time limit."""
-    if session.config.option.collectonly or session.testsfailed or _skipped():
-        return
-    if not any(item.get_closest_marker("rdma") for item in session.items):
-        return
-    say = _teller(session.config)
-    try:
-        missing_for_guests(say)
-        fetched(say)
-    except TestbedError as error:
-        # Reported by each test that needs it, as its own failure.
-        session.config.stash[MISSING] = str(error)
-
-
-def _skipped() -> bool:
-    return "rdma" in os.environ.get(SKIP, "").replace(",", " ").split()
 
 
 def _teller(config: pytest.Config) -> Callable[[str], None]:
@@ -71,7 +52,7 @@ class Guests:
             self._say("a guest has died, see the test before; booting new ones")
             self.stop()
         if self._fabric is None:
-            self._fabric = self._stack.enter_context(Fabric.started(self._say))
+            self._fabric = self._stack.enter_context(Fabric.started())
         return self._fabric
 
     def launchers(self) -> Launchers:
@@ -88,25 +69,17 @@ class Guests:
 
 @pytest.fixture(scope="session")
 def guests(request: pytest.FixtureRequest) -> Iterator[Guests]:
-    if _skipped():
-        pytest.skip(f"{SKIP} names rdma: what this test checks is not checked")
     made = Guests(request.config)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def fabric(request: pytest.FixtureRequest, guests: Guests) -> Fabric:
+def fabric(guests: Guests) -> Fabric:
     try:
-        if MISSING in request.config.stash:
-            raise TestbedError(request.config.stash[MISSING])
         return guests.fabric()
     except TestbedError as error:
-        pytest.fail(
-            f"no RDMA guests here: {error}\n(on a machine that cannot have them, run with "
-            f"{SKIP}=rdma: these tests are then reported as skipped)",
-            pytrace=False,
-        )
+        pytest.fail(f"no RDMA guests: {error}", pytrace=False)
 
 
 @pytest.fixture

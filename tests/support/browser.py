@@ -1,7 +1,6 @@
 """Drives a real headless browser: Chromium, by its DevTools protocol.
 
-``PIPEMORPH_TEST_BROWSER`` names another program than the ``chromium`` of the path. Without either,
-Debian's is installed.
+``PIPEMORPH_TEST_BROWSER`` names another program than the ``chromium`` of the path.
 """
 
 from __future__ import annotations
@@ -9,43 +8,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from testbed import TestbedError, packages
+from testbed import catalog
 
-VARIABLE = "PIPEMORPH_TEST_BROWSER"
-PROGRAM = {"/usr/bin/chromium": "chromium"}
-"""And Debian's package that has it."""
 ANSWER_SECONDS = 60.0
 MOST_HEARD = 200
 
 CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
 """Of keys that the browser itself acts upon."""
-
-
-def browser_program(say: Callable[[str], None] = print) -> str:
-    """The browser to drive. Where there is none, root on Debian installs it. Raises
-    :class:`TestbedError` with what is missing and how to have it."""
-    named = os.environ.get(VARIABLE)
-    if not named:
-        packages.need(PROGRAM, say)
-        return shutil.which("chromium") or "/usr/bin/chromium"
-    found = shutil.which(named)
-    if found is None:
-        raise TestbedError(
-            f"{VARIABLE} is {named}, which is no program; name one, or unset it: then chromium is"
-            " taken from the path, or installed from Debian's package"
-        )
-    return found
 
 
 class Browser:
@@ -63,7 +40,10 @@ class Browser:
         """URLs that pages have asked for."""
 
     def __enter__(self) -> Browser:
-        program = browser_program()
+        program = catalog.find_browser()
+        if program is None:
+            catalog.check(["browser"])  # raises TestbedError
+            raise AssertionError("a browser that is ready and cannot be found")
         self._process = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
              "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage",

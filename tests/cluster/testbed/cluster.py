@@ -204,19 +204,6 @@ class Cluster:
         signature = sign_es256(key, f"{head}.{body}".encode())
         return f"{head}.{body}.{_base64url(signature)}"
 
-    def token_review(self, token: str, audiences: Sequence[str] = ()) -> Object:
-        """The status of a TokenReview: what the API server says about a token."""
-        answer = self.client.request(
-            "POST",
-            "/apis/authentication.k8s.io/v1/tokenreviews",
-            {"spec": {"token": token, "audiences": list(audiences)}},
-        )
-        status: Object = answer["status"]
-        return status
-
-    # --- objects --------------------------------------------------------------------------
-
-    @contextmanager
     def namespace(self, prefix: str = "test") -> Iterator[str]:
         """A namespace of one test; its deletion is not waited for, the next test has its own."""
         name = f"{prefix}-{secrets.token_hex(3)}"

@@ -40,8 +40,8 @@ def kueue(cluster: Cluster, frameworks: Sequence[str] = ("batch/job",)) -> Itera
     plane = cluster.control_plane
     if plane is None:
         raise TestbedError("Kueue runs beside a control plane of the testbed's own only")
-    tools.ensure(tools.KUEUE_TOOLS)
-    manifests = tools.source("kueue") / "config/components"
+    program = tools.find("kueue")
+    manifests = tools.source(tools.main_requirement("kueue"), "kueue")[0] / "config/components"
     folder = cluster.directory / "kueue"
     (folder / "certs").mkdir(parents=True, exist_ok=True)
     host = plane.settings.host
@@ -60,7 +60,7 @@ def kueue(cluster: Cluster, frameworks: Sequence[str] = ("batch/job",)) -> Itera
         [
             *_own_mounts(),
             folder / "certs",
-            tools.find("kueue"),
+            program,
             f"--config={_configuration(folder, host, webhook, health, frameworks)}",
             f"--kubeconfig={cluster.admin}",
             "--feature-gates=VisibilityOnDemand=false",

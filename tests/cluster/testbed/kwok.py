@@ -92,7 +92,6 @@ def fake_nodes(
     resources: Mapping[str, str] | None = None,
 ) -> Iterator[list[str]]:
     """Ready nodes `fake-0` to `fake-<count-1>`, on which every pod that fits runs at once."""
-    tools.ensure(tools.KWOK_TOOLS)
     names = [f"fake-{number}" for number in range(count)]
     config = cluster.directory / "kwok.yaml"
     config.write_text(yaml.safe_dump_all(_stages()))

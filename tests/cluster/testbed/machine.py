@@ -4,11 +4,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
 from ipaddress import IPv4Network, ip_network
 from pathlib import Path
 
-from testbed import packages, tools
 from testbed.errors import TestbedError
 from testbed.processes import output, run
 
@@ -16,8 +14,8 @@ BRIDGE_PREFIX = "pmtb"
 CGROUP_PREFIX = "pipemorph-testbed-"
 CGROUPS = Path("/sys/fs/cgroup")
 
-# A program the node level needs, and the Debian package that brings it.
-_NEEDED = {
+# A program that nodes need, and the Debian package that brings it.
+NODE_FILES = {
     "/usr/bin/containerd": "containerd",
     "/usr/bin/ctr": "containerd",
     "/usr/sbin/runc": "runc",
@@ -32,16 +30,13 @@ _NEEDED = {
 }
 
 
-def missing_for_nodes(say: tools.Say, more: Mapping[str, str] | None = None) -> None:
-    """Refuse a machine that cannot run pods; install what root on Debian can install.
-
-    `more`: further programs and their packages.
-    """
+def unfit_for_nodes() -> str | None:
+    """Why this machine cannot run pods, or None."""
     if sys.platform != "linux":
-        raise TestbedError(f"found {sys.platform}, and pods need Linux")
+        return f"found {sys.platform}, and pods need Linux"
     if os.geteuid() != 0:
-        raise TestbedError("found a user who is not root, and namespaces and cgroups need root")
-    packages.need(_NEEDED | dict(more or {}), say)
+        return "found a user who is not root, and namespaces and cgroups need root"
+    return None
 
 
 def free_network() -> IPv4Network:

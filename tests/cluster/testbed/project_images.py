@@ -25,19 +25,18 @@ from pathlib import Path, PurePosixPath
 
 from testbed import tools
 from testbed.errors import TestbedError
-from testbed.processes import Process, output
-from testbed.tools import Say
+from testbed.processes import output
+from testbed.steps import Say, run_step
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("operator", "trainer")
 VERSION = "0.1.0"
-NEEDED = {"/usr/bin/buildah": "buildah", "/usr/sbin/debootstrap": "debootstrap"}
+FILES = {"/usr/bin/buildah": "buildah", "/usr/sbin/debootstrap": "debootstrap"}
 # Debian's release with the same Python as the tests', whose torch it must be able to load.
 _SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
 _PACKAGES = "python3,python3-venv,ca-certificates"
 # Where a distribution's Python looks besides its own packages.
 _SITE = PurePosixPath("/usr/local/lib/python{}.{}/dist-packages".format(*sys.version_info))
-BUILD_DEADLINE = 1800.0
 _KEPT = 4
 _MOST_STORAGE = 8 << 30
 
@@ -86,20 +85,34 @@ def _closure(root: str) -> Iterator[str]:
         ]
 
 
-def ensure(say: Say) -> dict[str, Path]:
-    """The images as archives for `NodeCluster.import_image`, by target; built if need be."""
-    folder = tools.cache_root() / "images"
+def archives() -> dict[str, Path]:
+    """Where the images of this source are, or will be once they are built, by target."""
     key = _key()
-    archives = {target: folder / f"{target}-{key}.tar" for target in TARGETS}
-    if all(archive.is_file() for archive in archives.values()):
-        return archives
-    with tools.locked(folder / "lock", say, BUILD_DEADLINE):
-        builder = _Buildah(folder, say)
-        for target, archive in archives.items():
-            if not archive.is_file():  # the run we waited for may have built it
+    return {target: _folder() / f"{target}-{key}.tar" for target in TARGETS}
+
+
+def find() -> dict[str, Path]:
+    """The images as archives for `NodeCluster.import_image`, by target. Raises TestbedError if
+    those of this source are not built."""
+    found = archives()
+    if missing := [target for target, archive in found.items() if not archive.is_file()]:
+        why = f"the images {' and '.join(missing)} of this source are not built"
+        raise tools.not_ready("images", why)
+    return found
+
+
+def build(say: Say, end: float) -> None:
+    """Build the images that are missing. `end`: a time of `time.monotonic`."""
+    with tools.locked(_folder() / "lock", say, end - time.monotonic(), patient=False):
+        builder = _Buildah(_folder(), say, end)
+        for target, archive in archives().items():
+            if not archive.is_file():
                 builder.image(target, archive)
         builder.tidy()
-    return archives
+
+
+def _folder() -> Path:
+    return tools.cache_root() / "images"
 
 
 def _key() -> str:
@@ -136,11 +149,10 @@ def _suite() -> str:
 class _Buildah:
     """One builder with a store of its own, so that layers are found again by the next build."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
+    def __init__(self, folder: Path, say: Say, end: float) -> None:
         self.folder = folder
-        self.say = say
-        self.log = folder / "build.log"
-        self.log.unlink(missing_ok=True)
+        self._say = say
+        self._end = end
         # Locks and mounts must not outlive a restart of the machine, so not in the cache.
         self._command: list[str | Path] = ["buildah", "--root", folder / "storage"]
         self._command += ["--runroot", Path("/run/pipemorph-buildah")]
@@ -189,18 +201,7 @@ class _Buildah:
         self._run(what, [*self._command, "build", "--isolation=chroot", "--layers", *options])
 
     def _run(self, what: str, command: Sequence[str | Path]) -> None:
-        nice = shutil.which("nice")
-        child = Process(what, [nice, "-n", "10", *command] if nice else command, self.log)
-        start = time.monotonic()
-        self.say(f"building {what}, once for this content, into {self.folder}")
-        child.start()
-        try:
-            tools.watch(child, what, self.say, start, start + BUILD_DEADLINE)
-            if child.returncode != 0:
-                raise TestbedError(f"cannot build {what}: {child.log_end(30)}")
-        finally:
-            child.stop(grace=1.0)
-        self.say(f"built {what} in {time.monotonic() - start:.0f} s")
+        run_step(f"building {what}", command, self.folder / "build.log", self._say, self._end)
 
     def tidy(self) -> None:
         """Keep the newest few archives, and let the store's layers not grow for ever."""

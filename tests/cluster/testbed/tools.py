@@ -1,8 +1,8 @@
-"""The programs a test cluster is made of: found where the user keeps them, or built once.
+"""The programs of a test cluster, built from the Go modules in `tests/cluster/tools`.
 
-Order of search for each program:
-1. the folder `KUBEBUILDER_ASSETS` names, if it is set and holds the program;
-2. `~/.cache/pipemorph/<module>/<key>/bin`, filled from the Go modules in `tests/cluster/tools`.
+A program is taken from the first of these that has it:
+1. the folder `KUBEBUILDER_ASSETS` names, if it is set;
+2. `~/.cache/pipemorph/<module>/<key>/bin`, which `make testbeds` fills.
 """
 
 import fcntl
@@ -11,26 +11,21 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from testbed.errors import TestbedError
-from testbed.processes import Process, output
+from testbed.processes import output
+from testbed.steps import Say, run_step
 from testbed.waiting import NotYet, wait_for
 
 MODULES = Path(__file__).resolve().parent.parent / "tools"
-# A cold build of everything on two shared cores takes under half of this.
-BUILD_DEADLINE = 3600.0
-SAY_EVERY = 15.0
 # Where Go's own archive puts it, on the PATH of a login shell only.
 GO_ELSEWHERE = Path("/usr/local/go/bin/go")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,13 +49,13 @@ TOOLS = {
     "kwok": Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     "kueue": Tool("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
 }
-API_TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm")
-NODE_TOOLS = (
-    *API_TOOLS, "kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns", "netpol",
-)  # fmt: skip
-
-KWOK_TOOLS = ("kwok", "kube-scheduler")
-KUEUE_TOOLS = ("kueue",)
+# The programs of each testbed.
+PROGRAMS = {
+    "api": ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm"),
+    "kwok": ("kwok", "kube-scheduler"),
+    "kueue": ("kueue",),
+    "nodes": ("kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns", "netpol"),
+}
 
 # The module whose version names a build, and where it wants that version linked in. An API server
 # that calls itself v0.0.0 fails every `kubeVersion` a chart asks for.
@@ -104,6 +99,18 @@ def module_version(module: str) -> str:
     return found.group(1)
 
 
+def program_version(name: str) -> str:
+    """The version of a program, as its module's go.mod pins it."""
+    tool = TOOLS[name]
+    if tool.package.startswith("."):
+        return module_version(tool.module)
+    text = (MODULES / tool.module / "go.mod").read_text()
+    pinned: dict[str, str] = dict(re.findall(r"^(?:require)?\s+(\S+) (v\S+)", text, re.MULTILINE))
+    # A module's path may begin with that of another one.
+    module = max((m for m in pinned if f"{tool.package}/".startswith(f"{m}/")), key=len)
+    return pinned[module]
+
+
 def cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pipemorph"
@@ -115,9 +122,9 @@ def _go() -> tuple[str, str, str]:
     program = shutil.which("go") or (str(GO_ELSEWHERE) if GO_ELSEWHERE.exists() else None)
     if program is None:
         raise TestbedError(
-            "found no go command, needed to build the control plane: install Go 1.26 or newer, or "
-            "set KUBEBUILDER_ASSETS to a folder with the programs, or PIPEMORPH_TEST_KUBECONFIG "
-            "to the kubeconfig of a cluster for tests (docs/testbeds.md)"
+            "found no go command to build the control plane: install Go 1.26 or newer, or set "
+            "KUBEBUILDER_ASSETS to a folder with the programs, or PIPEMORPH_TEST_KUBECONFIG to the "
+            "kubeconfig of a cluster for tests (docs/testbeds.md)"
         )
     # Inside the module: with GOTOOLCHAIN=auto its go line may choose a newer Go.
     said = output(
@@ -186,6 +193,11 @@ def _in_assets(name: str) -> Path | None:
     return None
 
 
+# Go must not download what `make testbeds` has not downloaded. Its checksum database does not have
+# every release; callers compare checksums themselves.
+NO_DOWNLOAD = {"GOPROXY": "off", "GONOSUMDB": "*"}
+
+
 def go(*arguments: str | Path, **environment: str) -> str:
     """What a go command prints."""
     return output(
@@ -195,44 +207,59 @@ def go(*arguments: str | Path, **environment: str) -> str:
     )
 
 
-def source(module: str) -> Path:
-    """The folder of the module's main requirement as Go has it, with all its files."""
-    # Downloads it if only the programs are left of an earlier build.
-    found = go("-C", MODULES / module, "mod", "download", "-json", _VERSIONED[module])
-    return Path(json.loads(found)["Dir"])
+def main_requirement(module: str) -> str:
+    """The module's main requirement with its version, as `go mod download` takes it."""
+    return f"{_VERSIONED[module]}@{module_version(module)}"
+
+
+@cache
+def _go_modules() -> Path:
+    return Path(go("env", "GOMODCACHE").strip())
+
+
+def has_source(requirement: str) -> bool:
+    """Whether Go's module cache holds `MODULE@VERSION`."""
+    return (_go_modules() / requirement).is_dir()
+
+
+def download_command(requirement: str) -> list[str]:
+    """The command that downloads `MODULE@VERSION` into Go's module cache."""
+    return [_go()[0], "mod", "download", "-json", requirement]
+
+
+def source(requirement: str, testbed: str) -> tuple[Path, str]:
+    """The folder of `MODULE@VERSION` in Go's module cache, and its checksum.
+
+    Raises TestbedError, which names the testbed, if it is not there.
+    """
+    if not has_source(requirement):
+        raise not_ready(testbed, f"the source of {requirement} is missing")
+    found = json.loads(go("mod", "download", "-json", requirement, **NO_DOWNLOAD))
+    return Path(found["Dir"]), found["Sum"]
+
+
+def not_ready(testbed: str, why: str) -> TestbedError:
+    """The error of a test that needs a testbed which `make testbeds` has not built."""
+    return TestbedError(f"testbed {testbed} is not ready: {why}; run `make testbeds`")
+
+
+def located(name: str) -> Path:
+    """Where the program is, or will be once it is built."""
+    return _in_assets(name) or build_folder(TOOLS[name].module) / name
 
 
 def find(name: str) -> Path:
-    """The program, which `ensure` must have seen to before."""
-    path = _in_assets(name) or build_folder(TOOLS[name].module) / name
+    """The program. Raises TestbedError if it is not built."""
+    path = located(name)
     if not path.is_file():
-        ensure([name])
+        testbed = next(bed for bed, names in PROGRAMS.items() if name in names)
+        raise not_ready(testbed, f"{name} {program_version(name)} is not built")
     return path
 
 
-def ensure(
-    names: Iterable[str], say: Say | None = None, jobs: int | None = None
-) -> dict[str, Path]:
-    """Build what is neither the user's own nor in the cache yet, and return where each one is."""
-    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    found: dict[str, Path] = {}
-    wanted: dict[str, list[str]] = {}
-    for name in names:
-        own = _in_assets(name)
-        if own is not None:
-            found[name] = own
-            continue
-        found[name] = build_folder(TOOLS[name].module) / name
-        if not found[name].is_file():
-            wanted.setdefault(TOOLS[name].module, []).append(name)
-    for module, missing in wanted.items():
-        _build(module, missing, say, jobs)
-    return found
-
-
 @contextmanager
-def locked(path: Path, say: Say, deadline: float) -> Iterator[None]:
-    """Hold a lock between test runs; the kernel releases it when its holder dies."""
+def locked(path: Path, say: Say, deadline: float, *, patient: bool = True) -> Iterator[None]:
+    """Hold a lock between processes; the kernel releases it when its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
 
@@ -240,76 +267,46 @@ def locked(path: Path, say: Say, deadline: float) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise NotYet(f"another test run holds {path}") from None
+                raise NotYet(f"another process holds {path}") from None
             return True
 
         try:
             take()
         except NotYet:
-            say(f"another test run is building (it holds {path}): waiting for it")
-            wait_for("the programs of the test cluster", take, deadline, interval=1.0)
+            say(f"another process builds here: waiting until it releases {path}")
+            wait_for("the other build", take, deadline, interval=1.0, patient=patient)
         yield
 
 
-def _build(module: str, names: list[str], say: Say, jobs: int | None) -> None:
+def build(name: str, say: Say, end: float) -> None:
+    """Build the program into the cache, unless it is there.
+
+    `end` is a time of `time.monotonic`. Raises LimitReached then, and TestbedError with the
+    compiler's output if the build fails.
+    """
+    module = TOOLS[name].module
     program, version, platform = _go()
     folder = build_folder(module)
-    end = time.monotonic() + BUILD_DEADLINE
-    with locked(folder.parent.parent / "lock", say, BUILD_DEADLINE):
+    lock = folder.parent.parent / "lock"
+    with locked(lock, say, end - time.monotonic(), patient=False):
+        if (folder / name).is_file():
+            return  # the process that held the lock built it
         scratch = folder.parent / "building"
-        # Left there by a run that was killed: we hold the lock, so nobody works in it.
+        # A killed process left it: this one holds the lock, so nobody works in it.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         folder.mkdir(exist_ok=True)
-        for name in names:
-            if (folder / name).is_file():
-                continue  # the run we waited for built it
-            command = [program, "-C", str(MODULES / module), "build", *_flags(module)]
-            command += ["-p", str(jobs or max(2, (os.cpu_count() or 2) // 2))]
-            command += ["-o", str(scratch / name), TOOLS[name].package]
-            nice = shutil.which("nice")
-            title = (
-                f"{name} (of {_VERSIONED[module]} {module_version(module)}, {version} {platform})"
-            )
-            say(f"building {title}, once on this machine, into {folder}")
-            start = time.monotonic()
-            child = Process(
-                f"the build of {name}",
-                [nice, "-n", "10", *command] if nice else command,
-                scratch / f"{name}.log",
-                # The user's own GOFLAGS or workspace must not change what is built.
-                environment={"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
-            )
-            child.start()
-            try:
-                watch(child, title, say, start, end)
-                if child.returncode != 0:
-                    raise TestbedError(f"cannot build {title}: {child.log_end(30)}")
-            finally:
-                child.stop(grace=1.0)
-            # A rename is all or nothing: no run ever sees half a program.
-            (scratch / name).rename(folder / name)
-            say(f"built {title} in {time.monotonic() - start:.0f} s")
+        command: list[str | Path] = [program, "-C", MODULES / module, "build", *_flags(module)]
+        command += ["-o", scratch / name, TOOLS[name].package]
+        run_step(
+            f"building {name} {program_version(name)} ({version} {platform})",
+            command,
+            scratch / f"{name}.log",
+            say,
+            end,
+            # The user's own GOFLAGS or workspace must not change what is built.
+            environment={"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
+        )
+        # A rename is all or nothing: no process ever sees half a program.
+        (scratch / name).rename(folder / name)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def watch(child: Process, title: str, say: Say, start: float, end: float) -> None:
-    """Wait for the end of a build that began at `start`, with a word now and then, until `end`."""
-    next_word = start + SAY_EVERY
-
-    def ended() -> bool:
-        nonlocal next_word
-        now = time.monotonic()
-        if now >= next_word:
-            say(f"still building {title}: {now - start:.0f} s")
-            next_word = now + SAY_EVERY
-        return not child.running
-
-    wait_for(
-        f"the build of {title}",
-        ended,
-        end - start,
-        interval=0.5,
-        details=child.log_end,
-        patient=False,
-    )

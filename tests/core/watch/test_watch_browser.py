@@ -15,9 +15,8 @@ from xml.etree import ElementTree
 
 import numpy
 import pytest
-from browser import VARIABLE, Browser, browser_program
+from browser import Browser
 from matplotlib.image import imread
-from testbed import TestbedError, packages
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
 
 from pipemorph.commands.cluster.reach import Reached
@@ -490,18 +489,6 @@ def test_keys_go_through_a_replay(browser: Browser, tmp_path: Path) -> None:
     assert pressed("End") == 39
     browser.eval("void document.activeElement.click()")
     assert pressed("ArrowRight") == 4
-
-
-def test_a_browser_that_is_missing_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, str]] = []
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(packages, "need", lambda programs, say: asked.append(programs))
-    assert browser_program() == "/usr/bin/chromium"
-    assert asked == [{"/usr/bin/chromium": "chromium"}]
-    monkeypatch.setenv(VARIABLE, "no-such-browser")
-    with pytest.raises(TestbedError, match="no-such-browser, which is no program"):
-        browser_program()
 
 
 @pytest.mark.soak

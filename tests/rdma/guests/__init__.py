@@ -2,6 +2,5 @@
 
 from guests.fabric import Fabric, Rail
 from guests.guest import Done, Guest, GuestError, Task
-from guests.kernel import fetched, missing_for_guests
 
-__all__ = ["Done", "Fabric", "Guest", "GuestError", "Rail", "Task", "fetched", "missing_for_guests"]
+__all__ = ["Done", "Fabric", "Guest", "GuestError", "Rail", "Task"]

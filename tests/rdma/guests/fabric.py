@@ -21,7 +21,7 @@ from typing import ClassVar
 from testbed.waiting import wait_for
 
 from guests.guest import Guest, Nic, Task
-from guests.kernel import Kernel, Say, kernel
+from guests.kernel import Kernel, kernel
 
 AGENT = Path(__file__).with_name("agent.py")
 ROCE_PORT = 4791
@@ -239,11 +239,11 @@ class Fabric:
 
     @classmethod
     @contextmanager
-    def started(cls, say: Say) -> Iterator["Fabric"]:
+    def started(cls) -> Iterator["Fabric"]:
         with ExitStack() as stack:
             # Short: a unix socket's path has at most 107 characters.
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pmg")))
-            from_host = kernel(say, f"{sys.executable} {AGENT}")
+            from_host = kernel(f"{sys.executable} {AGENT}")
             stack.callback(from_host.ramdisk.unlink)
             guests = [
                 Guest(name, directory, from_host, list(_nics(directory, name))) for name in "ab"
