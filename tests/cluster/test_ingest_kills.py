@@ -205,7 +205,6 @@ class Launchers:
         return wait_for(f"the ingest to hear that pod {pod} {event}", told, DEADLINE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seats", "seed", "most"),
     [

@@ -47,7 +47,7 @@ from pipemorph.manifest import parse_job
 from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
 
 pytest_plugins = ("node_fixtures",)
-pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.node, pytest.mark.timeout(600)]
 
 # Iterations whose median is `iterationSeconds` in status.
 WINDOW = 5

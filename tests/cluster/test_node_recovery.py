@@ -30,7 +30,7 @@ from testbed.node_cluster import NodeCluster
 from testbed.waiting import patience
 
 pytest_plugins = ("node_fixtures",)
-pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.node, pytest.mark.timeout(600)]
 
 GONE = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute"}

@@ -33,7 +33,6 @@ class Killer:
         self.jobs.installation.operator.start()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None:
     killer = Killer(jobs, seed)

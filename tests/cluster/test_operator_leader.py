@@ -86,7 +86,6 @@ def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs
         assert "second became leader" in jobs.cluster.events("leases", FULL_NAME, SYSTEM)
 
 
-@pytest.mark.slow
 @pytest.mark.soak
 def test_a_leader_is_killed_in_every_transition(jobs: Jobs) -> None:
     chance = random.Random(4)

@@ -414,7 +414,6 @@ def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:
     assert json.dumps(jobs.get("fought")["status"]) == status
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pods_of_a_node_that_is_gone_start_again_elsewhere(
     lost_node: tuple[Jobs, list[Object]],

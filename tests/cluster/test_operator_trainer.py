@@ -21,7 +21,7 @@ from testbed.processes import Process
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 
 pytest_plugins = ("operator_fixtures",)
-pytestmark = [pytest.mark.cluster, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.cluster]
 
 Object = dict[str, Any]
 

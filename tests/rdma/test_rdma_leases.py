@@ -5,7 +5,7 @@ import pytest
 from guests import Fabric
 from peers import Link, linked
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow]
+pytestmark = [pytest.mark.rdma]
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ import pytest
 from guests import Fabric
 from peers import PATIENCE, linked, paths_text, until
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow]
+pytestmark = [pytest.mark.rdma]
 
 MIB = 1 << 20
 
