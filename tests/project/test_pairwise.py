@@ -52,6 +52,10 @@ def test_each_case_of_a_product_is_in_one_tier() -> None:
     assert {found[case] for case in cover[5:]} == {"full"}
     assert {how for case, how in found.items() if case not in cover} == {"soak"}
 
+    found = tiers(parametrize_product([1, 2, 3], ["x", "y", "z"], test=1, full=2))
+    assert list(found.values()) == ["test"] + ["full"] * 2 + ["soak"] * 6
+    assert list(found)[:3] == [(1, "x"), (2, "y"), (3, "z")], "every value before any pair twice"
+
 
 def test_cases_get_the_tier_of_their_place() -> None:
     cases = [("a", 1), ("b", 2), ("c", 3), ("d", 4)]

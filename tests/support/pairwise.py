@@ -48,12 +48,14 @@ def give_tiers(cases: Sequence[Case], *, test: int, full: int) -> list[Any]:
     ]
 
 
-def parametrize_product(*axes: Sequence[Any], test: int) -> list[Any]:
+def parametrize_product(*axes: Sequence[Any], test: int, full: int | None = None) -> list[Any]:
     """Parameters of the product of the axes: ``test`` cases of its pairwise cover for
-    ``make test``, the rest of the cover for ``make test-all``, all others for ``make soak``."""
+    ``make test``, the next ``full`` (by default the rest of the cover) for ``make test-all``, all
+    others for ``make soak``. The cover of two axes is their product, so these need ``full``."""
     cover = cover_pairs(*axes)
     others = [case for case in product(*axes) if case not in cover]
-    return give_tiers([*cover, *others], test=test, full=len(cover) - test)
+    full = len(cover) - test if full is None else full
+    return give_tiers([*cover, *others], test=test, full=full)
 
 
 def _pairs(case: Case) -> set[Any]:

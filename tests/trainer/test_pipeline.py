@@ -76,7 +76,7 @@ def reshaping(context: TrainerContext, route: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("route", ["direct", "delegated"])
+@pytest.mark.parametrize("route", [pytest.param("direct", marks=pytest.mark.full), "delegated"])
 def test_shapes_may_change_between_steps(route: str) -> None:
     for losses in run_ranks(3, reshaping, route):
         assert losses == pytest.approx([1.5**3 * n for n in (3, 3, 5, 70_000, 3)])
@@ -188,10 +188,16 @@ def misuse(context: TrainerContext, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("microbatches", "microbatches is missing"),
-        ("stages", "2 ranks cannot be cut into pipelines of 3 stages"),
+        pytest.param("microbatches", "microbatches is missing", marks=pytest.mark.full),
+        pytest.param(
+            "stages",
+            "2 ranks cannot be cut into pipelines of 3 stages",
+            marks=pytest.mark.full,
+        ),
         ("batch", "input 0 has shape [4, 3]; expected a first dimension that 3 microbatches"),
-        ("input", "step() got no input; stage 0 needs the batch"),
+        pytest.param(
+            "input", "step() got no input; stage 0 needs the batch", marks=pytest.mark.full
+        ),
         ("target", "step() got no target; loss_fn on this stage needs it"),
     ],
 )
@@ -244,6 +250,7 @@ print(f"rank {context.rank} loss {loss:.6f}")
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

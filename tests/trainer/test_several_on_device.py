@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import free_port, run_ranks
+from pairwise import give_tiers, parametrize_product
 from several_jobs import check, make_plan, train
 from several_replicas import assert_as_one_process, replicated
 from simulated_runs import device_with_receives
@@ -107,15 +108,22 @@ def on_device(context: TrainerContext, *args: Any) -> dict[int, tuple[Record, li
 
 @pytest.mark.needs_engine
 @pytest.mark.parametrize(
-    ("policy", "ranks", "stages", "microbatches"),
-    [
-        ("1f1b-interleaved", 2, 4, 6),
-        ("1f1b-interleaved", 3, 6, 6),
-        ("zero-bubble-v", 2, 4, 6),
-        ("zero-bubble-v", 3, 6, 8),
-    ],
+    ("policy", "ranks", "stages", "microbatches", "route"),
+    give_tiers(
+        [
+            ("zero-bubble-v", 2, 4, 6, "auto"),
+            ("1f1b-interleaved", 3, 6, 6, "auto"),
+            ("1f1b-interleaved", 2, 4, 6, "delegated"),
+            ("zero-bubble-v", 3, 6, 8, "delegated"),
+            ("1f1b-interleaved", 2, 4, 6, "auto"),
+            ("1f1b-interleaved", 3, 6, 6, "delegated"),
+            ("zero-bubble-v", 2, 4, 6, "delegated"),
+            ("zero-bubble-v", 3, 6, 8, "auto"),
+        ],
+        test=1,
+        full=3,
+    ),
 )
-@pytest.mark.parametrize("route", ["auto", "delegated"])
 def test_policies(policy: str, ranks: int, stages: int, microbatches: int, route: str) -> None:
     """Over the direct route (``auto`` begins with it), and over host memory."""
     routes = [Route.DELEGATED if route == "delegated" else Route.DIRECT] * (stages - 1)
@@ -124,7 +132,7 @@ def test_policies(policy: str, ranks: int, stages: int, microbatches: int, route
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("placement", ["interleaved", pytest.param("v", marks=pytest.mark.full)])
 def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> None:
     first = make_plan("pipemorph", 2, 4, 6, placement=placement)
     routes = [Route.DELEGATED, Route.DIRECT, Route.DELEGATED]
@@ -136,8 +144,10 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("placement", ["interleaved", "v"])
-@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
+@pytest.mark.parametrize(
+    ("placement", "dispatch"),
+    parametrize_product(["interleaved", "v"], [Dispatch.GUIDED, Dispatch.ONLINE], test=1, full=1),
+)
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
     """A receive waits for its ops of the plan's order, in whatever order the rank runs them."""
     plan = make_plan("pipemorph", 2, 4, 6, placement=placement, dispatch=dispatch)
@@ -150,7 +160,7 @@ def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> 
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@pytest.mark.parametrize("placement", give_tiers([("v",), ("interleaved",)], test=0, full=1))
 def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
     """Evaluations, too, have receives that wait for ops of their rank."""
     found = run_ranks(4, replicas_on_device, placement, str(tmp_path))
@@ -177,7 +187,7 @@ def evaluations(context: TrainerContext, placement: Any, device: bool) -> list[f
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@pytest.mark.parametrize("placement", ["v", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_evaluations_may_grow_in_mid_run(placement: str) -> None:
     """Memory for larger messages is page-locked when a stage begins, while another one receives."""
     found, expected = (run_ranks(2, evaluations, placement, device) for device in (True, False))

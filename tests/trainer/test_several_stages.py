@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, free_port, missing_in, run_ranks
+from pairwise import give_tiers, parametrize_product
 from several_jobs import check, make_plan
 from several_replicas import assert_as_one_process, replicated
 from torch import nn
@@ -30,14 +31,18 @@ from pipemorph_trainer.agent.rank_plan import check_plan
 
 @pytest.mark.parametrize(
     ("policy", "ranks", "stages", "microbatches"),
-    [
-        ("1f1b-interleaved", 2, 4, 6),
-        ("1f1b-interleaved", 2, 6, 4),
-        ("1f1b-interleaved", 3, 6, 6),
-        ("zero-bubble-v", 1, 2, 3),
-        ("zero-bubble-v", 2, 4, 6),
-        ("zero-bubble-v", 3, 6, 8),
-    ],
+    give_tiers(
+        [
+            ("1f1b-interleaved", 2, 6, 4),
+            ("zero-bubble-v", 2, 4, 6),
+            ("1f1b-interleaved", 3, 6, 6),
+            ("zero-bubble-v", 3, 6, 8),
+            ("zero-bubble-v", 1, 2, 3),
+            ("1f1b-interleaved", 2, 4, 6),
+        ],
+        test=2,
+        full=3,
+    ),
 )
 def test_policies(policy: str, ranks: int, stages: int, microbatches: int) -> None:
     records = check(make_plan(policy, ranks, stages, microbatches), as_list=ranks == 2)
@@ -46,15 +51,18 @@ def test_policies(policy: str, ranks: int, stages: int, microbatches: int) -> No
         assert {record.split for record in records} <= {"module", "graph"}
 
 
+@pytest.mark.full
 def test_bfloat16() -> None:
     check(make_plan("zero-bubble-v", 2, 4, 4), dtype=torch.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.ipv6
 def test_over_ipv6() -> None:
     check(make_plan("1f1b-interleaved", 2, 4, 4), master_addr="::1")
 
 
+@pytest.mark.full
 def test_under_delays() -> None:
     faults = [
         Fault(link=0, delay_ms=10.0),
@@ -66,7 +74,7 @@ def test_under_delays() -> None:
     assert min(records[0].seconds) >= 0.050
 
 
-@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("placement", ["v", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> None:
     """Planned for a slow link, with links on the engine, from the second iteration on."""
     first = make_plan("pipemorph", 2, 4, 6, placement=placement)
@@ -84,8 +92,10 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     assert records[0].versions[::2] == [0, 3]
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
-@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize(
+    ("placement", "dispatch"),
+    parametrize_product(["v", "interleaved"], [Dispatch.GUIDED, Dispatch.ONLINE], test=1, full=1),
+)
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
     """The same bits; also while a link is late that the plan knows nothing of, and from the second
     iteration on under a plan for it, with links on the engine."""
@@ -103,7 +113,9 @@ def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> N
     assert records[0].versions[::2] == [0, 3]
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
+@pytest.mark.parametrize(
+    "dispatch", give_tiers([(Dispatch.ONLINE,), (Dispatch.GUIDED,)], test=0, full=1)
+)
 def test_the_order_follows_the_messages_of_three_stages(dispatch: Dispatch) -> None:
     plan = make_plan("1f1b-interleaved", 2, 6, 6, dispatch=dispatch)
     check(plan, faults=[Fault(link=2, delay_ms=20.0)])
@@ -118,7 +130,7 @@ def test_a_schedule_of_torch_from_a_csv() -> None:
     )
 
 
-@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@pytest.mark.parametrize("placement", ["v", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
     """2 stages on each of 2 ranks × 2 replicas: keyword arguments, tied weights (in a V on one
     rank), the norm, evaluations and checkpoints; across a plan for a slow link that moves all
@@ -135,8 +147,10 @@ def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> 
     assert_as_one_process(found, [0, 2][: len(found) // 4])
 
 
-@pytest.mark.parametrize("placement", ["v", "interleaved"])
-@pytest.mark.parametrize("how", ["offload", "recompute"])
+@pytest.mark.parametrize(
+    ("how", "placement"),
+    parametrize_product(["offload", "recompute"], ["v", "interleaved"], test=1, full=1),
+)
 def test_activations_leave_the_device(placement: str, how: str) -> None:
     """Planned for a slow link within the limits of every stage, from the second iteration on; the
     stages of a rank move or drop activations as the simulator says."""
@@ -187,10 +201,13 @@ def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None
 
 @pytest.mark.parametrize(
     ("how", "dispatch"),
-    [
-        ("kill", "static"), ("raise", "static"), ("hang", "static"), ("hang", "guided"),
-        ("kill", "online"),
-    ],
+    give_tiers(
+        [
+            ("kill", "online"), ("raise", "static"), ("hang", "guided"), ("hang", "static"),
+            ("kill", "static"),
+        ],
+        test=1, full=2,
+    ),
 )  # fmt: skip
 def test_a_rank_that_breaks_is_named(how: str, dispatch: str) -> None:
     """The other rank ends soon, and says which message of which stage it missed."""

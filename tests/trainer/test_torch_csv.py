@@ -307,7 +307,7 @@ def run_in_torch(context: TrainerContext, folder: str, per_edge: bool) -> list[l
     return found
 
 
-@pytest.mark.parametrize("per_edge", [False, True])
+@pytest.mark.parametrize("per_edge", [pytest.param(False, marks=pytest.mark.full), True])
 def test_torch_runs_our_sends_and_receives(per_edge: bool, tmp_path: Path) -> None:
     """The gradients of the plan whose sends and receives torch places."""
     for policy, stages in (("pipemorph", 3), ("zero-bubble-v", 6)):

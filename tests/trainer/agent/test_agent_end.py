@@ -49,7 +49,7 @@ def train(context: TrainerContext, killed: bool) -> list[int]:
         return lost
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [pytest.param(True, marks=pytest.mark.full), False])
 def test_an_agent_that_ends_is_followed_by_another_while_training_goes_on(killed: bool) -> None:
     context = {"secret": b"secret", "ingest_url": INGEST}
     zero, one = Ranks(2, train, killed, context=context).wait(100)

@@ -273,6 +273,7 @@ def train_alone(context: TrainerContext) -> tuple[bool, bool, int]:
     return train(context, pod=1)
 
 
+@pytest.mark.full
 def test_pods_of_one_rank_connect_to_the_agents_that_they_share() -> None:
     """The last part has one rank, as five leave it."""
     ranks = Ranks(5, train_alone, context=SEATS).wait(100)

@@ -172,7 +172,11 @@ def structured(context: TrainerContext, route: Any) -> tuple[list[Any], list[dic
 
 
 @pytest.mark.parametrize(
-    "route", ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+    "route",
+    [
+        pytest.param("direct", marks=pytest.mark.full),
+        pytest.param("delegated", marks=pytest.mark.needs_engine),
+    ],
 )
 def test_a_stage_gets_the_structure_that_the_one_above_returned(route: str) -> None:
     results = run_ranks(STAGES, structured, route)

@@ -185,11 +185,11 @@ def one_process(stages: int, calls: Sequence[Call], replicas: int) -> Found:
 @pytest.mark.parametrize(
     ("world", "options", "switches"),
     [
-        (3, {"policy": "1f1b", "route": "direct"}, False),
+        pytest.param(3, {"policy": "1f1b", "route": "direct"}, False, marks=pytest.mark.full),
         pytest.param(
             3, {"policy": "pipemorph", "dispatch": "online"}, True, marks=pytest.mark.needs_engine
         ),
-        (4, {"policy": "gpipe", "route": "direct"}, False),
+        pytest.param(4, {"policy": "gpipe", "route": "direct"}, False, marks=pytest.mark.full),
     ],
     ids=["direct", "delegated", "replicas"],
 )
@@ -274,5 +274,6 @@ def emulated(context: TrainerContext, evaluations: int) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_an_emulated_stage_evaluates() -> None:
     assert run_ranks(2, emulated, 2) == run_ranks(2, emulated, 0)

@@ -66,6 +66,7 @@ def slow_at_first(context: TrainerContext) -> Told:
     return Told(*spans, splits)
 
 
+@pytest.mark.full
 def test_slow_first_calls_do_not_run_into_the_deadline_and_tests_run_at_once(
     tmp_path: Path,
 ) -> None:
@@ -99,6 +100,7 @@ def hangs_at_first(context: TrainerContext) -> None:
         pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
 
 
+@pytest.mark.full
 def test_a_first_iteration_that_hangs_ends_too() -> None:
     ranks = Ranks(2, hangs_at_first)
     ranks.wait_for_end([0])
@@ -135,7 +137,9 @@ def asked(context: TrainerContext, split: str) -> tuple[list[str], int]:
     return splits, len(calls)
 
 
-@pytest.mark.parametrize("split", ["module", "graph", "off"])
+@pytest.mark.parametrize(
+    "split", ["graph", *(pytest.param(each, marks=pytest.mark.full) for each in ("module", "off"))]
+)
 def test_a_split_that_is_asked_for_is_not_tested(split: str) -> None:
     ((splits, calls),) = run_ranks(1, asked, split)
     assert splits == ["fused" if split == "off" else split] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gate import same_bits
 from launch import Ranks, run_ranks
+from pairwise import give_tiers, parametrize_product
 from torch import Tensor
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
@@ -27,8 +28,12 @@ def expected_copies(plan: Plan, stage: int) -> int:
     return sum(copying(ops, plan.device_limits[stage])) // 2
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
-@pytest.mark.parametrize("policy", ["zero-bubble", "1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("policy", "dispatch"),
+    parametrize_product(
+        ["zero-bubble", "1f1b", "gpipe"], ["static", "online", "guided"], test=1, full=2
+    ),
+)
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
     job = Job(3, 6, policy=policy, extra={"host_memory": PLENTY})
     warmup = (6, 5, 3) if policy == "zero-bubble" else None
@@ -76,7 +81,9 @@ def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
+@pytest.mark.parametrize(
+    "dispatch", give_tiers([("guided",), ("static",), ("online",)], test=0, full=1)
+)
 def test_the_gpt_example(dispatch: str) -> None:
     job = Job(2, 6)
     warmup = (6, 4)
@@ -98,7 +105,11 @@ def test_the_gpt_example(dispatch: str) -> None:
     ("extra", "why"),
     [
         ({}, "give adaptation.allowOffload and hostMemory"),
-        ({"host_memory": PLENTY, "split": "module"}, "split='module' leaves out the self-test"),
+        pytest.param(
+            {"host_memory": PLENTY, "split": "module"},
+            "split='module' leaves out the self-test",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_plan_is_refused_where_it_cannot_be_tried(extra: dict[str, Any], why: str) -> None:
@@ -123,6 +134,7 @@ def emulated(context: TrainerContext, plan: Plan, copy: float) -> list[float]:
         return [float(pipe.step()) for _ in range(3)]
 
 
+@pytest.mark.full
 def test_emulated_copies_take_their_time_and_are_traced(tmp_path: Path) -> None:
     job = Job(2, 6)
     offloads = make_plan(job, 0, "gpipe", device_limit=2)

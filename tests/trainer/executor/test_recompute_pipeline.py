@@ -11,6 +11,7 @@ import pytest
 import torch
 from gate import same_bits
 from launch import Ranks, run_ranks
+from pairwise import parametrize_product
 from test_offload_pipeline import expected_copies
 from torch import Tensor
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
@@ -27,8 +28,10 @@ def recomputing(plan: Plan) -> Plan:
     return replace(plan, recompute=tuple(limit is not None for limit in plan.device_limits))
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
-@pytest.mark.parametrize("policy", ["zero-bubble", "1f1b"])
+@pytest.mark.parametrize(
+    ("policy", "dispatch"),
+    parametrize_product(["zero-bubble", "1f1b"], ["guided", "online", "static"], test=1, full=2),
+)
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
     """Also of iterations before and after, since a plan begins and ends at a boundary."""
     job = Job(3, 6, policy=policy, iterations=8, extra=AUTO)
@@ -77,7 +80,10 @@ def gpt(context: TrainerContext, plan: Plan, autocast: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "autocast",
+    [pytest.param(False, marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.full)],
+)
 def test_the_gpt_example_with_dropout(autocast: bool) -> None:
     job = Job(2, 6)
     plain = make_plan(job, 0, "zero-bubble", warmup=(6, 4))
@@ -97,7 +103,7 @@ def test_the_gpt_example_with_dropout(autocast: bool) -> None:
 @pytest.mark.parametrize(
     ("extra", "why"),
     [
-        ({}, "give schedule.recompute auto"),
+        pytest.param({}, "give schedule.recompute auto", marks=pytest.mark.full),
         (AUTO | {"split": "module"}, "split='module' leaves out the self-test"),
     ],
 )
@@ -116,6 +122,7 @@ def emulated(context: TrainerContext, plan: Plan) -> list[float]:
         return [float(pipe.step()) for _ in range(3)]
 
 
+@pytest.mark.full
 def test_forwards_that_run_again_take_their_time_and_are_traced(tmp_path: Path) -> None:
     job = Job(2, 6)
     drops = recomputing(make_plan(job, 0, "gpipe", device_limit=2))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gate import same_bits
 from launch import run_ranks
+from pairwise import give_tiers
 from torch import Tensor
 from trainer_jobs import loss_fn, make_batch, make_stage
 
@@ -147,7 +148,7 @@ ONE_REPLICA = (
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "1f1b", "route": "direct"},
+        pytest.param({"policy": "1f1b", "route": "direct"}, marks=pytest.mark.full),
         pytest.param(
             {"policy": "pipemorph", "route": "delegated", "dispatch": "online"},
             marks=pytest.mark.needs_engine,
@@ -159,7 +160,9 @@ def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
     check(3, 3, ONE_REPLICA, **options)
 
 
-@pytest.mark.parametrize("dispatch", ["static", "guided", "online"])
+@pytest.mark.parametrize(
+    "dispatch", give_tiers([("guided",), ("static",), ("online",)], test=1, full=1)
+)
 def test_ranks_with_several_stages(dispatch: str) -> None:
     """Where ops run as messages come, the rest of a refused step runs in the plan's order."""
     steps = (
@@ -176,7 +179,7 @@ def test_ranks_with_several_stages(dispatch: str) -> None:
     check(2, 4, steps, route="direct", dispatch=dispatch, **several)
 
 
-@pytest.mark.parametrize("widest", [hierarchy.WIDEST, 2])
+@pytest.mark.parametrize("widest", [pytest.param(hierarchy.WIDEST, marks=pytest.mark.full), 2])
 def test_a_replica_refuses_for_all(widest: int) -> None:
     steps = (
         Bad((1,), _uneven, "rank 1 (stage 0, replica 1): input 0 has shape [7, 3]"),

@@ -189,6 +189,7 @@ def freed(context: TrainerContext) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_what_is_sharded_over_replicas_stays_gathered() -> None:
     """Their ops may come in different orders, in which no collective may be."""
     expected = {"dp_shard": 1, "dp_replicate": 0, "dp_replicatexdp_shard": 1}

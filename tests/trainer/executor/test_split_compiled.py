@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import run_ranks
+from pairwise import give_tiers
 from split_support import Job, Result, assert_equal, output_grads, sequential, split
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +38,7 @@ DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"
 WIDTH = 16
 OF_TORCH = {"pipemorph": "inductor", "pipemorph_aot_eager": "aot_eager"}
-INDUCTOR = pytest.param("pipemorph", marks=[pytest.mark.soak, pytest.mark.timeout(600)])
+INDUCTOR = [pytest.mark.soak, pytest.mark.timeout(600)]
 SLOW = pytest.mark.timeout(600)
 """A machine without a warm cache compiles C++ for a minute."""
 
@@ -172,15 +173,15 @@ class Case:
 
 
 CASES = {
-    "two blocks": Case(lambda: nn.Sequential(Block(), Block())),
     "checkpoint inside": Case(lambda: Block(dropout=0.5, checkpointed=True)),
+    "shapes that change": Case(Block, compiled(Block), longer),
+    "two blocks": Case(lambda: nn.Sequential(Block(), Block())),
     "checkpoint outside": Case(lambda: Around(False)),
     "checkpoint outside, reentrant": Case(lambda: Around(True)),
     "dropout": Case(lambda: Block(dropout=0.5)),
     "Linear used twice": Case(Twice, compiled(Twice)),
     "block used twice, shared code": Case(Shared),
     "dynamic shapes": Case(Block, compiled(Block, dynamic=True), longer),
-    "shapes that change": Case(Block, compiled(Block), longer),
     "no gradient for the input": Case(Block, is_first=True),
     "no norm, no gradient for the input": Case(Twice, compiled(Twice), is_first=True),
     "BatchNorm": Case(
@@ -212,8 +213,13 @@ def assert_close(want: Result, got: Result, tolerance: float) -> None:
         torch.testing.assert_close(got.grads[name], grad, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("backend", ["pipemorph_aot_eager", INDUCTOR])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *give_tiers([(name, "pipemorph_aot_eager") for name in CASES], test=2, full=len(CASES) - 2),
+        *(pytest.param(name, "pipemorph", marks=INDUCTOR) for name in CASES),
+    ],
+)
 def test_a_compiled_block_defers_what_it_would_uncompiled(name: str, backend: str) -> None:
     case = CASES[name]
     want = sequential(job_of(case, OF_TORCH[backend]))
@@ -237,6 +243,7 @@ def test_a_compiled_block_defers_what_it_would_uncompiled(name: str, backend: st
         assert_equal(want, again)
 
 
+@pytest.mark.full
 @SLOW
 def test_inductor_defers_what_the_block_would_uncompiled() -> None:
     """What `make test` has of the above for inductor."""
@@ -310,6 +317,7 @@ def test_without_a_private_name_the_backward_is_fused(monkeypatch: pytest.Monkey
     assert_equal(want, got)
 
 
+@pytest.mark.full
 def test_a_chosen_split_needs_no_test() -> None:
     torch.manual_seed(3)
     job = Job(
@@ -329,6 +337,7 @@ def test_a_chosen_split_needs_no_test() -> None:
     assert {"0.qkv.weight", "1.down.weight"} <= runner._splitter.deferred
 
 
+@pytest.mark.full
 def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
     calls: list[Tensor] = []
 
@@ -364,6 +373,7 @@ def test_a_write_between_b_and_w_is_an_error() -> None:
         runner.backward_weight(0)
 
 
+@pytest.mark.full
 def test_weights_with_one_gradient_do_not_share_it() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     names = {id(weight): str(index) for index, weight in enumerate(weights)}
@@ -394,6 +404,7 @@ def test_b_keeps_only_what_products_need() -> None:
     assert held["pipemorph_aot_eager"] <= 1.1 * held[""]
 
 
+@pytest.mark.full
 def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     prepare = lambda m: compiled(Block)(m, "pipemorph_aot_eager")  # noqa: E731
     torch.manual_seed(3)
@@ -407,6 +418,7 @@ def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     assert runner.report.offload.nbytes > 0
 
 
+@pytest.mark.full
 def test_a_compiled_function_around_a_linear_defers_it() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -425,6 +437,7 @@ def test_a_compiled_function_around_a_linear_defers_it() -> None:
     assert runner.report.deferred == ("a.weight", "a.bias", "b.weight", "b.bias")
 
 
+@pytest.mark.full
 def test_evaluation_between_iterations() -> None:
     stage = Block()
     stage.compile(backend="pipemorph_aot_eager")
@@ -501,6 +514,7 @@ def gathered(value: object) -> list[object]:
     return values
 
 
+@pytest.mark.full
 def test_fully_shard_around_compiled_blocks() -> None:
     for found in run_ranks(2, train_sharded):
         assert not found["aot_eager"][0]
@@ -557,6 +571,7 @@ def train_spread(context: TrainerContext) -> list[str]:
     return report.lines()
 
 
+@pytest.mark.full
 @SLOW
 def test_a_compiled_block_of_tensor_parallel_ranks_keeps_its_backward_whole() -> None:
     """And says why. What is beside it is deferred all the same."""

@@ -241,6 +241,7 @@ def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
     ended(job, undisturbed)
 
 
+@pytest.mark.soak
 def test_a_loss_on_trial_goes_back_to_the_layers_before(
     started: Any, undisturbed: dict[int, float]
 ) -> None:
@@ -277,6 +278,7 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     assert (told.layers, told.layers_before, told.count, told.counted) == ([1, 5], None, 2, 0)
 
 
+@pytest.mark.soak
 def test_a_stage_that_becomes_slow_gets_fewer_layers_by_decision(
     started: Any, undisturbed: dict[int, float]
 ) -> None:

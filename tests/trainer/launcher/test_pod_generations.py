@@ -44,6 +44,7 @@ def secrets(job: Job, generation: int) -> set[str]:
     return {(job.folder / f"secret-{generation}-{rank}").read_text() for rank in range(4)}
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_replaced_while_all_pods_live(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_killed_rank_is_replaced_while_all_pods_live(
     assert secrets(job, 0) != secrets(job, 1)
 
 
+@pytest.mark.soak
 def test_ranks_that_hang_are_found_and_start_again(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -97,6 +99,7 @@ def test_ranks_that_hang_are_found_and_start_again(
         assert len(said) == 2, f"no stacks of rank {rank}\n{job}"
 
 
+@pytest.mark.soak
 def test_ranks_that_finish_no_first_iteration_are_found(pod_jobs: Start) -> None:
     job = pod_jobs("late", env={"PIPEMORPH_START_SECONDS": "30"}, hang_at=0)
     ends = job.ends()
@@ -131,6 +134,7 @@ def test_a_lost_pod_is_replaced_while_the_other_one_waits(
         print(f"from the loss to the next finished iteration: {recovery.seconds} s")
 
 
+@pytest.mark.soak
 def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -176,6 +180,7 @@ def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
     assert (job.recoveries().generation, job.recoveries().counted) == (1, 0)
 
 
+@pytest.mark.soak
 def test_all_pods_that_are_asked_to_end_do_not_wait_for_each_other(
     pod_jobs: Start, tmp_path: Path
 ) -> None:
@@ -190,6 +195,7 @@ def test_all_pods_that_are_asked_to_end_do_not_wait_for_each_other(
     assert job.recoveries().count == 0, job
 
 
+@pytest.mark.soak
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -210,6 +216,7 @@ def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     assert [each.rank for each in told.last] == [0, 2]
 
 
+@pytest.mark.soak
 def test_a_new_pod_waits_for_an_ingest_and_begins_no_old_generation(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -227,6 +234,7 @@ def test_a_new_pod_waits_for_an_ingest_and_begins_no_old_generation(
     assert (told.generation, told.replaced, told.state) == (1, [1], "replica"), f"{told}\n{job}"
 
 
+@pytest.mark.soak
 def test_the_users_exception_twice_is_the_end(pod_jobs: Start) -> None:
     """In pods of one rank."""
     job = pod_jobs("raises", restarts=1000, size=1, raise_at=5)

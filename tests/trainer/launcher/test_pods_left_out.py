@@ -21,7 +21,7 @@ from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 MICROBATCHES, MICROBATCH, SEED, ITERATIONS = 4, 2, 0, 70
 ARGS: dict[str, Any] = {
@@ -118,6 +118,7 @@ def compare(job: Job, *, kept: bool = False) -> None:
         assert loss == pytest.approx(expected[iteration], abs=2e-4), f"{iteration}: {ran(job)}"
 
 
+@pytest.mark.full
 def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> None:
     """With the whole batch."""
     job = started(batch="keep")
@@ -146,6 +147,7 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     compare(job, kept=True)
 
 
+@pytest.mark.soak
 def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: Any) -> None:
     """The pod of rank 0 is lost, and with it the agent; replica 1 trains on to the end, with a
     batch of half the size."""

@@ -22,7 +22,6 @@ from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite, describe, exit_code
 
-real_pods = pytest.mark.full
 pytestmark = pytest.mark.timeout(300)
 
 ITERATIONS, INTERVAL = 60, 4
@@ -47,7 +46,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
         job.close()
 
 
-@real_pods
+@pytest.mark.full
 def test_a_spare_takes_the_place_of_a_lost_pod_and_the_new_pod_is_a_spare(started: Any) -> None:
     """Pods have one stage each, so the state comes from a neighbour. Then the pod of rank 0 is
     lost, whose place the others meet at, and the pod that came for the first one takes it."""
@@ -88,7 +87,7 @@ def test_a_spare_takes_the_place_of_a_lost_pod_and_the_new_pod_is_a_spare(starte
     assert (told.generation, told.count, told.counted, told.completed) == (2, 2, 0, True)
 
 
-@real_pods
+@pytest.mark.soak
 def test_a_spare_that_is_lost_disturbs_nobody(started: Any) -> None:
     job = started("alone", spec={"parallelism": {**CUT, "spares": 1}}, script=SLOWLY)
     job.wait("pod 2 stands by", lambda: job.recoveries().spares_ready == 1)
@@ -104,7 +103,7 @@ def test_a_spare_that_is_lost_disturbs_nobody(started: Any) -> None:
     assert sorted(job.iterations()) == list(range(ITERATIONS))
 
 
-@real_pods
+@pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_pod_that_does_not_come(started: Any) -> None:
     spec = {
         "parallelism": {**CUT, "spares": 1},

@@ -76,7 +76,7 @@ def hurried(context: TrainerContext, job: Job) -> Record:
     return train(context, job)
 
 
-@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("dispatch", ["online", pytest.param("static", marks=pytest.mark.full)])
 def test_a_trace_that_cuts_every_direct_route_changes_no_bit(dispatch: str) -> None:
     faults = [Fault(link=link, from_iteration=1 + link, sever="direct") for link in (0, 1)]
     job = Job(3, 8, dispatch=dispatch, faults=faults, iterations=ITERATIONS)
@@ -121,8 +121,8 @@ MOMENTS = ((0, 0), (0, 3), (1, 0), (1, 5), (1, 11))
     [
         # The rank in the middle cuts both links, with both of their ends.
         (1, MOMENTS),
-        (0, MOMENTS[1::2]),
-        (2, MOMENTS[1::2]),
+        pytest.param(0, MOMENTS[1::2], marks=pytest.mark.full),
+        pytest.param(2, MOMENTS[1::2], marks=pytest.mark.full),
         pytest.param(0, MOMENTS[::2], marks=pytest.mark.soak),
         pytest.param(2, MOMENTS[::2], marks=pytest.mark.soak),
     ],

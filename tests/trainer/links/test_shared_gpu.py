@@ -34,6 +34,7 @@ def test_their_link_is_delegated_and_others_keep_both_routes() -> None:
     assert_same(records, reference(job))
 
 
+@pytest.mark.full
 def test_a_plan_with_the_direct_route_is_refused_in_words() -> None:
     said = run_ranks(2, train_sharing, Job(2, 4, route="auto"), 2)
     for text in said:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import pytest
 from launch import run_ranks
 from trainer_jobs import Job, make_plan, part
 
@@ -108,6 +109,7 @@ def test_columns_may_change_their_plan_in_different_iterations() -> None:
     assert all(each.losses == ran[0].losses for each in ran)
 
 
+@pytest.mark.full
 def test_a_plan_may_change_between_static_and_online_dispatch() -> None:
     """The losses stay the same."""
     job = Job(3, 6, policy="pipemorph", iterations=6)

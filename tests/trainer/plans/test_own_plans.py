@@ -55,7 +55,10 @@ def test_a_plan_of_another_replica_that_does_not_fit_is_no_reason_to_refuse() ->
         books[1].prepare(part(both, 1, mesh))
 
 
-@pytest.mark.parametrize("route", ["direct", pytest.param("delegated", marks=NEEDS_ENGINE)])
+@pytest.mark.parametrize(
+    "route",
+    [pytest.param("direct", marks=pytest.mark.full), pytest.param("delegated", marks=NEEDS_ENGINE)],
+)
 def test_one_replica_runs_its_own_plan_and_nothing_is_computed_differently(route: str) -> None:
     """pp 2 × dp 2. Link 0 of replica 1 is slow, and its plan and route change: losses and gradients
     are those of an undisturbed run, to the bit."""

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from launch import Missing, Ranks, ended, missing_in, run_ranks
+from pairwise import parametrize_product
 from torch import Tensor, nn
 from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stage, reference, train
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer import Pipeline, TrainerContext
-
-pytestmark = pytest.mark.full
 
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 
@@ -115,6 +114,7 @@ def stopped(context: TrainerContext) -> None:
         pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
 
 
+@pytest.mark.full
 @pytest.mark.needs_engine
 def test_a_rank_that_is_stopped_is_noticed_whatever_is_waited_for() -> None:
     """Its connections stay, and the line with them; only its engine does not answer any more."""
@@ -177,8 +177,11 @@ def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> N
             pipe.step(tokens, target=target)
 
 
-@pytest.mark.parametrize("neighbour", ["waits", "computes"])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.needs_engine
+@pytest.mark.parametrize(
+    ("route", "neighbour"),
+    parametrize_product(["delegated", "direct"], ["computes", "waits"], test=1, full=3),
+)
 def test_a_killed_peer_ends_the_others(route: str, neighbour: str, tmp_path: Path) -> None:
     """Also one that had something for it first: where that is refused, it names that message."""
     results = Ranks(3, killed, LONG.with_(route=route), neighbour, tmp_path).wait()
@@ -194,6 +197,7 @@ def test_a_killed_peer_ends_the_others(route: str, neighbour: str, tmp_path: Pat
     assert "rank 1 (stage 1) is gone" in results[0].error, results[0].error[-1500:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_hanging_peer_runs_into_the_deadline(route: str) -> None:
     ranks = Ranks(3, entry, LONG.with_(route=route, deadline=4.0), 1, LATE, "hang")
@@ -214,6 +218,7 @@ def test_an_exception_ends_all_ranks() -> None:
     assert [r.exitcode for r in results] == [1, 1, 1]
 
 
+@pytest.mark.full
 def test_sigterm_says_what_was_waited_for() -> None:
     ranks = Ranks(3, entry, LONG, 1, LATE, "hang")
     ranks.wait_for_output(1, "HANGS")
@@ -248,7 +253,7 @@ def test_a_peer_that_is_killed_before_a_collective_is_named() -> None:
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("what", ["data", "control"])
+@pytest.mark.parametrize("what", ["data", pytest.param("control", marks=pytest.mark.full)])
 def test_a_severed_engine_connection_changes_nothing(what: str) -> None:
     faults = [Fault(link=link, from_iteration=1, sever=what) for link in (0, 1)]  # type: ignore[arg-type]
     job = Job(3, 6, route="delegated", engine="tcp", faults=faults, iterations=4)

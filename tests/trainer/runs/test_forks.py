@@ -16,8 +16,6 @@ from torch import nn
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord
 
-pytestmark = pytest.mark.full
-
 
 def ended_by(child: int) -> int:
     """Exit code of a child, or minus its signal."""
@@ -103,6 +101,7 @@ def own_handler(context: TrainerContext, how: str) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_handler_of_the_script_runs_instead() -> None:
     assert run_ranks(1, own_handler, "alone") == [["saved"]]
     (result,) = Ranks(1, own_handler, "chained").wait()

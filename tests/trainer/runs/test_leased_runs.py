@@ -20,7 +20,7 @@ from pipemorph_trainer.links.channels import delegated
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.steps import parts
 
-pytestmark = [pytest.mark.needs_engine, pytest.mark.full]
+pytestmark = pytest.mark.needs_engine
 
 
 class Traffic(NamedTuple):
@@ -75,7 +75,7 @@ def lease_on_device(context: TrainerContext, job: Job) -> tuple[Record, list[Tra
     return found
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("policy", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_the_engine_copies_nothing_once_slots_are_granted(policy: str) -> None:
     job = Job(3, 6, policy=policy, route="delegated", engine="shm", iterations=5)
     found = run_ranks(3, lease_and_count, job)
@@ -97,6 +97,7 @@ def test_on_a_device_messages_are_copied_by_it_alone() -> None:
         assert end.slots_in_use == 0
 
 
+@pytest.mark.full
 def test_routes_change_while_messages_lie_in_slots() -> None:
     """From the engine to the direct route and back, and the engine's paths break meanwhile."""
     job = Job(3, 6, policy="1f1b", route="auto", engine="shm", iterations=8)

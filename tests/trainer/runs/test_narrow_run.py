@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_run import MICROBATCHES, Done, manifest, run
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 LINK, FROM, WORSE, TO, ITERATIONS = 2, 6, 18, 26, 42
 MESSAGE_BYTES, TRANSFER_MS, WORSE_MS = 16384, 25.0, 55.0

@@ -6,19 +6,31 @@ import pytest
 import torch
 from gate import same_bits
 from launch import run_ranks
+from pairwise import parametrize_product
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 
-pytestmark = pytest.mark.full
-
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
-ROUTES = [
-    pytest.param("direct", "auto", id="direct"),
-    pytest.param("delegated", "tcp", id="tcp", marks=pytest.mark.needs_engine),
-    pytest.param("delegated", "shm", id="shm", marks=pytest.mark.needs_engine),
-]
+DISPATCHES = ("static", "online", "guided")
+LINKS = ("direct", "tcp", "shm")
+DTYPES = (torch.float32, torch.bfloat16)
+FAULTS = {
+    "on time": (),
+    "late": (
+        Fault(link=0, delay_ms=5.0, from_iteration=1),
+        Fault(link=1, delay_ms=10.0, to_iteration=2),
+        Fault(link=1, bandwidth_mbps=1.0),
+    ),
+}
+
+
+def over(links: str) -> dict[str, str]:
+    """The route of a job's links, and the engine of delegated ones."""
+    if links == "direct":
+        return {"route": "direct"}
+    return {"route": "delegated", "engine": links}
 
 
 def check(job: Job) -> list[Record]:
@@ -28,42 +40,32 @@ def check(job: Job) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize(("route", "engine"), ROUTES)
-@pytest.mark.parametrize("dispatch", ["static", "online"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy: str, dispatch: str, route: str, engine: str) -> None:
-    records = check(Job(4, 6, policy=policy, dispatch=dispatch, route=route, engine=engine))
+@pytest.mark.needs_engine
+@pytest.mark.parametrize(
+    ("policy", "dispatch", "links", "dtype", "messages"),
+    parametrize_product(POLICIES, DISPATCHES, LINKS, DTYPES, tuple(FAULTS), test=6),
+)
+def test_every_policy_has_the_bits_of_one_process(
+    policy: str, dispatch: str, links: str, dtype: torch.dtype, messages: str
+) -> None:
+    job = Job(4, 6, policy=policy, dispatch=dispatch, dtype=dtype, **over(links))  # type: ignore[arg-type]
+    records = check(job.with_(faults=FAULTS[messages]))
     # The split is what makes this worth testing: B and W ran apart.
     assert {record.split for record in records} <= {"module", "graph"}
 
 
-@pytest.mark.parametrize(("route", "engine"), ROUTES)
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_bfloat16(stages: int, route: str, engine: str) -> None:
-    check(Job(stages, 4, dtype=torch.bfloat16, route=route, engine=engine))
-
-
-@pytest.mark.parametrize("dispatch", ["static", "online"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_in_bfloat16(policy: str, dispatch: str) -> None:
-    check(Job(3, 6, policy=policy, dispatch=dispatch, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize(("route", "engine"), ROUTES)
-@pytest.mark.parametrize("dispatch", ["static", "online", "guided"])
-def test_under_delays(dispatch: str, route: str, engine: str) -> None:
-    faults = [
-        Fault(link=0, delay_ms=5.0, from_iteration=1),
-        Fault(link=1, delay_ms=10.0, to_iteration=2),
-        Fault(link=1, bandwidth_mbps=1.0),
-    ]
-    job = Job(3, 6, policy="zero-bubble", dispatch=dispatch, route=route, engine=engine)
-    check(job.with_(faults=faults))
+@pytest.mark.needs_engine
+@pytest.mark.parametrize(
+    ("stages", "dtype", "links"), parametrize_product((1, 2, 3), DTYPES, LINKS, test=2, full=2)
+)
+def test_few_stages(stages: int, dtype: torch.dtype, links: str) -> None:
+    check(Job(stages, 4, dtype=dtype, **over(links)))  # type: ignore[arg-type]
 
 
 @pytest.mark.needs_engine
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("engine", ["tcp", "shm"])
+@pytest.mark.parametrize(
+    ("engine", "dtype"), parametrize_product(("tcp", "shm"), DTYPES, test=1, full=1)
+)
 def test_plan_and_route_switch_in_mid_run(engine: str, dtype: torch.dtype) -> None:
     job = Job(3, 6, policy="1f1b", route="auto", engine=engine, iterations=8, dtype=dtype)
     second = make_plan(job, 3, "zero-bubble", routes=(Route.DIRECT, Route.DELEGATED))
@@ -76,6 +78,7 @@ def test_plan_and_route_switch_in_mid_run(engine: str, dtype: torch.dtype) -> No
     assert versions[:1] + versions[2:3] + versions[4:] == [0, 3, 7, 7, 7, 7], versions
 
 
+@pytest.mark.full
 def test_plan_switch_in_mid_run() -> None:
     job = Job(3, 6, policy="1f1b", iterations=6)
     second = make_plan(job, 1, "zero-bubble")

@@ -20,8 +20,6 @@ from torch import nn
 
 from pipemorph_trainer import Pipeline, TrainerContext
 
-pytestmark = pytest.mark.full
-
 LATE = r"""
 // A gloo worker that is slow to let go of what it worked on: once armed, it stops after it has
 // said that it is done, until the interpreter is about to end, or for three seconds.
@@ -116,6 +114,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["closed", "failed", "forgotten"])
 def test_a_worker_that_lets_go_late_does_not_abort_the_process(
     how: str, late: Path, tmp_path: Path
@@ -135,6 +134,7 @@ def test_a_worker_that_lets_go_late_does_not_abort_the_process(
     assert done.stdout == "the last line\n"
 
 
+@pytest.mark.full
 def test_a_rank_whose_peer_has_stopped_ends_by_itself(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PEER_STOPS)
@@ -202,7 +202,13 @@ def two_pipelines(context: TrainerContext, mine: bool) -> None:
     assert value == context.world_size
 
 
-@pytest.mark.parametrize("mine", [True, False], ids=["user's group", "pipeline's group"])
+@pytest.mark.parametrize(
+    "mine",
+    [
+        pytest.param(True, id="user's group"),
+        pytest.param(False, marks=pytest.mark.full, id="pipeline's group"),
+    ],
+)
 def test_a_pipeline_takes_its_groups_with_it_and_leaves_the_default_one(mine: bool) -> None:
     run_ranks(4, two_pipelines, mine, timeout=100.0)
 
@@ -217,5 +223,6 @@ def fail_without_groups(context: TrainerContext) -> None:
     pipe.__exit__(ValueError, ValueError("as in a with statement"), None)
 
 
+@pytest.mark.full
 def test_a_user_may_destroy_all_groups_before_a_pipeline_is_taken_down() -> None:
     run_ranks(2, fail_without_groups, timeout=100.0)

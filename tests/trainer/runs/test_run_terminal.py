@@ -9,8 +9,6 @@ import pytest
 from terminal import Screen, Terminal
 from test_run import DELAY_MS, SLOW_FROM, SLOW_LINK, command, manifest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
-
 ITERATIONS = 24
 SECONDS = 140.0
 NAMED = rf"link {SLOW_LINK} \(stage {SLOW_LINK} to {SLOW_LINK + 1}\)"
@@ -22,6 +20,8 @@ def has(pattern: str, text: str) -> bool:
     return re.search(pattern, text, re.MULTILINE) is not None
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("rows", "columns", "environment"), [(24, 80, {"NO_COLOR": "1"}), (50, 200, {})]
 )

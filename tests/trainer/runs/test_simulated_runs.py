@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, run_ranks
+from pairwise import give_tiers
 from simulated_device import Driver, SimulatedDevice
 from simulated_runs import seat
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
@@ -46,13 +47,17 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
 @pytest.mark.needs_engine
 @pytest.mark.parametrize(
     ("policy", "engine", "dispatch"),
-    [
-        ("1f1b", "tcp", "static"),
-        ("pipemorph", "tcp", "online"),
-        ("pipemorph", "tcp", "guided"),
-        ("pipemorph", "shm", "static"),
-        ("gpipe", "shm", "online"),
-    ],
+    give_tiers(
+        [
+            ("pipemorph", "tcp", "online"),
+            ("1f1b", "tcp", "static"),
+            ("pipemorph", "tcp", "guided"),
+            ("pipemorph", "shm", "static"),
+            ("gpipe", "shm", "online"),
+        ],
+        test=1,
+        full=4,
+    ),
 )
 def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
     job = Job(3, 6, policy=policy, dispatch=dispatch, route="delegated", engine=engine)
@@ -128,6 +133,7 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
     return names, kinds
 
 
+@pytest.mark.full
 @pytest.mark.needs_engine
 def test_the_cpu_needs_none_of_it() -> None:
     for names, kinds in run_ranks(2, _plain, timeout=100):
@@ -285,6 +291,7 @@ def _direct(context: TrainerContext, job: Job) -> tuple[Record, int, list[str]]:
     return record, told, threads
 
 
+@pytest.mark.full
 def test_ranks_tell_when_messages_of_the_direct_route_left_their_devices() -> None:
     job = Job(3, 6, policy="1f1b", route="direct", iterations=5)
     found = run_ranks(3, _direct, job, timeout=100)

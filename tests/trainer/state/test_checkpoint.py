@@ -13,6 +13,7 @@ import pytest
 import torch
 from float32_gradients import in_float32, rounding
 from launch import Ranks, run_ranks
+from pairwise import give_tiers
 from torch import Tensor, nn
 
 from pipemorph.api.sections.trainer import Checkpoint
@@ -127,7 +128,10 @@ def cut_short(
     return made
 
 
-@pytest.mark.parametrize(("stages", "emulated"), [(2, False), (4, False), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("stages", "emulated"),
+    give_tiers([(2, False), (4, False), (1, False), (2, True)], test=1, full=3),
+)
 def test_resume_goes_on_to_the_bit(
     stages: int,
     emulated: bool,
@@ -142,12 +146,17 @@ def test_resume_goes_on_to_the_bit(
 
 
 # Before the optimizer's first step, when it has no moments yet, and after it.
-@pytest.mark.parametrize("cut", [2, 6])
 @pytest.mark.parametrize(
-    ("optimizer", "low"),
+    ("cut", "optimizer", "low"),
     # The momentum of gradients in float32 is in float32.
-    [("AdamW", False), ("AdamW", True), ("SGD", True), ("momentum", True)],
-)
+    give_tiers(
+        [
+            (2, "AdamW", True), (6, "AdamW", False), (6, "SGD", True), (2, "momentum", True),
+            (6, "AdamW", True), (2, "AdamW", False), (2, "SGD", True), (6, "momentum", True),
+        ],
+        test=1, full=3,
+    ),
+)  # fmt: skip
 def test_an_accumulation_goes_on_where_it_was_saved(
     cut: int, optimizer: str, low: bool, tmp_path: Path
 ) -> None:
@@ -164,6 +173,7 @@ def test_gradients_in_float32_between_steps_of_an_optimizer_without_state(tmp_pa
     assert run_ranks(1, stateless, str(tmp_path / "cut"), 6) == [(4, whole[0][1][4:])]
 
 
+@pytest.mark.full
 def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
     stray = tmp_path / "iteration-00000006" / "__7_0.distcp"
     stray.parent.mkdir()
@@ -176,6 +186,7 @@ def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None
     assert run_ranks(2, entry, str(tmp_path), 5, False)[0][0] == 4
 
 
+@pytest.mark.full
 def test_names_that_stages_share_fix_the_number_of_stages(tmp_path: Path) -> None:
     run_ranks(2, entry, str(tmp_path), 2, False, True)
     assert run_ranks(2, entry, str(tmp_path), 3, False, True)[0][0] == 2
@@ -183,6 +194,7 @@ def test_names_that_stages_share_fix_the_number_of_stages(tmp_path: Path) -> Non
     assert "resume with 2 stages, not 4" in results[0].error
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (result,) = Ranks(1, entry, str(tmp_path / "file"), 2, False).wait()

@@ -370,7 +370,13 @@ def test_kinds_of_jobs(case: Case, kills: list[Kill], tmp_path: Path) -> None:
     compare(found, whole, words[-1]["iteration"])
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pp": 2, "dp_replicate": 2},
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_without_memory_takes_that_of_its_replica(
     mesh: dict[str, int], tmp_path: Path
 ) -> None:
@@ -382,6 +388,7 @@ def test_a_rank_without_memory_takes_that_of_its_replica(
     compare(found, whole, 3)
 
 
+@pytest.mark.full
 def test_copies_of_every_few_iterations(tmp_path: Path) -> None:
     """Iterations since the last copy run again, at most as many as lie between two copies."""
     case = Case({"pp": 2}, every=4)
@@ -392,6 +399,7 @@ def test_copies_of_every_few_iterations(tmp_path: Path) -> None:
     compare(found, whole, 4)
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_newer_than_the_copies(tmp_path: Path) -> None:
     case, folder = Case({"pp": 2}, every=8, drawn=False), str(tmp_path / "checkpoints")
     whole = run_ranks(case.ranks, train, case, {})
@@ -401,6 +409,7 @@ def test_a_checkpoint_that_is_newer_than_the_copies(tmp_path: Path) -> None:
     compare(found, whole, 6)
 
 
+@pytest.mark.full
 def test_nothing_is_kept_if_that_is_asked(tmp_path: Path) -> None:
     case = Case({"pp": 2}, every=0)
     whole = run_ranks(case.ranks, train, case, {})
@@ -434,6 +443,7 @@ def emulate(context: TrainerContext, kill: dict[int, tuple[str, int]]) -> tuple[
     return pipe.start_iteration, losses
 
 
+@pytest.mark.full
 def test_emulated_stages_are_kept_too(tmp_path: Path) -> None:
     whole = run_ranks(4, emulate, {})
     Ranks(4, emulate, {2: ("stepped", 3)}, context={"kept_dir": tmp_path}).wait()

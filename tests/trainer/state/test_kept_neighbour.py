@@ -194,7 +194,7 @@ def go_on(folder: Path, case: Case, pods: Pods) -> tuple[list[Any], dict[str, An
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("per_pod", "lost"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize(("per_pod", "lost"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.full)])
 def test_a_lost_pod(per_pod: int, lost: int, tmp_path: Path) -> None:
     """Of seven finished iterations one runs again, since every second one is kept. Copies take
     longer than iterations: training waits for them."""
@@ -207,6 +207,7 @@ def test_a_lost_pod(per_pod: int, lost: int, tmp_path: Path) -> None:
     compare(found, undisturbed(), 6)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
     """That of rank 1 of iteration 4 is on its way for ever: all ranks keep theirs of 2."""
@@ -218,6 +219,7 @@ def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
     compare(found, undisturbed(), 2)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_without_copies_of_neighbours(tmp_path: Path) -> None:
     folder, case = tmp_path / "kept", replace(ALONE, neighbour=None)

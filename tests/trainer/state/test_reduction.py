@@ -13,6 +13,7 @@ import torch
 from float32_gradients import in_float32
 from gate import same_bits
 from launch import run_ranks
+from pairwise import give_tiers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,7 +139,11 @@ def train(context: TrainerContext, policy: str, dtype: torch.dtype) -> list[tupl
 
 @pytest.mark.parametrize(
     ("policy", "dtype"),
-    [("zero-bubble", torch.float32), ("1f1b", torch.float32), ("zero-bubble", torch.bfloat16)],
+    give_tiers(
+        [("zero-bubble", torch.bfloat16), ("1f1b", torch.float32), ("zero-bubble", torch.float32)],
+        test=1,
+        full=2,
+    ),
 )
 def test_buckets_leave_within_the_last_op(policy: str, dtype: torch.dtype) -> None:
     found = run_ranks(STAGES * REPLICAS, train, policy, dtype)
@@ -296,6 +301,7 @@ def uneven(context: TrainerContext) -> list[ReductionSample]:
     return told.found
 
 
+@pytest.mark.full
 def test_a_slow_stage_is_no_slow_reduction() -> None:
     """The rank that waits for the other one says so, and that the reduction is not slow."""
     quick, slow = run_ranks(2, uneven)

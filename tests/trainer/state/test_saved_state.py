@@ -90,8 +90,12 @@ def train(
 
 @pytest.mark.parametrize(
     ("options", "until"),
-    [({}, 4), ({}, 5), ({"asynchronous": True}, 5), ({"by_functions": True}, 4)],
-    ids=["end", "now", "async", "by functions"],
+    [
+        pytest.param({}, 4, marks=pytest.mark.full, id="end"),
+        pytest.param({}, 5, marks=pytest.mark.full, id="now"),
+        pytest.param({"asynchronous": True}, 5, id="async"),
+        pytest.param({"by_functions": True}, 4, marks=pytest.mark.full, id="by functions"),
+    ],
 )
 def test_random_state_and_objects_of_the_user_go_on(
     options: Any, until: int, tmp_path: Path
@@ -154,6 +158,7 @@ def meanwhile(context: TrainerContext, folder: str) -> None:
         same_bits(value, saved[name], name)
 
 
+@pytest.mark.full
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     run_ranks(2, meanwhile, str(tmp_path))
 
@@ -202,7 +207,9 @@ def with_little_room(context: TrainerContext, folder: str, late: int | None = No
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize(
+    "late", [0, *(pytest.param(each, marks=pytest.mark.full) for each in (None, 1))]
+)
 def test_a_write_that_fails_later_is_told_on_every_rank(late: int | None, tmp_path: Path) -> None:
     """Also if a rank finds it while another one, ``late``, is still in the iteration before."""
     for result in Ranks(2, with_little_room, str(tmp_path), late).wait():
@@ -261,6 +268,7 @@ def without_folder(context: TrainerContext) -> None:
         pipe.save()
 
 
+@pytest.mark.full
 def test_save_needs_a_folder_and_state_needs_methods(tmp_path: Path) -> None:
     run_ranks(1, without_folder)
     for result in Ranks(1, stateless, str(tmp_path)).wait():

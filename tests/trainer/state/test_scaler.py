@@ -63,7 +63,12 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("columns", "sharded"), [(1, False), (2, False), (2, True)], ids=["one", "replicas", "sharded"]
+    ("columns", "sharded"),
+    [
+        pytest.param(1, False, marks=pytest.mark.full, id="one"),
+        pytest.param(2, False, marks=pytest.mark.full, id="replicas"),
+        pytest.param(2, True, id="sharded"),
+    ],
 )
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(
     columns: int, sharded: bool

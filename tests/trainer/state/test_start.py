@@ -430,6 +430,7 @@ def miscounting(context: TrainerContext) -> tuple[list[str], list[int]]:
     return said, done
 
 
+@pytest.mark.full
 def test_a_script_steps_as_often_as_the_manifest_says() -> None:
     ((said, done),) = run_ranks(1, miscounting)
     assert done == [1, 2, 2]

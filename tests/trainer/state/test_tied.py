@@ -150,6 +150,7 @@ def test_a_tied_weight_is_one_weight_in_training_and_in_checkpoints(tmp_path: Pa
     check(resumed, expected[3:])
 
 
+@pytest.mark.full
 def test_replicas_share_a_tied_weight() -> None:
     expected = one_process(6, 2)
     check(run_ranks(6, train, 3, 6, None), expected)
@@ -209,6 +210,7 @@ def float32_sums(context: TrainerContext) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
+@pytest.mark.full
 def test_gradients_in_float32_of_a_tied_weight_are_summed() -> None:
     """Also where one holder does not use it."""
     stages, (x, target) = [Half(0), Half(1)], batch()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hybrid_models import batch_of, distribute, loss_fn, part_of, whole_model
 from launch import Ranks, run_ranks
+from pairwise import give_tiers
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_jobs import Job, make_plan
 
@@ -64,8 +65,13 @@ def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("at", [1, 2 * N - 1], ids=["first forward", "later"])
-@pytest.mark.parametrize("dimension", ["tp", "dp_shard"])
+@pytest.mark.parametrize(
+    ("dimension", "at"),
+    # In the first forward, and later.
+    give_tiers(
+        [("tp", 2 * N - 1), ("dp_shard", 1), ("tp", 1), ("dp_shard", 2 * N - 1)], test=1, full=1
+    ),
+)
 def test_all_ranks_end_soon_and_name_the_rank_and_its_error(
     dimension: str, at: int, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from pairwise import give_tiers
 
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.topology import hierarchy
@@ -76,7 +77,7 @@ def collectives(context: TrainerContext, widest: int) -> tuple[list[float], list
     return total.tolist(), [row.tolist() for row in found], len(mine)
 
 
-@pytest.mark.parametrize(("widest", "rounds"), [(2, 3), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("widest", "rounds"), give_tiers([(2, 3), (4, 2), (8, 1)], test=1, full=2))
 def test_all_ranks_have_the_same_bits(widest: int, rounds: int) -> None:
     found = run_ranks(RANKS, partial(collectives, widest=widest))
     (total, rows, count), *others = found

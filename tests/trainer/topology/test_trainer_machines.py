@@ -66,12 +66,12 @@ def meet(
 @pytest.mark.parametrize(
     ("changed", "address", "one_clock"),
     [
-        (None, "127.0.0.1", True),
-        ("hostname", ELSEWHERE, False),
+        pytest.param(None, "127.0.0.1", True, marks=pytest.mark.full),
+        pytest.param("hostname", ELSEWHERE, False, marks=pytest.mark.full),
         # Clones of one machine: one name, two kernels.
         ("boot_id", ELSEWHERE, False),
         # Containers that share name and kernel, each with a network of its own.
-        ("network", ELSEWHERE, True),
+        pytest.param("network", ELSEWHERE, True, marks=pytest.mark.full),
     ],
 )
 def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_clock: bool) -> None:
@@ -80,6 +80,7 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
     assert one[:2] == ([], [one_clock])
 
 
+@pytest.mark.full
 @pytest.mark.ipv6
 @pytest.mark.parametrize("route", ["direct", "delegated"])
 def test_neighbours_meet_over_ipv6(route: str) -> None:

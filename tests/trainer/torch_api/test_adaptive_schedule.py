@@ -216,7 +216,7 @@ def differences(context: TrainerContext) -> Iterator[str]:
             yield f"{name}: deferred {found.deferred}"
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_losses_and_gradients_are_those_of_1f1b(stages: int) -> None:
     assert run_ranks(stages, compare) == [[]] * stages
 

@@ -82,7 +82,7 @@ def both(context: TrainerContext, placement: str) -> Any:
     return ran + [train(context, placement, "pipemorph", dispatch) for dispatch in varying]
 
 
-@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize("placement", ["v", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_the_bits_of_torchs_schedule(placement: str) -> None:
     for rank, (theirs, *ours) in enumerate(run_ranks(2, both, placement)):
         assert sum(len(losses) for losses, _ in theirs) in (0, STEPS * MICROBATCHES)

@@ -234,6 +234,7 @@ def all_cases(context: TrainerContext, folder: str) -> list[str]:
     return list(cases(context, folder))
 
 
+@pytest.mark.full
 def test_bits_of_a_whole_backward_at_its_price(tmp_path: Path) -> None:
     assert run_ranks(2, all_cases, str(tmp_path)) == [[], []]
 

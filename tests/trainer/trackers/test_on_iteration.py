@@ -69,7 +69,7 @@ def train(context: TrainerContext, fails: bool) -> tuple[list[FinishedIteration]
     return heard, losses, (threads, ran)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
 def test_rank_0_is_told_of_every_iteration(fails: bool) -> None:
     (heard, losses, (threads, ran)), (none, others, (no_threads, _)) = run_ranks(2, train, fails)
     assert (none, no_threads) == ([], set())
@@ -129,6 +129,7 @@ def adaptive(context: TrainerContext) -> tuple[list[FinishedIteration], list[flo
     return heard, means
 
 
+@pytest.mark.full
 def test_an_adaptive_schedule_has_the_same_room() -> None:
     (heard, _), (none, means) = run_ranks(2, adaptive)
     assert none == []
