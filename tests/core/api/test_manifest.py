@@ -462,7 +462,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.sampled_from(spots(GOOD)), st.sampled_from(["set", "drop", "add"]), JUNK),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from gate import examples
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import Thresholds
@@ -224,7 +225,7 @@ def stalls(job: Job, count: int) -> None:
         job.run(job.rng.randint(30, 60))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(2)))
 def test_stalls_of_the_machine_are_no_slow_links(seed: int) -> None:
     job = Job(seed=seed)
     stalls(job, 20)

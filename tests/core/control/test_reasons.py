@@ -135,7 +135,7 @@ def test_short_lines(cause: Any, links: list[LinkHealth], made: Proposal, expect
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(CAUSES))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None:
     stages = rng.choice([2, 4, 8, 9, 64, 256])
     some = [i for i in range(stages - 1) if rng.random() < 0.5]

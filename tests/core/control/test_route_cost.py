@@ -135,6 +135,7 @@ def test_ops_that_take_no_time_teach_nothing() -> None:
     assert costs.now == RouteCost(0.0, AWAY)
 
 
+@pytest.mark.full
 def test_what_one_fault_teaches_makes_the_plan_for_the_next_one_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

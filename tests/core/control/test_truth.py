@@ -105,6 +105,7 @@ def test_a_fault_that_does_not_slow_iterations_is_taken_back_and_then_not_believ
     assert any("8 iterations in this state took 402.0 ms, not 79" in reason for reason in waiting)
 
 
+@pytest.mark.full
 def test_evidence_that_nothing_confirms_is_tried_again_ever_less_often() -> None:
     """A link may be slow in a way that is not modelled: it is not ignored for ever."""
     plant = LyingPlant(spec(), Lies(lambda i: i >= 20, delay=0.040))
@@ -120,7 +121,7 @@ def test_evidence_that_nothing_confirms_is_tried_again_ever_less_often() -> None
 def test_alarms_that_come_and_go_change_the_plan_once() -> None:
     """Stalls of the machine that last for some iterations each."""
     plant = LyingPlant(spec(), Lies(lambda i: i >= 20 and i % 40 < 12, delay=0.040))
-    plant.run(400)
+    plant.run(150)
     assert plant.kinds() == ["adapt", "revert"]
     waiting = [d.reason for d in plant.controller.decisions if d.kind == "keep"]
     assert any("so 4 more iterations must confirm it" in reason for reason in waiting)
@@ -236,7 +237,7 @@ def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_asked_about_ever_l
     plant = Plant(spec(stages=4, microbatches=12))
     plant.run(4)
     plant.delays[1] = 0.060
-    plant.run(100)
+    plant.run(50)
     assert 2 <= len(asked_at) <= 8, asked_at
     assert asked_at[1] > asked_at[0]
     lines = [d.line for d in plant.controller.decisions if "too few to confirm" in d.line]

@@ -13,6 +13,7 @@ from pipemorph.control.record.worth import Worth, worth
 from pipemorph.planning import StageTimes
 from pipemorph.wire import AdaptationRecord
 
+param, FULL = pytest.param, pytest.mark.full
 Change = Callable[[Plant], None]
 
 
@@ -31,8 +32,15 @@ def ops(stage: int, factor: float) -> Change:
     return change
 
 
+class Unobserved(Plant):
+    """A job that does not adapt, so that nobody needs its reports."""
+
+    def send(self, **_: object) -> None:
+        """To nobody."""
+
+
 def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plant:
-    plant = Plant(spec(adaptation={"enabled": enabled}))
+    plant = Plant(spec()) if enabled else Unobserved(spec())
     for i in range(iterations):
         if i in history:
             history[i](plant)
@@ -41,25 +49,41 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
 
 
 @pytest.mark.parametrize(
-    ("history", "within"),
+    ("history", "iterations", "within"),
     [
-        ({20: delay(2, 0.060), 120: delay(2, 0.0)}, 0.02),
-        ({20: delay(2, 0.060)}, 0.02),
-        ({20: delay(0, 0.03), 60: delay(2, 0.05), 100: delay(0, 0), 140: delay(2, 0)}, 0.02),
-        ({20: delay(1, 0.080), 60: delay(1, 0.020), 100: delay(1, 0.050)}, 0.02),
+        param(
+            {20: delay(2, 0.060), 120: delay(2, 0.0)},
+            160, 0.02, id="comes-and-goes", marks=FULL,
+        ),
+        param({10: delay(2, 0.060)}, 50, 0.02, id="stays"),
+        param(
+            {20: delay(0, 0.03), 60: delay(2, 0.05), 100: delay(0, 0), 140: delay(2, 0)},
+            160, 0.02, id="two-links", marks=FULL,
+        ),
+        param(
+            {20: delay(1, 0.080), 60: delay(1, 0.020), 100: delay(1, 0.050)},
+            160, 0.02, id="levels", marks=FULL,
+        ),
         # Phases of a few iterations, so that those count in which a decision has to wait.
-        ({8: delay(2, 0.030), 16: delay(2, 0.060), 24: delay(2, 0.0)}, 0.02),
-        ({8: delay(2, 0.060), 16: delay(2, 0.090), 24: delay(2, 0.0)}, 0.02),
+        param(
+            {8: delay(2, 0.030), 16: delay(2, 0.060), 24: delay(2, 0.0)}, 50, 0.02, id="short"
+        ),
+        param(
+            {8: delay(2, 0.060), 16: delay(2, 0.090), 24: delay(2, 0.0)},
+            160, 0.02, id="short-2", marks=FULL,
+        ),
         # Other op times are looked at every 50 iterations, and so is what they change.
-        ({20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)}, 0.08),
+        param(
+            {20: delay(2, 0.060), 60: ops(1, 1.5), 120: delay(2, 0.0)},
+            160, 0.08, id="slower-stage", marks=FULL,
+        ),
     ],
-    ids=["comes-and-goes", "stays", "two-links", "levels", "short", "short-2", "slower-stage"],
-)
+)  # fmt: skip
 def test_it_says_what_the_job_would_have_taken_longer_without_adaptation(
-    history: dict[int, Change], within: float
+    history: dict[int, Change], iterations: int, within: float
 ) -> None:
-    with_it = total(history, 160, enabled=True)
-    without = total(history, 160, enabled=False)
+    with_it = total(history, iterations, enabled=True)
+    without = total(history, iterations, enabled=False)
     truth = sum(without.seconds) - sum(with_it.seconds)
     found = with_it.controller.worth
     assert truth > 1.0
@@ -86,16 +110,16 @@ def test_a_fault_that_was_not_there_has_saved_nothing_once_it_is_found_out() -> 
 
 
 def test_it_goes_on_after_a_restart_of_the_host_where_it_was() -> None:
-    history = {20: delay(2, 0.060)}
-    undisturbed = total(history, 160, enabled=True).controller.worth
-    plant = total(history, 80, enabled=True)
+    history = {10: delay(2, 0.060)}
+    undisturbed = total(history, 50, enabled=True).controller.worth
+    plant = total(history, 30, enabled=True)
     saved = plant.controller.snapshot()
     # Six iterations of which no host hears.
     unheard = plant.controller
     plant.run(6)
     assert unheard.worth.seconds > 0
     plant.controller = JobController.restore(plant.spec, saved)
-    plant.run(74)
+    plant.run(14)
     found = plant.controller.worth
     assert found.seconds == pytest.approx(undisturbed.seconds, rel=0.01)
 

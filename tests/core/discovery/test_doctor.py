@@ -444,6 +444,7 @@ def test_the_command(
         main(["doctor", "--require", "wings"])
 
 
+@pytest.mark.full
 def test_on_this_very_host(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever it has: every line is filled in, and the trainer answers from its own process."""
     status = main(["doctor", "--require", "engine", "--output", "json"])

@@ -324,6 +324,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     asyncio.run(with_pool(PlannerPool(1), test))
 
 
+@pytest.mark.full
 def test_only_processes_that_make_long_plans_are_nicer_than_their_host() -> None:
     async def run() -> None:
         pool = PlannerPool(1)
@@ -487,6 +488,7 @@ def test_a_short_decision_that_is_urgent_does_not_wait_behind_those_that_may_wai
     asyncio.run(with_pool(PlannerPool(2), test))
 
 
+@pytest.mark.full
 def test_equal_decisions_are_made_once_and_remembered() -> None:
     seen: list[Decided] = []
 

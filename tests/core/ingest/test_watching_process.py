@@ -85,6 +85,7 @@ def test_a_process_that_is_killed_is_started_again_and_viewers_ask_again(
     serve(look, own_process=True)
 
 
+@pytest.mark.full
 def test_a_process_that_lags_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(site: Site) -> None:
         await site.report(0, iteration=1)
@@ -100,6 +101,7 @@ def test_a_process_that_lags_is_told_nothing_more(monkeypatch: pytest.MonkeyPatc
     serve(look, own_process=True)
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(site: Site) -> None:
         await site.report(0, iteration=1)
@@ -112,6 +114,7 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
     serve(look, own_process=True)
 
 
+@pytest.mark.full
 def test_what_the_process_cannot_answer_ends_nothing_else(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -129,6 +132,7 @@ def test_what_the_process_cannot_answer_ends_nothing_else(
     assert "a token" not in log
 
 
+@pytest.mark.full
 def test_an_ingest_that_stops_does_not_wait_for_the_process() -> None:
     async def look(site: Site) -> None:
         await site.report(0, iteration=1)
@@ -148,6 +152,7 @@ def test_an_ingest_that_stops_does_not_wait_for_the_process() -> None:
     serve(look, own_process=True)
 
 
+@pytest.mark.full
 def test_a_process_that_is_to_end_is_told_nothing_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +176,7 @@ def test_a_process_that_is_to_end_is_told_nothing_more(
     assert not [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
 
 
+@pytest.mark.full
 def test_a_process_that_lags_is_told_nevertheless_what_it_need_not_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +197,7 @@ def test_a_process_that_lags_is_told_nevertheless_what_it_need_not_keep(
     serve(look, own_process=True)
 
 
+@pytest.mark.full
 def test_the_process_ends_when_nobody_watches_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(site: Site) -> None:
         await site.report(0, iteration=1)
@@ -236,6 +243,7 @@ def worker(script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
 
 
+@pytest.mark.full
 def test_a_process_that_takes_too_much_memory_ends() -> None:
     script = """
 async def serving():
@@ -247,6 +255,7 @@ worker.run(serving)
     assert process.returncode == 1 and b"MemoryError" in said
 
 
+@pytest.mark.full
 def test_what_is_printed_in_the_process_is_no_answer() -> None:
     script = """
 async def check(asked):

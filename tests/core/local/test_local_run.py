@@ -19,11 +19,13 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.api.mesh import Coordinate, MeshShape
+from pipemorph.cli import main
 from pipemorph.local import run_job
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper, _live_members
 
 Runs = Callable[..., LocalRun]
+Refused = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -43,6 +45,25 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         for pid in run.processes():
             with contextlib.suppress(ProcessLookupError):  # It was on its way out.
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Calls the command in this process, for what starts no rank: its status and output."""
+
+    def call(run: LocalRun, *extra: str) -> tuple[int, str]:
+        said = io.StringIO()
+        monkeypatch.chdir(run.folder)
+        for name, value in run.env.items():
+            monkeypatch.setenv(name, value)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                status = main(run.command(*extra)[3:])
+            except SystemExit as ends:
+                status = ends.code if isinstance(ends.code, int) else 1
+        return status, said.getvalue()
+
+    return call
 
 
 def ended(run: LocalRun) -> tuple[int, str]:
@@ -76,6 +97,7 @@ def test_a_completed_job(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_a_command_runs_in_place_of_a_module(runs: Runs) -> None:
     run = runs(others="finish")
     trainer = run.manifest()["spec"]["trainer"]
@@ -91,6 +113,7 @@ def test_a_command_runs_in_place_of_a_module(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_a_command_is_looked_up_in_the_path_of_the_rank(runs: Runs) -> None:
     run = runs(others="finish", stages=2)
     trainer = run.manifest()["spec"]["trainer"]
@@ -155,7 +178,7 @@ def test_what_a_rank_sees(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("action", "outcome", "last_line"),
     [
-        ("die 3", "exited with code 3", "the last thing I did"),
+        pytest.param("die 3", "exited with code 3", "the last thing I did", marks=pytest.mark.full),
         ("crash", "was killed by SIGKILL", "about to crash"),
     ],
 )
@@ -175,6 +198,7 @@ def test_a_rank_that_dies_ends_the_run(
     assert_clean(run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("action", "done"), [("finish 3", 3), ("leave", 0)])
 def test_a_run_that_stops_early_is_not_complete(runs: Runs, action: str, done: int) -> None:
     run = runs(others=action, stages=2, spec={"failurePolicy": {"maxRestarts": 2}})
@@ -189,6 +213,7 @@ def test_a_run_that_stops_early_is_not_complete(runs: Runs, action: str, done: i
 
 
 # At once, and only after the peers have had their second to say what they miss.
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [0, 1.5])
 def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(
     runs: Runs, seconds: float
@@ -204,6 +229,7 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_where_all_have_lost_somebody_the_first_is_named(runs: Runs) -> None:
     run = runs({0: "lose 1", 1: "lose 0"}, stages=2)
     status, output = run.finish()
@@ -211,6 +237,7 @@ def test_where_all_have_lost_somebody_the_first_is_named(runs: Runs) -> None:
     assert re.search(r"^rank [01] \(stage [01]\) exited with code 1$", output, re.M), output
 
 
+@pytest.mark.full
 def test_results_that_cannot_be_written(runs: Runs) -> None:
     run = runs(others="finish")
     run.out.mkdir()
@@ -223,6 +250,7 @@ def test_results_that_cannot_be_written(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_a_port_is_kept_for_the_ranks_until_they_listen(runs: Runs) -> None:
     run = runs(others="hang")
     run.start()
@@ -233,6 +261,7 @@ def test_a_port_is_kept_for_the_ranks_until_they_listen(runs: Runs) -> None:
         assert store.getsockname()[1] == port
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
     # And no others: how long a signal takes to end them is a matter of the machine.
     run = runs({0: "die 1", 1: "stubborn"}, stages=2, spec=grace_of(1))
@@ -243,12 +272,14 @@ def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_what_a_rank_started_ends_with_it(runs: Runs) -> None:
     run = runs({1: "parent", 2: "die 1"})
     assert run.finish()[0] == 1
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -> None:
     """A process is not gone at once: this one has memory to give back."""
     large = "x = bytearray(b'x') * (300 << 20); print('there', flush=True); import time; "
@@ -266,7 +297,14 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
         reaper.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
+    ],
+)
 def test_an_interrupted_run_leaves_a_report_and_nothing_else(
     runs: Runs, number: signal.Signals
 ) -> None:
@@ -289,6 +327,7 @@ def test_an_interrupted_run_leaves_a_report_and_nothing_else(
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_does_not_wait(runs: Runs) -> None:
     run = runs(others="stubborn", spec=grace_of(2 * round(DEADLINE)))
     host = run.start()
@@ -305,6 +344,7 @@ def test_a_second_ctrl_c_does_not_wait(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_ctrl_c_at_a_terminal_reaches_the_host_alone(runs: Runs) -> None:
     """A terminal signals its whole foreground group; ranks must not be in it."""
     run = runs(others="wait")
@@ -328,6 +368,7 @@ def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
     until(lambda: not run.leftovers(), lambda: f"secrets gone, left: {run.leftovers()}")
 
 
+@pytest.mark.full
 def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
     """The kernel kills them: also where both are killed at once."""
     run = runs(others="stubborn")
@@ -362,6 +403,7 @@ def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.M
     assert run.processes() == [] and run.leftovers() == []
 
 
+@pytest.mark.full
 def test_a_job_whose_time_is_over(runs: Runs) -> None:
     run = runs(others="wait", spec={"activeDeadlineSeconds": 2})
     status, output = run.finish()
@@ -388,6 +430,7 @@ def test_a_restart_is_a_new_attempt_with_a_new_secret(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_a_rank_that_had_to_be_killed_does_not_end_the_next_attempt(runs: Runs) -> None:
     restarts = {"failurePolicy": {"maxRestarts": 1}}
     run = runs({0: "recover", 1: "cling"}, stages=2, spec=grace_of(1) | restarts)
@@ -399,6 +442,7 @@ def test_a_rank_that_had_to_be_killed_does_not_end_the_next_attempt(runs: Runs) 
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_restarts_are_limited(runs: Runs) -> None:
     run = runs({1: "die 5"}, spec={"failurePolicy": {"maxRestarts": 1}})
     status, output = run.finish()
@@ -408,12 +452,14 @@ def test_restarts_are_limited(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_unusable_input_in_a_rank_is_not_tried_again(runs: Runs) -> None:
     run = runs({1: "die 2"}, spec={"failurePolicy": {"maxRestarts": 5}})
     assert run.finish()[0] == 1
     assert len(run.report()["attempts"]) == 1
 
 
+@pytest.mark.full
 def test_an_interrupt_during_a_restart_ends_the_run(runs: Runs) -> None:
     run = runs({1: "die 5"}, spec={"failurePolicy": {"maxRestarts": 1000}})
     host = run.start()
@@ -423,11 +469,11 @@ def test_an_interrupt_during_a_restart_ends_the_run(runs: Runs) -> None:
     assert_clean(run)
 
 
-def test_a_suspended_job_is_not_started(runs: Runs) -> None:
-    run = runs(spec={"suspend": True})
-    status, output = run.finish()
-    assert status == 1
-    assert output == "fake is suspended (spec.suspend: true); not started\n"
+def test_a_suspended_job_is_not_started(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, stream = runs(spec={"suspend": True}), io.StringIO()
+    monkeypatch.chdir(run.folder)
+    assert run_job("job.yaml", Path("out"), stream=stream) == 1
+    assert stream.getvalue() == "fake is suspended (spec.suspend: true); not started\n"
     assert not run.out.exists()
 
 
@@ -461,9 +507,11 @@ def test_a_suspended_job_is_not_started(runs: Runs) -> None:
         ),
     ],
 )
-def test_bad_input_starts_nothing(runs: Runs, spec: dict[str, Any], says: str) -> None:
+def test_bad_input_starts_nothing(
+    runs: Runs, refused: Refused, spec: dict[str, Any], says: str
+) -> None:
     run = runs(spec=spec)
-    status, output = run.finish()
+    status, output = refused(run)
     assert status == 2
     assert output.count("\n") == 1, output
     assert says in output
@@ -471,9 +519,9 @@ def test_bad_input_starts_nothing(runs: Runs, spec: dict[str, Any], says: str) -
     assert not (run.folder / "meeting").exists()
 
 
-def test_an_unknown_log_level_starts_nothing(runs: Runs) -> None:
+def test_an_unknown_log_level_starts_nothing(runs: Runs, refused: Refused) -> None:
     run = runs(env={"PIPEMORPH_LOG": "loud"})
-    status, output = run.finish()
+    status, output = refused(run)
     assert status == 2
     assert output == (
         "pipemorph run: PIPEMORPH_LOG is 'loud'; expected one of DEBUG, INFO, WARNING, ERROR\n"
@@ -481,6 +529,7 @@ def test_an_unknown_log_level_starts_nothing(runs: Runs) -> None:
     assert not run.out.exists()
 
 
+@pytest.mark.full
 def test_an_earlier_run_is_not_overwritten_unasked(runs: Runs) -> None:
     run = runs(others="finish")
     assert run.finish()[0] == 0
@@ -499,21 +548,22 @@ def test_an_earlier_run_is_not_overwritten_unasked(runs: Runs) -> None:
     assert not (run.out / "logs" / "rank-9.log").exists()
 
 
-def test_an_out_folder_that_cannot_be_made(runs: Runs) -> None:
+def test_an_out_folder_that_cannot_be_made(runs: Runs, refused: Refused) -> None:
     run = runs(others="finish")
     run.out.write_text("a file")
-    status, output = run.finish()
+    status, output = refused(run)
     assert status == 2
     assert output.count("\n") == 1 and "--out out cannot be used" in output
 
 
-def test_an_out_folder_whose_name_is_too_long(runs: Runs) -> None:
+def test_an_out_folder_whose_name_is_too_long(runs: Runs, refused: Refused) -> None:
     run = runs(others="finish")
-    status, output = run.finish("--out", "x" * 300)
+    status, output = refused(run, "--out", "x" * 300)
     assert status == 2
     assert output.count("\n") == 1 and "cannot be used: File name too long" in output
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:
     """``| head``: nobody would see how it ends, but the report is there."""
     run = runs({1: "die 3"}, others="wait", spec={"failurePolicy": {"maxRestarts": 1000}})
@@ -526,6 +576,7 @@ def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:
     assert_clean(run)
 
 
+@pytest.mark.full
 def test_nohup_is_heeded(runs: Runs) -> None:
     run = runs(others="wait")
     with_nohup = ["nohup", *run.command()]

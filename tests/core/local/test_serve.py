@@ -178,6 +178,7 @@ def test_files_are_made_for_their_owner_and_kept(served: Any, tmp_path: Path) ->
     assert (tmp_path / "token").read_text() == before
 
 
+@pytest.mark.full
 def test_an_address_that_is_taken_is_said(served: Any, tmp_path: Path) -> None:
     address = served().environment()["PIPEMORPH_INGEST_URL"].removeprefix("http://")
     (tmp_path / "two").mkdir()

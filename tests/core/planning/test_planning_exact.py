@@ -28,7 +28,7 @@ SECONDS = 600.0
 
 
 @given(problem=problems(max_stages=3, max_microbatches=3, queues=False))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_exact_is_the_optimum(problem: Problem) -> None:
     """Held to branch and bound over every order."""
     if problem.stage_count * problem.microbatches > 6:
@@ -40,7 +40,7 @@ def test_exact_is_the_optimum(problem: Problem) -> None:
 
 
 @given(problem=problems(max_stages=3, max_microbatches=4, half_duplex=True))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_no_plan_beats_what_exact_proves(problem: Problem) -> None:
     """Bounded queues, blocking sends, shared queues; ops and messages that take no time."""
     solved = solve(problem, SECONDS, workers=1)

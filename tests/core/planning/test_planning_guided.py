@@ -41,7 +41,7 @@ def drawn(rng: random.Random, most: float) -> DelayAt:
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
     problem: Problem, seed: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
 
 
 @given(problem=offloading(half_duplex=True), most=st.floats(0.01, 30), draws=st.integers(1, 3))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_jitter(problem: Problem, most: float, draws: int) -> None:
     """Compiled and in Python, to the bit."""
     planned = plan(problem, Policy.ZERO_BUBBLE)
@@ -131,7 +131,7 @@ def test_a_late_message_holds_up_only_what_needs_it() -> None:
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_it_is_the_plan_while_nothing_is_late(problem: Problem, seed: int) -> None:
     """F and B take time: a message that is sent and used in one moment, through an op without
     length, may come after a rank has looked for it in that moment."""

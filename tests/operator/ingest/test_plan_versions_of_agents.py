@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from gate import examples
 from versioned_ingest import KEY, RESERVED, SLOW, SLOWER, TURNS, ranks
 
 from pipemorph.ingest import Versions
@@ -104,7 +105,7 @@ def test_no_versions_for_an_agent_whose_job_does_not_adapt() -> None:
         assert job.observes.observer.versions is None
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("seed", range(examples(1)))
 def test_whoever_decides_no_version_is_two_plans(seed: int) -> None:
     """Ingests are killed at any write, the API server goes away, the agent is cut off from all
     ingests, or starts again, at random."""
@@ -113,8 +114,11 @@ def test_whoever_decides_no_version_is_two_plans(seed: int) -> None:
         job.hand_in_gets = {200, 422}
         host = job.host()
         job.run(4)
+        job.meets(alone=True)
+        job.adapts(SLOW)
+        assert job.own, "the agent has not decided"
         newest = [0]
-        for _ in range(12):
+        for _ in range(5):
             job.meets(alone=chance.random() < 0.5)
             if host.dead or chance.random() < 0.3:
                 host = job.host(chance.randrange(2, 8), got_through=chance.random() < 0.5)
@@ -133,7 +137,6 @@ def test_whoever_decides_no_version_is_two_plans(seed: int) -> None:
         job.adapts([0.1, 0.1, 0.1])
         control = job.api.control()
         assert control is not None and control.plan_version >= job.observed
-        assert job.own, "the agent never decided: take another seed"
 
 
 def test_reserved_versions_are_counted_from_what_was_written() -> None:

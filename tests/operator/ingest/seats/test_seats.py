@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from gate import examples
 
 from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.cluster.lease import NotLeader
@@ -318,7 +319,7 @@ def test_a_lease_that_somebody_deletes_is_lost() -> None:
     assert first.lost
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_no_job_has_two_owners_whoever_comes_and_goes(seed: int) -> None:
     """Replicas start, are killed, suspended and cut off, in any order. Only one that may not write
     shares a job with another one."""
