@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ def main() -> int:
 
 def build(names: list[str], limit: float) -> int:
     os.nice(max(0, NICE - os.nice(0)))
+    # A step that is under way is then ended with all that it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     start = time.monotonic()
 
     def say(text: str) -> None:
