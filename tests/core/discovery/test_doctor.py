@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from dataclasses import replace
@@ -29,6 +30,12 @@ V2_APIPA = ("0000:0000:0000:0000:0000:ffff:a9fe:0203", "RoCE v2", "eth1")
 def put(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
+
+
+def unreadable(path: Path) -> None:
+    """Reading it is an error, also for root."""
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
 
 
 def make_device(
@@ -139,8 +146,7 @@ def test_counters_that_cannot_be_read_are_unavailable_and_never_zero(tmp_path: P
             "counters/not_about_health": 7,
         },
     )
-    (unreadable,) = [tmp_path / "rxe0/ports/1/hw_counters/send_err"]
-    unreadable.mkdir()  # reading it is an error, also for root
+    unreadable(tmp_path / "rxe0/ports/1/hw_counters/send_err")
     make_device(tmp_path, "rxe1", [V2_MAPPED])
     found = rdma.devices(tmp_path) or []
     assert found[0].ports[0].counters == {
@@ -290,10 +296,99 @@ def test_the_least_limit_of_all_control_groups_counts(
         put(mine, own)
     for name, text in files.items():
         if text is None:
-            (root / name).mkdir(parents=True)  # reading it is an error, also for root
+            unreadable(root / name)
         else:
             put(root / name, text)
     assert (cgroup.processors(root, mine), cgroup.memory_limit(root, mine)) == limits
+
+
+def test_memory_is_that_of_the_host_or_less(tmp_path: Path) -> None:
+    whole = host.memory_bytes(tmp_path)
+    assert whole > 1 << 20
+    for limit, found in ((1 << 62, whole), (4096, 4096)):
+        put(tmp_path / "memory.max", limit)
+        assert host.memory_bytes(tmp_path) == found
+
+
+def test_what_a_host_does_not_say_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "status", "Name:\tx")
+    assert not host.may_lock(tmp_path / "status")
+    for limit, fine in ((host.LEAST_LOCKED_BYTES - 1, False), (host.LEAST_LOCKED_BYTES, True)):
+        assert host.enough_locked_memory(limit, False) is fine
+    pages = tmp_path / "huge/hugepages-2048kB"
+    put(pages / "nr_hugepages", 512)
+    assert host.huge_pages(tmp_path / "huge") is None, "a file is missing"
+    put(pages / "free_hugepages", "many")
+    assert host.huge_pages(tmp_path / "huge") is None
+    unreadable(pages / "free_hugepages")
+    assert host.huge_pages(tmp_path / "huge") is None
+    put(tmp_path / "thp", "always madvise never")
+    assert host.transparent_huge_pages(tmp_path / "thp") is None
+    unreadable(tmp_path / "thp")
+    assert host.transparent_huge_pages(tmp_path / "thp") is None
+    (tmp_path / "module" / "ib_core").mkdir(parents=True)
+    assert host.loaded_modules(tmp_path / "thp", tmp_path / "module") == ["ib_core"]
+    sizes = types.SimpleNamespace(f_frsize=4096, f_blocks=9, f_bfree=7, f_bavail=5)
+    monkeypatch.setattr(host.os, "statvfs", lambda _: sizes)
+    assert host.shared_memory() == (9 * 4096, 5 * 4096)
+
+
+def test_devices_that_this_process_may_not_open_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host.verbs_devices(tmp_path / "nowhere") == []
+    for name in ("uverbs1", "uverbs0", "rdma_cm"):
+        put(tmp_path / name, "")
+
+    def access(path: Path, how: int) -> bool:
+        assert how == os.R_OK | os.W_OK
+        return path.name == "uverbs1"
+
+    monkeypatch.setattr(host.os, "access", access)
+    assert host.verbs_devices(tmp_path) == [("uverbs0", False), ("uverbs1", True)]
+
+
+def test_what_sysfs_does_not_say_of_a_port_is_unknown_and_never_well(tmp_path: Path) -> None:
+    make_device(tmp_path, "mlx5_0", [V2_MAPPED, V2_LOCAL])
+    folder, port = tmp_path / "mlx5_0", tmp_path / "mlx5_0/ports/1"
+    for name in ("fw_ver", "ports/1/state", "ports/1/phys_state", "ports/1/rate"):
+        unreadable(folder / name)
+    unreadable(port / "link_layer")
+    unreadable(port / "gid_attrs/types/0")
+    (port / "gid_attrs/ndevs/0").unlink()
+    for index, text in ((2, "fe80:0000:0000:0000:0000:0000:0000:0000"), (3, "none"), (4, "")):
+        put(port / "gids" / str(index), text)
+    unreadable(port / "gids" / "5")
+    put(port / "gids" / "no number", V2_MAPPED[0])
+    (tmp_path / "bare").mkdir()
+    bare, device = rdma.devices(tmp_path) or ()
+    assert (bare.ports, bare.firmware, bare.pci, bare.numa_node) == ((), None, None, None)
+    (found,) = device.ports
+    assert device.firmware is None
+    said = (found.state, found.physical_state, found.rate, found.link_layer)
+    assert said == (None, None, None, None)
+    assert not found.active and not found.usable
+    assert {gid.index: (gid.type, gid.netdev) for gid in found.gids} == {
+        0: (None, None),
+        1: ("RoCE v2", "eth1"),
+    }
+    assert rdma.ports(None) == [] and rdma.ports([bare, device]) == [found]
+
+
+@pytest.mark.parametrize(
+    ("target", "pci"), [("0000:1b:00.0", "0000:1b:00.0"), ("virtual", None), (None, None)]
+)
+def test_the_address_of_a_card_is_that_of_its_folder(
+    target: str | None, pci: str | None, tmp_path: Path
+) -> None:
+    make_device(tmp_path / "class", "mlx5_0", [])
+    if target is not None:
+        (tmp_path / target).mkdir()
+        (tmp_path / "class/mlx5_0/device").symlink_to(tmp_path / target)
+    (device,) = rdma.devices(tmp_path / "class") or ()
+    assert device.pci == pci
 
 
 def two_nodes(root: Path) -> Path:
@@ -340,12 +435,40 @@ def test_one_node_and_no_nodes_need_no_word(tmp_path: Path) -> None:
         assert not [c for c in checks(facts([], numa=found)) if c.name.startswith("NUMA")]
 
 
+@pytest.mark.parametrize(
+    ("status", "memory"), [("Name:\tx", None), (None, None), ("Mems_allowed_list:\t1", {1})]
+)
+def test_what_is_not_known_of_nodes_keeps_nobody_away(
+    status: str | None,
+    memory: set[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: {0})
+    nodes, file = two_nodes(tmp_path / "nodes"), tmp_path / "status"
+    unreadable(nodes / "node2" / "cpulist")
+    put(nodes / "node3x" / "cpulist", "0")
+    if status is None:
+        unreadable(file)
+    else:
+        put(file, status)
+    found = numa.placement({}, nodes=nodes, status=file)
+    assert found is not None
+    assert dict(found.nodes) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}, 2: frozenset()}
+    assert (found.processors, found.memory_nodes, found.own_nodes) == ({0}, memory, {0})
+    assert [found.far_from(node) for node in range(3)] == [memory is not None, True, True]
+    assert numa.placement({}, nodes=tmp_path / "nowhere") is None
+
+
 def test_the_node_of_a_device(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0", [])
     make_device(tmp_path, "rxe0", [])
     put(tmp_path / "mlx5_0" / "device" / "numa_node", 1)
     assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [1, None]
-    put(tmp_path / "mlx5_0" / "device" / "numa_node", -1)
+    for text in (-1, "", "near"):
+        put(tmp_path / "mlx5_0" / "device" / "numa_node", text)
+        assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [None, None]
+    unreadable(tmp_path / "mlx5_0" / "device" / "numa_node")
     assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [None, None]
 
 
@@ -416,10 +539,13 @@ def test_pyverbs_that_raises_because_the_kernel_has_no_infiniband(
 def test_pyverbs_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "pyverbs.device", None)
-    seen = verbs.look(tmp_path)
-    assert not seen.pyverbs
-    assert seen.pyverbs_error
-    assert str(tmp_path) not in sys.path
+    for _ in range(2):
+        seen = verbs.look(tmp_path)
+        assert not seen.pyverbs
+        assert seen.pyverbs_error
+        assert str(tmp_path) not in sys.path
+        # The distribution's, which cannot be imported either.
+        put(tmp_path / "pyverbs" / f"device.{sys.implementation.cache_tag}-x.so", "")
 
 
 def test_the_command(
