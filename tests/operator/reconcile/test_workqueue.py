@@ -83,6 +83,8 @@ def test_asked_for_during_its_turn_gets_another_turn_after_it() -> None:
         assert await nothing_ready(queue), "two turns at a time"
         queue.done("a")
         assert await queue.get() == "a"
+        queue.done("a")
+        assert await nothing_ready(queue), "it was asked for once"
 
     run(scenario)
 
