@@ -1,16 +1,26 @@
-"""An API server of one kind of objects, over HTTP, that forgets and breaks when the test says so.
+"""API servers for tests of the operator: :class:`FakeCluster` in this process, for single requests,
+and :class:`FakeApi` over HTTP, for lists and watches of one kind that break when the test says so.
 
-Its rules are those of kube-apiserver 1.37; tests/cluster/test_operator_forgotten.py asks it:
+Their rules are those of kube-apiserver 1.37; tests/cluster/test_operator_forgotten.py asks it:
 
 - The pages of a list are one snapshot. When it is forgotten, the next page is refused with 410.
 - A watch tells what happened after the version that it is given, also of what is gone by then. Of
   a version before what it remembers it answers 200, and one event: ERROR with a Status of code 410.
 - Of a version that is not reached yet it tells nothing.
+- Each write that changes an object gives it another resourceVersion. A write that names another one
+  than the object has is refused with 409 Conflict.
+- To create what exists is 409 AlreadyExists, to replace what does not is 404.
+- An apply creates what does not exist. It removes fields that its manager applied before and
+  does not apply now. Conditions are merged by their type, other lists are replaced. An apply of a
+  subresource changes only that, and is 404 if there is no object.
+- A delete with another UID than the object's deletes nothing.
+- Items of a list have neither kind nor apiVersion.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -20,10 +30,187 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from pipemorph_operator.cluster.client import Cluster
+from pipemorph_operator.cluster.client import ApiRefused, Cluster, path_of
 
 Object = dict[str, Any]
 Key = tuple[str, str]
+
+
+class FakeCluster(Cluster):
+    """The objects of an API server, with the methods of :class:`Cluster`. See the module.
+
+    A test overrides :meth:`arrives`, :meth:`admit` and :meth:`answers` for what goes wrong.
+    """
+
+    def __init__(self, *objects: Object) -> None:
+        self.objects: dict[str, Object] = {}
+        """By URL path."""
+        self.requests: list[tuple[str, str]] = []
+        """All requests: method of :class:`Cluster`, and URL path."""
+        self._versions = itertools.count(1)
+        self._applied: dict[tuple[str, str, str], Object] = {}
+        for each in objects:
+            self.put(each)
+
+    # --- hooks ----------------------------------------------------------------------------
+
+    async def arrives(self, verb: str, url: str) -> None:
+        """Called before a request is handled; may wait, or raise what the client gets."""
+
+    def admit(self, old: Object | None, new: Object) -> None:
+        """Called before an object is written; may raise, as validation does."""
+
+    async def answers(self, verb: str, url: str) -> None:
+        """Called after a write; may raise what the client gets although the write is done."""
+
+    def made(self, verb: str) -> list[str]:
+        """URL paths of all requests by this method."""
+        return [url for each, url in self.requests if each == verb]
+
+    # --- writes by the test ---------------------------------------------------------------
+
+    def put(self, obj: Object) -> Object:
+        """Write an object, whatever there is."""
+        return self._write(path_of(obj), obj)
+
+    def _write(self, url: str, obj: Object) -> Object:
+        old, new = self.objects.get(url), copy.deepcopy(obj)
+        self.admit(old, new)
+        metadata = new.setdefault("metadata", {})
+        kept = (
+            old["metadata"] if old is not None else {"uid": f"uid-{len(self.objects)}"} | metadata
+        )
+        metadata["uid"] = kept["uid"]
+        metadata.pop("resourceVersion", None)
+        if old is None or new != _without_version(old):
+            new["metadata"]["resourceVersion"] = str(next(self._versions))
+            self.objects[url] = new
+        return copy.deepcopy(self.objects[url])
+
+    # --- requests -------------------------------------------------------------------------
+
+    async def _arrives(self, verb: str, url: str) -> None:
+        self.requests.append((verb, url))
+        await self.arrives(verb, url)
+
+    async def get(self, url: str) -> Object | None:
+        await self._arrives("get", url)
+        return copy.deepcopy(self.objects.get(url))
+
+    async def list(
+        self, url: str, *, labels: str | None = None, fields: str | None = None
+    ) -> list[Object]:
+        assert fields is None, "field selectors are not played"
+        await self._arrives("list", url)
+        found = [copy.deepcopy(each) for each in self._in(url) if _selects(labels, each)]
+        for each in found:
+            each.pop("kind"), each.pop("apiVersion")
+        return found
+
+    async def metadata(self, url: str) -> AsyncIterator[Object]:
+        await self._arrives("list", url)
+        for each in self._in(url):
+            yield copy.deepcopy(each["metadata"])
+
+    def _in(self, url: str) -> list[Object]:
+        """Objects of a list, of one namespace or of all."""
+        root, _, plural = url.rpartition("/")
+        namespaced = "/namespaces/" in url
+        return [
+            each
+            for at, each in sorted(self.objects.items())
+            if at.rpartition("/")[0] == url
+            or (
+                not namespaced
+                and at.startswith(f"{root}/namespaces/")
+                and at.split("/")[-2] == plural
+            )
+        ]
+
+    async def create(self, obj: Object, owner: str) -> Object | None:
+        url = path_of(obj)
+        await self._arrives("create", url)
+        if url in self.objects:
+            return None
+        made = self._write(url, obj)
+        await self.answers("create", url)
+        return made
+
+    async def replace(self, obj: Object, owner: str = "") -> Object:
+        url = path_of(obj)
+        await self._arrives("replace", url)
+        self._must_be(url, obj, exists=True)
+        made = self._write(url, obj)
+        await self.answers("replace", url)
+        return made
+
+    async def apply(self, obj: Object, owner: str, *, subresource: str = "") -> Object:
+        url = path_of(obj)
+        await self._arrives("apply", url)
+        self._must_be(url, obj, exists=bool(subresource))
+        now = copy.deepcopy(self.objects.get(url, {}))
+        fields = {k: v for k, v in obj.items() if not subresource or k == subresource}
+        fields = copy.deepcopy(fields)
+        fields.get("metadata", {}).pop("resourceVersion", None)
+        before = self._applied.get((url, owner, subresource), {})
+        self._applied[url, owner, subresource] = copy.deepcopy(fields)
+        made = self._write(url, _merged(now, before, fields))
+        await self.answers("apply", url)
+        return made
+
+    async def delete(
+        self,
+        url: str,
+        *,
+        uid: str | None = None,
+        propagation: str = "Background",
+        grace: int | None = None,
+    ) -> None:
+        await self._arrives("delete", url)
+        found = self.objects.get(url)
+        if found is not None and uid in (None, found["metadata"]["uid"]):
+            del self.objects[url]
+        await self.answers("delete", url)
+
+    def _must_be(self, url: str, obj: Object, *, exists: bool) -> None:
+        """Refuse a write of an object that is gone, or of another version than is there."""
+        found, version = self.objects.get(url), obj["metadata"].get("resourceVersion")
+        if found is None and exists:
+            raise ApiRefused(404, "NotFound", f"{url} not found")
+        if found is not None and version not in (None, found["metadata"]["resourceVersion"]):
+            raise ApiRefused(409, "Conflict", "the object has been modified")
+
+
+def _without_version(obj: Object) -> Object:
+    metadata = {k: v for k, v in obj["metadata"].items() if k != "resourceVersion"}
+    return obj | {"metadata": metadata}
+
+
+def _selects(labels: str | None, obj: Object) -> bool:
+    """Whether a label selector, of equalities and names, matches."""
+    found = obj["metadata"].get("labels") or {}
+    for term in (labels or "").split(",") if labels else ():
+        name, equals, value = term.partition("=")
+        if name not in found or (equals and found[name] != value):
+            return False
+    return True
+
+
+def _merged(now: Any, before: Any, new: Any) -> Any:
+    """Fields as they are after an apply of ``new`` by whoever applied ``before``."""
+    if isinstance(now, dict) and isinstance(new, dict):
+        before = before if isinstance(before, dict) else {}
+        stay = {k: v for k, v in now.items() if k in new or k not in before}
+        return stay | {k: _merged(now.get(k), before.get(k), v) for k, v in new.items()}
+    if _are_conditions(now) and _are_conditions(new):
+        applied = {each["type"]: each for each in (before or [])}
+        found, wanted = ({each["type"]: each for each in rows} for rows in (now, new))
+        return list(_merged(found, applied, wanted).values())
+    return new
+
+
+def _are_conditions(rows: Any) -> bool:
+    return isinstance(rows, list) and all(isinstance(r, dict) and "type" in r for r in rows)
 
 
 class FakeApi:

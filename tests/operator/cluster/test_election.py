@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client import Configuration
+from operator_leases import Leases
+from waiting import until_async
 
-from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.election import Election
 from pipemorph_operator.cluster.lease import Lease, NotLeader
 
@@ -22,60 +24,7 @@ ACT = 4.0
 Object = dict[str, Any]
 
 
-class Api:
-    """The one Lease of an API server, with versions as it counts them."""
-
-    def __init__(self) -> None:
-        self.lease: Object | None = None
-        self.version = 0
-        self.away = False
-        self.asked = 0
-        self.before_write: Callable[[], None] | None = None
-
-    def written(self, lease: Object) -> Object:
-        self.version += 1
-        self.lease = copy.deepcopy(lease)
-        self.lease["metadata"] |= {"resourceVersion": str(self.version), "uid": "lease"}
-        return copy.deepcopy(self.lease)
-
-    @property
-    def spec(self) -> Object:
-        assert self.lease is not None
-        spec: Object = self.lease["spec"]
-        return spec
-
-
-class Client(Cluster):
-    """What a candidate asks of the API server."""
-
-    def __init__(self, api: Api) -> None:
-        self.api = api
-
-    async def get(self, url: str) -> Object | None:
-        assert url == "/apis/coordination.k8s.io/v1/namespaces/system/leases/operator"
-        self.api.asked += 1
-        if self.api.away:
-            raise ConnectionRefusedError("away")
-        return copy.deepcopy(self.api.lease)
-
-    async def create(self, obj: Object, owner: str) -> Object | None:
-        if obj["kind"] == "Event":
-            return None
-        self._meanwhile()
-        return None if self.api.lease is not None else self.api.written(obj)
-
-    async def replace(self, obj: Object) -> Object:
-        self._meanwhile()
-        if self.api.lease is None or obj["metadata"] != self.api.lease["metadata"]:
-            raise ApiRefused(409, "Conflict", "the object has been modified")
-        return self.api.written(obj)
-
-    def _meanwhile(self) -> None:
-        if self.api.away:
-            raise ConnectionRefusedError("away")
-        action, self.api.before_write = self.api.before_write, None
-        if action is not None:
-            action()
+NAME = "operator"
 
 
 class Candidate:
@@ -83,7 +32,7 @@ class Candidate:
 
     def __init__(
         self,
-        api: Api,
+        api: Leases,
         name: str,
         *,
         clock: float = 0.0,
@@ -91,7 +40,7 @@ class Candidate:
     ) -> None:
         self.now = clock
         self.election = Election(
-            Client(api), "system", "operator", name,
+            api, "system", NAME, name,
             seconds=seconds, clock=lambda: self.now,
         )  # fmt: skip
 
@@ -109,26 +58,26 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_one_leads_and_another_waits_until_it_has_seen_no_change_for_a_whole_duration() -> None:
-    api = Api()
+    api = Leases()
     # Clocks that have nothing in common.
     first, second = Candidate(api, "a"), Candidate(api, "b", clock=1e6)
     assert first.tries()
-    assert api.spec["leaseTransitions"] == 0
+    assert api.spec(NAME)["leaseTransitions"] == 0
     assert not second.tries()
     for _ in range(20):  # Renewals count from when they are seen.
         assert first.tries(after=3.0)
         assert not second.tries(after=3.0)
     assert not second.tries(after=SECONDS - 0.1)
     assert second.tries(after=0.2)
-    assert (api.spec["holderIdentity"], api.spec["leaseTransitions"]) == ("b", 1)
+    assert (api.spec(NAME)["holderIdentity"], api.spec(NAME)["leaseTransitions"]) == ("b", 1)
     assert not first.tries(after=SECONDS)
     assert not first.election.leads
 
 
 @pytest.mark.parametrize("renewed", ["1999-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"])
 def test_times_in_the_lease_mean_nothing(renewed: str) -> None:
-    api = Api()
-    api.written({"metadata": {}, "spec": {"holderIdentity": "a", "renewTime": renewed}})
+    api = Leases()
+    api.take(NAME, holderIdentity="a", renewTime=renewed)
     other = Candidate(api, "b")
     assert not other.tries()
     assert not other.tries(after=SECONDS - 0.1)
@@ -136,7 +85,7 @@ def test_times_in_the_lease_mean_nothing(renewed: str) -> None:
 
 
 def test_the_holder_stops_acting_before_another_can_take_the_lease() -> None:
-    api = Api()
+    api = Leases()
     first, second = Candidate(api, "a"), Candidate(api, "b")
     first.tries()
     second.tries()
@@ -157,10 +106,10 @@ def test_the_holder_stops_acting_before_another_can_take_the_lease() -> None:
 
 def test_the_time_a_renewal_takes_counts_for_others() -> None:
     """The Lease may have been written at the beginning of the request."""
-    api = Api()
+    api = Leases()
     holder = Candidate(api, "a")
 
-    def slow() -> None:
+    async def slow() -> None:
         holder.now += 3.0
 
     api.before_write = slow
@@ -169,12 +118,12 @@ def test_the_time_a_renewal_takes_counts_for_others() -> None:
 
 
 def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
-    api = Api()
+    api = Leases()
     first = Candidate(api, "a")
     taken: list[bool] = []
 
-    def other() -> None:
-        api.written({"metadata": {}, "spec": {"holderIdentity": "b", "leaseDurationSeconds": 9}})
+    async def other() -> None:
+        api.take(NAME, holderIdentity="b", leaseDurationSeconds=9)
         taken.append(True)
 
     for _ in range(2):  # It does not exist; it is free.
@@ -182,25 +131,25 @@ def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
         assert not first.tries()
         assert taken.pop()
         assert not first.tries(), "the other one's was taken"
-        api.spec["holderIdentity"] = ""
+        api.spec(NAME)["holderIdentity"] = ""
 
 
 def test_an_edit_by_hand_does_not_end_the_leaders_turn() -> None:
-    api = Api()
+    api = Leases()
     holder = Candidate(api, "a")
     holder.tries()
-    assert api.lease is not None
-    api.lease["metadata"]["labels"] = {"seen": "by hand"}
-    api.written(api.lease)
+    edited = copy.deepcopy(api.lease(NAME))
+    edited["metadata"]["labels"] = {"seen": "by hand"}
+    api.put(edited)
     assert not holder.tries(after=1.0)
     assert holder.election.leads
     assert holder.tries(after=1.0)
-    assert api.lease["metadata"]["labels"] == {"seen": "by hand"}
+    assert api.lease(NAME)["metadata"]["labels"] == {"seen": "by hand"}
 
 
 def test_the_holders_own_duration_counts() -> None:
     """As while the setting is being changed."""
-    api = Api()
+    api = Leases()
     long, short = Candidate(api, "a", seconds=60), Candidate(api, "b")
     long.tries()
     assert not short.tries()
@@ -209,14 +158,14 @@ def test_the_holders_own_duration_counts() -> None:
 
 
 def test_one_that_starts_again_under_its_name_goes_on_at_once() -> None:
-    api = Api()
+    api = Leases()
     assert Candidate(api, "a").tries()
     assert Candidate(api, "a").tries()
-    assert api.spec["leaseTransitions"] == 0
+    assert api.spec(NAME)["leaseTransitions"] == 0
 
 
 def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
-    api = Api()
+    api = Leases()
     first = Candidate(api, "a")
     ended: list[str] = []
 
@@ -225,20 +174,19 @@ def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.05)
-            ended.append(str(api.spec["holderIdentity"]))
+            ended.append(str(api.spec(NAME)["holderIdentity"]))
 
     async def test() -> None:
         stop = asyncio.Event()
         turn = asyncio.create_task(first.election.run(work, stop))
-        while not first.election.leads:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: first.election.leads, "it leads")
         await asyncio.sleep(0.01)
         stop.set()
         await turn
 
     run(test)
     assert ended == ["a"], "the lease was released before the work had ended"
-    assert api.spec["holderIdentity"] == ""
+    assert api.spec(NAME)["holderIdentity"] == ""
     assert Candidate(api, "b").tries()
 
 
@@ -252,24 +200,19 @@ async def recorded(turns: list[str]) -> None:
 
 
 def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
-    api = Api()
+    api = Leases()
     first = Candidate(api, "a", seconds=1)
     turns: list[str] = []
-
-    async def until(count: int) -> None:
-        while len(turns) < count:
-            await asyncio.sleep(0.01)
 
     async def test() -> None:
         stop = asyncio.Event()
         turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
-        await until(1)
-        spec = {"holderIdentity": "b", "leaseDurationSeconds": 1}
-        api.written({"metadata": {}, "spec": spec})
-        await until(2)
+        await until_async(lambda: len(turns) >= 1, "begun")
+        api.take(NAME, holderIdentity="b", leaseDurationSeconds=1)
+        await until_async(lambda: len(turns) >= 2, "ended")
         assert not first.election.leads
         first.now += 2.0  # b does not renew it.
-        await until(3)
+        await until_async(lambda: len(turns) >= 3, "begun again")
         stop.set()
         await turn
 
@@ -282,16 +225,16 @@ def test_work_that_fails_is_raised() -> None:
         raise ZeroDivisionError
 
     async def test() -> None:
-        api = Api()
+        api = Leases()
         with pytest.raises(ZeroDivisionError):
             await Candidate(api, "a").election.run(work, asyncio.Event())
-        assert api.spec["holderIdentity"] == ""
+        assert api.spec(NAME)["holderIdentity"] == ""
 
     run(test)
 
 
 def test_who_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api()
+    api = Leases()
     holder = Candidate(api, "a")
     sent: list[tuple[str, float]] = []
 
@@ -345,7 +288,7 @@ def test_fields_that_a_lease_lacks_have_defaults(
 ) -> None:
     now = 70.0
     lease = Lease(
-        Client(Api()), "system", "operator", "b",
+        Leases(), "system", "operator", "b",
         component="c", seconds=SECONDS, clock=lambda: now,
     )  # fmt: skip
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from gate import examples
+from operator_leases import Leases
+from waiting import until_async
 
-from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.cluster.lease import NotLeader
 from pipemorph_operator.ingest.seats.seats import Seats
 
@@ -22,79 +22,12 @@ PATIENCE = 15.0
 Object = dict[str, Any]
 
 
-class Api:
-    """The Leases of an API server."""
-
-    def __init__(self) -> None:
-        self.leases: dict[str, Object] = {}
-        self.version = 0
-
-    def written(self, lease: Object) -> Object:
-        self.version += 1
-        made = copy.deepcopy(lease)
-        made["metadata"]["resourceVersion"] = str(self.version)
-        self.leases[made["metadata"]["name"]] = made
-        return copy.deepcopy(made)
-
-    def holders(self) -> dict[str, str]:
-        held = {name: each["spec"]["holderIdentity"] for name, each in self.leases.items()}
-        return {name: holder for name, holder in sorted(held.items()) if holder}
-
-
-class Client(Cluster):
-    """What a replica asks of it."""
-
-    def __init__(self, api: Api) -> None:
-        self.api = api
-        self.away = False
-        self.before_write: Callable[[], Awaitable[None]] | None = None
-
-    def _reach(self) -> None:
-        if self.away:
-            raise ConnectionRefusedError("away")
-
-    async def list(
-        self, url: str, *, labels: str | None = None, fields: str | None = None
-    ) -> list[Object]:
-        assert url == "/apis/coordination.k8s.io/v1/namespaces/system/leases"
-        assert labels == "pipemorph.io/seats-of=ingest"
-        self._reach()
-        found = copy.deepcopy(list(self.api.leases.values()))
-        for each in found:  # As in lists.
-            each.pop("kind"), each.pop("apiVersion")
-        return found
-
-    async def get(self, url: str) -> Object | None:
-        self._reach()
-        return copy.deepcopy(self.api.leases.get(url.rpartition("/")[2]))
-
-    async def create(self, obj: Object, owner: str) -> Object | None:
-        await self._meanwhile()
-        assert obj["metadata"]["labels"] == {"pipemorph.io/seats-of": "ingest"}
-        return None if obj["metadata"]["name"] in self.api.leases else self.api.written(obj)
-
-    async def replace(self, obj: Object) -> Object:
-        assert (obj["apiVersion"], obj["kind"]) == ("coordination.k8s.io/v1", "Lease")
-        await self._meanwhile()
-        metadata = obj["metadata"]
-        now = self.api.leases[metadata["name"]]["metadata"]["resourceVersion"]
-        if metadata["resourceVersion"] != now:
-            raise ApiRefused(409, "Conflict", "the object has been modified")
-        return self.api.written(obj)
-
-    async def _meanwhile(self) -> None:
-        action, self.before_write = self.before_write, None
-        if action is not None:
-            await action()
-        self._reach()
-
-
 class Replica:
     """A replica whose rounds and clock are the test's. ``mine``: jobs that it has not dropped."""
 
-    def __init__(self, api: Api, name: str, *, count: int = 3, clock: float = 0.0) -> None:
+    def __init__(self, api: Leases, name: str, *, count: int = 3, clock: float = 0.0) -> None:
         self.now = clock
-        self.client = Client(api)
+        self.client = api.another()
         self.seats = Seats(
             self.client, "system", "ingest", name, count=count, address=f"{name}:1",
             seconds=SECONDS, clock=lambda: self.now, on_change=self.redeal,
@@ -137,7 +70,7 @@ def no_two_have_one_job(*replicas: Replica) -> set[str]:
 
 
 def test_all_replicas_serve_and_every_job_has_one_owner() -> None:
-    api = Api()
+    api = Leases()
     # Clocks that have nothing in common.
     all_three = [Replica(api, name, clock=1e6 * i) for i, name in enumerate("abc")]
     for _ in range(4):
@@ -158,7 +91,7 @@ def test_all_replicas_serve_and_every_job_has_one_owner() -> None:
 
 
 def test_one_more_than_there_are_seats_stands_by_until_one_is_left() -> None:
-    api = Api()
+    api = Leases()
     first, second, third = (Replica(api, name, count=2) for name in "abc")
     rounds(first, second, third)
     assert third.seats.state() == "c stands by; 2 replicas serve"
@@ -173,7 +106,7 @@ def test_one_more_than_there_are_seats_stands_by_until_one_is_left() -> None:
 
 
 def test_a_new_one_serves_when_others_have_dropped_what_it_gets() -> None:
-    api = Api()
+    api = Leases()
     first = Replica(api, "a")
     rounds(first)
     assert first.mine == set(UIDS)
@@ -197,7 +130,7 @@ def test_a_new_one_serves_when_others_have_dropped_what_it_gets() -> None:
 
 def test_of_two_that_take_different_seats_at_a_time_one_waits_for_the_other() -> None:
     """Each has read the seats before the other took one."""
-    api = Api()
+    api = Leases()
     first, second = Replica(api, "a"), Replica(api, "b")
     second.seats._own.reverse()
 
@@ -215,7 +148,7 @@ def test_of_two_that_take_different_seats_at_a_time_one_waits_for_the_other() ->
 
 
 def test_the_jobs_of_a_lost_one_are_served_by_others_and_no_other_job_moves() -> None:
-    api = Api()
+    api = Leases()
     all_three = first, second, third = [Replica(api, name) for name in "abc"]
     rounds(*all_three)
     before = set(second.mine), set(third.mine)
@@ -237,7 +170,7 @@ def test_the_jobs_of_a_lost_one_are_served_by_others_and_no_other_job_moves() ->
 
 def test_one_that_could_not_renew_its_seat_and_was_not_missed_goes_on_as_it_was() -> None:
     """The API server was away for all: nobody has heard anything, and nobody is taken for dead."""
-    api = Api()
+    api = Leases()
     both = first, second = Replica(api, "a"), Replica(api, "b")
     rounds(*both)
     before = set(first.mine), set(second.mine)
@@ -257,7 +190,7 @@ def test_one_that_could_not_renew_its_seat_and_was_not_missed_goes_on_as_it_was(
 
 
 def test_one_that_is_cut_off_alone_may_not_write_when_another_has_its_jobs() -> None:
-    api = Api()
+    api = Leases()
     both = first, second = Replica(api, "a"), Replica(api, "b")
     rounds(*both)
     before = set(second.mine)
@@ -278,7 +211,7 @@ def test_one_that_is_cut_off_alone_may_not_write_when_another_has_its_jobs() -> 
 
 
 def test_one_that_starts_again_under_its_name_has_its_seat_at_once() -> None:
-    api = Api()
+    api = Leases()
     first, second = Replica(api, "a"), Replica(api, "b")
     rounds(first, second)
     before = set(second.mine)
@@ -286,12 +219,12 @@ def test_one_that_starts_again_under_its_name_has_its_seat_at_once() -> None:
     again.round()
     again.round(after=0.3)
     assert again.mine == before
-    assert api.leases["ingest-1"]["spec"]["leaseTransitions"] == 0
+    assert api.spec("ingest-1")["leaseTransitions"] == 0
 
 
 def test_seats_beyond_the_number_that_is_set_now_count_as_long_as_they_are_held() -> None:
     """As while the number of replicas is reduced, pod by pod."""
-    api = Api()
+    api = Leases()
     old = [Replica(api, name) for name in "abc"]
     rounds(*old)
     new = Replica(api, "d", count=2)
@@ -309,10 +242,10 @@ def test_seats_beyond_the_number_that_is_set_now_count_as_long_as_they_are_held(
 
 
 def test_a_lease_that_somebody_deletes_is_lost() -> None:
-    api = Api()
+    api = Leases()
     first, second = Replica(api, "a"), Replica(api, "b")
     rounds(first, second)
-    del api.leases["ingest-0"]
+    api.lose("ingest-0")
     second.round()
     assert second.mine == set(UIDS)
     first.round()
@@ -324,7 +257,7 @@ def test_no_job_has_two_owners_whoever_comes_and_goes(seed: int) -> None:
     """Replicas start, are killed, suspended and cut off, in any order. Only one that may not write
     shares a job with another one."""
     chance = random.Random(seed)
-    api = Api()
+    api = Leases()
     number, alive = 0, list[Replica]()
     for _ in range(300):
         what = chance.random()
@@ -367,7 +300,7 @@ def may_write(replica: Replica) -> bool:
 
 
 def test_who_stops_leaves_the_seat_after_its_work_has_ended() -> None:
-    api = Api()
+    api = Leases()
     first = Replica(api, "a")
     ended: list[str] = []
 
@@ -378,13 +311,12 @@ def test_who_stops_leaves_the_seat_after_its_work_has_ended() -> None:
             assert not first.seats.acts
             await asyncio.sleep(0.05)
             first.seats.permit()  # It may still write.
-            ended.append(api.leases["ingest-0"]["spec"]["holderIdentity"])
+            ended.append(api.spec("ingest-0")["holderIdentity"])
 
     async def test() -> None:
         stop = asyncio.Event()
         turn = asyncio.create_task(first.seats.run(work, stop))
-        while not first.seats.acts:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: first.seats.acts, "it acts")
         await asyncio.sleep(0.01)
         stop.set()
         await turn
@@ -395,7 +327,7 @@ def test_who_stops_leaves_the_seat_after_its_work_has_ended() -> None:
 
 
 def test_work_that_fails_is_raised_and_a_lost_seat_ends_it() -> None:
-    api = Api()
+    api = Leases()
 
     async def fails() -> None:
         raise ZeroDivisionError
@@ -412,11 +344,10 @@ def test_work_that_fails_is_raised_and_a_lost_seat_ends_it() -> None:
         assert api.holders() == {}
         first = Replica(api, "a", count=1)
         turn = asyncio.create_task(first.seats.run(waits, asyncio.Event()))
-        while not first.seats.acts:
-            await asyncio.sleep(0.01)
-        lease = api.leases["ingest-0"]
+        await until_async(lambda: first.seats.acts, "it acts")
+        lease = copy.deepcopy(api.lease("ingest-0"))
         lease["spec"]["holderIdentity"] = "b"
-        api.written(lease)
+        api.put(lease)
         await turn
         assert not first.seats.acts
 
