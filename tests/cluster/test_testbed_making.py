@@ -129,6 +129,19 @@ def test_a_machine_that_cannot_have_a_testbed_builds_the_others(bench: Bench) ->
     assert not (bench.folder / "x").exists()
 
 
+def test_without_go_the_others_are_built_and_the_line_says_what_is_missing(bench: Bench) -> None:
+    def no_go(*_: object) -> bool:
+        raise TestbedError("found no go command")
+
+    kubernetes = Testbed("kubernetes", "", artifacts=(Artifact("etcd", no_go, no_go),))
+    other = Testbed("other", "", artifacts=(bench.artifact("x"),))
+    assert kubernetes.why_not() == "found no go command"
+    assert making.plan([kubernetes, other])[0].startswith("kubernetes  to build: etcd")
+    result = bench.make(kubernetes, other)
+    assert result == making.Result(making.FAILED, "FAILED: kubernetes: found no go command")
+    assert (bench.folder / "x").exists()
+
+
 @pytest.mark.parametrize(
     ("platform", "user", "reason"),
     [("darwin", 0, "pods need Linux"), ("linux", 1000, "need root"), ("linux", 0, None)],

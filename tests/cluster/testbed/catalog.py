@@ -64,7 +64,8 @@ class Testbed:
     """Whether `make test-all` needs it."""
 
     def missing_artifacts(self) -> list[Artifact]:
-        return [artifact for artifact in self.artifacts if not artifact.is_there()]
+        """Those that are not there, or cannot be looked for: making them says why."""
+        return [artifact for artifact in self.artifacts if not _is_there(artifact)]
 
     def missing_packages(self) -> list[str]:
         """Debian packages that it needs, or that building it needs."""
@@ -78,12 +79,19 @@ class Testbed:
                 return reason
             if names := packages.missing_packages(self.needs):
                 return f"found no {' '.join(names)} (Debian packages)"
-            if missing := self.missing_artifacts():
+            if missing := [artifact for artifact in self.artifacts if not artifact.is_there()]:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                 return f"found no {missing[0].title}{more}"
         except TestbedError as error:
             return " ".join(str(error).split())
         return None
+
+
+def _is_there(artifact: Artifact) -> bool:
+    try:
+        return artifact.is_there()
+    except TestbedError:
+        return False
 
 
 def find_clang() -> str | None:
