@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import prepared_processes
+
 T = TypeVar("T")
 DEADLINE = 60.0
 MARK = "LOCAL_HOST_TEST"
@@ -119,6 +121,8 @@ class LocalRun:
     spec: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    executed: bool = False
+    """Whether it is a program of its own, instead of a fork of a prepared process."""
     host: subprocess.Popen[str] | None = None
 
     def __post_init__(self) -> None:
@@ -165,7 +169,8 @@ class LocalRun:
 
     def start(self, *extra: str) -> subprocess.Popen[str]:
         """Start it and wait until every rank is up."""
-        self.host = subprocess.Popen(
+        start = subprocess.Popen if self.executed else prepared_processes.PreparedProcess
+        self.host = start(
             self.command(*extra),
             cwd=self.folder,
             env=self.environment(),
@@ -194,7 +199,8 @@ class LocalRun:
 
     def finish(self, *extra: str) -> tuple[int, str]:
         """Run it to its end: exit status and output."""
-        done = subprocess.run(
+        run = subprocess.run if self.executed else prepared_processes.run
+        done = run(
             self.command(*extra),
             cwd=self.folder,
             env=self.environment(),
@@ -211,7 +217,8 @@ class LocalRun:
 
     def processes(self) -> list[int]:
         """Every process on this machine that descends from this run, zombies aside."""
-        return [pid for pid in _processes() if _has_mark(pid, self.mark)]
+        executed = [pid for pid in _processes() if _has_mark(pid, self.mark)]
+        return [*executed, *prepared_processes.forks_in(self.folder)]
 
     def leftovers(self) -> list[str]:
         """Secrets and other temporary files that are still there."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import free_port
+from prepared_processes import PreparedProcess
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
@@ -132,7 +133,7 @@ class Job:
 
     def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
+            process = PreparedProcess(
                 [sys.executable, *command], env=self._env | env, stdout=log, stderr=log
             )
         self._processes.append(process)

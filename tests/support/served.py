@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from certificates import self_signed
+from prepared_processes import PreparedProcess
 
 from pipemorph.api.spec import PipeMorphJob
 
@@ -49,7 +50,7 @@ class Served:
         (folder / "job.json").write_text(json.dumps(content))
         self._log = folder / "serve.log"
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = PreparedProcess(
                 [
                     sys.executable, "-m", "pipemorph.cli", "serve", str(folder / "job.json"),
                     "--listen", "127.0.0.1:0", "--token-file", str(folder / "token"), *options,

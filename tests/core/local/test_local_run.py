@@ -84,7 +84,7 @@ def grace_of(seconds: int) -> dict[str, Any]:
 
 
 def test_a_completed_job(runs: Runs) -> None:
-    run = runs(others="finish")
+    run = runs(others="finish", executed=True)
     status, output = run.finish()
     assert status == 0, output
     assert "completed" in output
@@ -358,7 +358,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_host_alone(runs: Runs) -> None:
 
 
 def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
-    run = runs({1: "parent", 2: "stubborn"})
+    run = runs({1: "parent", 2: "stubborn"}, executed=True)
     host = run.start()
     assert len(run.processes()) >= 6
     assert run.leftovers()
@@ -371,7 +371,7 @@ def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
 @pytest.mark.full
 def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
     """The kernel kills them: also where both are killed at once."""
-    run = runs(others="stubborn")
+    run = runs(others="stubborn", executed=True)
     host = run.start()
     ranks = {run.seen_by(rank)["pid"] for rank in range(4)}
     others = set(run.processes()) - ranks - {host.pid}

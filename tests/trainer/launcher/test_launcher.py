@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prepared_processes import PreparedProcess
 
 from pipemorph_trainer.preflight import EXIT_UNFIT
 
@@ -45,7 +46,9 @@ def launcher(
         "PIPEMORPH_METRICS_PORT": "9464",
         "PYTHONUNBUFFERED": "1",
     }
-    return subprocess.Popen(
+    # Ranks that are not forked are programs of their own, and so is their launcher.
+    start = PreparedProcess if forked else subprocess.Popen
+    return start(
         [*command, sys.executable, "-u", *program],
         env={**os.environ, **variables, **env},
         stdout=subprocess.PIPE,
@@ -143,7 +146,7 @@ time.sleep(300)
 def test_a_pod_that_cannot_start_says_why(
     tmp_path: Path, env: dict[str, str], message: str
 ) -> None:
-    pod = launcher(tmp_path, "print('started')", **env)
+    pod = launcher(tmp_path, "print('started')", forked=True, **env)
     out, err = pod.communicate(timeout=DEADLINE)
     assert pod.returncode == EXIT_UNFIT
     assert message in err

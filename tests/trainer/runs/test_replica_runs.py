@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -59,7 +59,7 @@ def warmup(events: list[dict[str, Any]], replica: int, stage: int, iteration: in
 def test_each_replica_runs_the_plan_for_its_own_slow_link(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(job()))
     run = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.yaml")]
-    done = subprocess.run(
+    done = prepared_processes.run(
         [*run, "--out", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=DEADLINE, check=False,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import prepared_processes
 import pytest
 from test_run import command, manifest
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
     tmp_path: Path,
 ) -> None:
-    host = subprocess.Popen(
+    host = prepared_processes.PreparedProcess(
         command(tmp_path, manifest()),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,7 +45,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
 
 def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
     checkpoint = {"directory": str(tmp_path / "checkpoints"), "every": 1}
-    host = subprocess.Popen(
+    host = prepared_processes.PreparedProcess(
         command(tmp_path, manifest(checkpoint=checkpoint)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
