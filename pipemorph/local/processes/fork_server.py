@@ -172,9 +172,10 @@ def prepare(arguments: list[str]) -> tuple[str, Any]:
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(script).resolve().parent))
     sys.argv[:] = arguments
-    loader = importlib.machinery.SourceFileLoader("__main__", script)
-    names.update(__file__=script, __loader__=loader, __cached__=None)
-    return script, loader.source_to_code(loader.get_data(script), script)
+    file = str(Path(script).absolute())  # As Python does: the program may change its folder.
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    names.update(__file__=file, __loader__=loader, __cached__=None)
+    return file, loader.source_to_code(loader.get_data(file), file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Programs that tests fork from a prepared process run as those that are executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prepared_processes
+import pytest
+from launch import ended
+from local_support import until
+from prepared_processes import PreparedProcess
+
+from pipemorph.local.processes.forks import SPAWN
+
+SECONDS = 60.0
+SEEN = """
+import json, os, signal, sys, tempfile, torch
+print("at once", file=sys.stderr)
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "env": dict(os.environ),
+    "name": __name__, "file": __file__, "spec": getattr(__spec__, "name", None),
+    "main": sys.modules["__main__"].__file__, "stdin": sys.stdin.read(), "parent": os.getppid(),
+    "session": os.getsid(0) == os.getpid(), "group": os.getpgid(0) == os.getpid(),
+    "signals": [str(signal.getsignal(number)) for number in (1, 2, 3, 13, 15)],
+    "temporary": tempfile.gettempdir(), "threads": torch.get_num_threads(),
+    "passed": os.read(int(sys.argv[1]), 100).decode(), "original": sys.orig_argv,
+}))
+sys.exit(7)
+"""
+STARTS_ONE = """
+import os, subprocess, sys
+from pathlib import Path
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, sys.argv[2]]
+other = subprocess.Popen(command)
+Path("pids").write_text(f"{os.getpid()} {other.pid}")
+other.wait()
+"""
+IS_FORK = """
+import os, time
+from pathlib import Path
+name = Path("/proc/self/cmdline").read_text()
+Path("found.new").write_text(f"{os.getppid()} {'prepared_server.py' in name}")
+os.rename("found.new", "found")
+while True:
+    time.sleep(1)
+"""
+
+
+def seen(start: Callable[..., Any], folder: Path, *command: str, **options: Any) -> dict[str, Any]:
+    """What a program sees of itself, by its exit status and output."""
+    reads, writes = os.pipe()
+    os.write(writes, b"from a pipe")
+    with start(
+        [sys.executable, *command, str(reads)], cwd=folder, stdin=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[reads], **options,
+    ) as process:  # fmt: skip
+        output, errors = process.communicate("from the test", timeout=SECONDS)
+    os.close(reads)
+    os.close(writes)
+    assert (process.returncode, errors) == (7, "at once\n")
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+@pytest.mark.parametrize("command", [("seen.py",), ("-u", "-m", "seen")])
+def test_a_program_sees_the_same(
+    command: tuple[str, ...], new_session: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "modules").mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {
+        "PYTHONPATH": str(tmp_path / "modules"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    options = {"env": env, "start_new_session": new_session}
+    forked = seen(PreparedProcess, tmp_path, *command, **options)
+    executed = seen(subprocess.Popen, tmp_path, *command, **options)
+    if command[0] == "-u":  # As in the ranks that a host forks.
+        executed["original"].remove("-u")
+    assert forked == executed
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "says"),
+    [
+        ("raise ValueError('of this batch')", 1, "ValueError: of this batch"),
+        ("import sys; sys.exit('no data')", 1, "no data"),
+        ("import atexit, os; atexit.register(os._exit, 9)", 9, ""),
+        ("import os; os.kill(os.getpid(), 15)", -15, ""),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_a_program_ends_with_its_status(
+    program: str, status: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done = prepared_processes.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == status
+    assert says in done.stderr and "prepared" not in done.stderr.replace("prepared_server", "", 1)
+
+
+def test_a_fork_starts_forks_which_die_with_it(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS_ONE)
+    (tmp_path / "other.py").write_text(IS_FORK)
+    command = [sys.executable, "starts.py", str(SPAWN), "other.py"]
+    with PreparedProcess(command, cwd=tmp_path) as process:
+        until((tmp_path / "found").exists, "the other program runs")
+        pid, other = map(int, (tmp_path / "pids").read_text().split())
+        assert (tmp_path / "found").read_text() == f"{pid} True"
+        assert pid == process.pid
+        assert set(prepared_processes.forks_in(tmp_path)) == {pid, other}
+        process.kill()
+        assert process.wait(SECONDS) == -signal.SIGKILL
+    until(lambda: ended(other), "it ends with the program that started it")
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "LD_PRELOAD", "TORCH_LOGS"])
+def test_what_is_read_at_imports_makes_a_program_of_its_own(variable: str, tmp_path: Path) -> None:
+    program = "from pathlib import Path; print(Path('/proc/self/cmdline').read_text())"
+    (tmp_path / "program.py").write_text(program)
+    done = prepared_processes.run(
+        [sys.executable, tmp_path / "program.py"], env=os.environ | {variable: "3"},
+        capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert "prepared_server" not in done.stdout and "program.py" in done.stdout
