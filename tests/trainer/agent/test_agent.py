@@ -502,6 +502,7 @@ def test_windows_of_a_link_stay_in_the_order_they_were_measured() -> None:
     assert not merger.dirty
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_read_holds_up_nobody(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:

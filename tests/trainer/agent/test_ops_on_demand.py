@@ -267,6 +267,7 @@ def train(context: TrainerContext, done: str) -> list[str]:
     raise AssertionError("nobody ended it")
 
 
+@pytest.mark.full
 def test_a_real_job_sends_ops_while_it_is_watched_and_nothing_before(
     ingest: Ingest, token_file: Path, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_what_ranks_of_a_part_tell_reaches_the_ingest(job: Job) -> None:
     assert slow.delay == pytest.approx(LATE - USUAL, rel=0.05)
 
 
+@pytest.mark.times
 def test_a_slow_link_of_a_part_is_known_within_200_ms(job: Job) -> None:
     line = job.line(2)
     windows(line, USUAL, ENOUGH)
@@ -128,6 +129,7 @@ def test_a_directive_reaches_the_ranks_of_all_parts(job: Job) -> None:
     assert until(late.newest_plan, "the plan at a rank that comes late").version == 3
 
 
+@pytest.mark.full
 def test_a_part_goes_on_with_another_agent_of_the_job(job: Job) -> None:
     line = job.line(2)
     windows(line, USUAL, ENOUGH)
@@ -258,6 +260,7 @@ def train(context: TrainerContext, pod: int) -> tuple[bool, bool, int]:
 SEATS = {"secret": SECRET, "ingest_url": "http://127.0.0.1:9"}
 
 
+@pytest.mark.full
 def test_every_rank_connects_to_the_agent_of_its_part() -> None:
     ranks = Ranks(4, train, 2, context=SEATS).wait(100)
     assert [rank.exitcode for rank in ranks] == [0] * 4, "".join(rank.error for rank in ranks)

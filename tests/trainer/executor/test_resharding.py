@@ -153,6 +153,7 @@ def same_bits(name: str, ran: Ran, wanted: Ran) -> None:
         assert all(map(torch.equal, mine, theirs)), name
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
     for found in run_ranks(STAGES * SHARDS, every_way, timeout=160.0):
@@ -189,7 +190,6 @@ def freed(context: TrainerContext) -> dict[str, int]:
     return found
 
 
-@pytest.mark.full
 def test_what_is_sharded_over_replicas_stays_gathered() -> None:
     """Their ops may come in different orders, in which no collective may be."""
     expected = {"dp_shard": 1, "dp_replicate": 0, "dp_replicatexdp_shard": 1}

@@ -174,7 +174,6 @@ class Case:
 
 CASES = {
     "checkpoint inside": Case(lambda: Block(dropout=0.5, checkpointed=True)),
-    "shapes that change": Case(Block, compiled(Block), longer),
     "two blocks": Case(lambda: nn.Sequential(Block(), Block())),
     "checkpoint outside": Case(lambda: Around(False)),
     "checkpoint outside, reentrant": Case(lambda: Around(True)),
@@ -182,6 +181,7 @@ CASES = {
     "Linear used twice": Case(Twice, compiled(Twice)),
     "block used twice, shared code": Case(Shared),
     "dynamic shapes": Case(Block, compiled(Block, dynamic=True), longer),
+    "shapes that change": Case(Block, compiled(Block), longer),
     "no gradient for the input": Case(Block, is_first=True),
     "no norm, no gradient for the input": Case(Twice, compiled(Twice), is_first=True),
     "BatchNorm": Case(
@@ -337,7 +337,6 @@ def test_a_chosen_split_needs_no_test() -> None:
     assert {"0.qkv.weight", "1.down.weight"} <= runner._splitter.deferred
 
 
-@pytest.mark.full
 def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
     calls: list[Tensor] = []
 
@@ -373,7 +372,6 @@ def test_a_write_between_b_and_w_is_an_error() -> None:
         runner.backward_weight(0)
 
 
-@pytest.mark.full
 def test_weights_with_one_gradient_do_not_share_it() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     names = {id(weight): str(index) for index, weight in enumerate(weights)}
@@ -418,7 +416,6 @@ def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     assert runner.report.offload.nbytes > 0
 
 
-@pytest.mark.full
 def test_a_compiled_function_around_a_linear_defers_it() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:

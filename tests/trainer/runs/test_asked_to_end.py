@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 import torch
 from gate import same_bits
@@ -22,8 +23,6 @@ from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.exits import END_NOW
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord
-
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 ITERATIONS, ACCUMULATED = 30, 3
 SCRIPT = """
@@ -50,6 +49,8 @@ stage = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh())
 optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
 loader = Loader()
 every = context.args["accumulate"]
+restarts = context.job.spec.failure_policy.max_restarts
+assert bool(context.kept_dir) is bool(restarts), "copies in memory that nobody would read"
 told = Path(context.args["losses"])
 with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional.mse_loss,
               state={"data": loader}) as pipe:
@@ -97,19 +98,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The losses of a run that nobody asks to end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     made = job(folder, checkpoints=folder / "none")
-    whole = subprocess.run(
+    whole = prepared_processes.run(
         command(folder, made), timeout=120, check=False, capture_output=True, text=True
     )
     assert whole.returncode == 0 and len(losses(folder)) == ITERATIONS, whole
     return losses(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("asked", "restarts"), [("all", 0), ("one rank", 2)])
 def test_a_run_that_is_asked_to_end_loses_no_iteration(
     asked: str, restarts: int, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     first, second, saved = tmp_path / "first", tmp_path / "second", tmp_path / "saved"
-    host = subprocess.Popen(
+    host = prepared_processes.PreparedProcess(
         command(first, job(first, checkpoints=saved, restarts=restarts)),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -125,8 +127,11 @@ def test_a_run_that_is_asked_to_end_loses_no_iteration(
     assert 5 <= len(done) < ITERATIONS, "it was asked to end in between"
     assert [path.name for path in saved.iterdir()] == [f"iteration-{len(done):08d}"]
     assert len(done) % ACCUMULATED == 0, "gradients that are not averaged cannot be saved"
+    same_bits(done, undisturbed[: len(done)], said)
+    if asked == "one rank":
+        return  # What is saved is the same, and goes on the same.
 
-    again = subprocess.run(
+    again = prepared_processes.run(
         command(second, job(second, checkpoints=saved, restarts=restarts)), timeout=120,
         check=False, capture_output=True, text=True,
     )  # fmt: skip
@@ -151,8 +156,12 @@ def waits_for_ever(context: TrainerContext, folder: str, grace: float) -> None:
 
 @pytest.mark.parametrize(
     ("number", "grace", "why"),
-    [(signal.SIGTERM, 0.5, "not saved within 0.5 s; "), (END_NOW, 600.0, "")],
-    ids=["grace", "now"],
+    [
+        pytest.param(
+            signal.SIGTERM, 0.5, "not saved within 0.5 s; ", marks=pytest.mark.full, id="grace"
+        ),
+        pytest.param(END_NOW, 600.0, "", id="now"),
+    ],
 )
 def test_a_rank_that_cannot_save_says_what_it_waited_for(
     number: signal.Signals, grace: float, why: str, tmp_path: Path

@@ -1,11 +1,11 @@
 """The examples run as they are but for their length; a slow link changes no loss."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 import yaml
 from gate import same_bits
@@ -21,7 +21,7 @@ def run(folder: Path, name: str, change: Any) -> dict[str, Any]:
     manifest = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     change(manifest["spec"])
     (folder / f"{name}.yaml").write_text(json.dumps(manifest))
-    done = subprocess.run(
+    done = prepared_processes.run(
         [sys.executable, "-m", "pipemorph.cli", "run", f"{name}.yaml", "--out", name],
         cwd=folder,
         capture_output=True,
@@ -45,6 +45,7 @@ def short_gpt(spec: dict[str, Any]) -> None:
         fault |= {"fromIteration": 3, "toIteration": 8}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_slow_link_changes_no_loss_of_the_gpt(tmp_path: Path) -> None:
     losses = [
@@ -74,6 +75,7 @@ def test_torchs_stages_train_the_gpt_to_the_same_losses(tmp_path: Path) -> None:
     same_bits(losses[0], losses[1], "losses of the two runs")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(500)
 def test_the_emulated_profile_runs(tmp_path: Path) -> None:
     def short(spec: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 from test_run import TIMES, Done, command, manifest, run
 from test_run_ends import rank_of, read_until
@@ -17,8 +17,7 @@ from test_run_ends import rank_of, read_until
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 SCRIPT = """
-import json, os, signal, sys
-from pathlib import Path
+import json, os, signal
 import torch
 from torch import nn
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
@@ -28,15 +27,6 @@ if json.loads(os.environ["PIPEMORPH_ARGS"]).get("deaf") and generation == 0:
     os.environ["PIPEMORPH_INGEST_URL"] = "http://127.0.0.1:9"
 context = TrainerContext.from_env()
 args = context.args
-here = Path(__file__).parent
-if context.rank == 0:
-    kept = os.environ.get("PIPEMORPH_KEPT_DIR")
-    seen = {
-        "secret": Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes().hex(),
-        "kept": kept, "mode": kept and oct(Path(kept).stat().st_mode & 0o777),
-        "attempt": os.environ["PIPEMORPH_ATTEMPT"],
-    }
-    (here / f"seen-{context.attempt}-{generation}.json").write_text(json.dumps(seen))
 
 def disturb(iteration):
     if iteration == args.get("at") and context.rank == 1:
@@ -88,43 +78,7 @@ def job(folder: Path, args: dict[str, Any], iterations: int = 8, **spec: Any) ->
     return made
 
 
-def losses(done: Done) -> dict[int, float]:
-    return {each["index"]: each["loss"] for each in done.report["iterations"]}
-
-
-def seen(folder: Path, attempt: int, generation: int) -> dict[str, Any]:
-    text = (folder / f"seen-{attempt}-{generation}.json").read_text()
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def test_a_killed_rank_is_replaced_within_the_attempt(tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "a", job(tmp_path / "a", {}, failurePolicy={"maxRestarts": 0}))
-    assert undisturbed.status == 0, undisturbed
-    done = run(tmp_path / "b", job(tmp_path / "b", {"at": 5, "how": "kill"}))
-    assert done.status == 0, done
-    assert losses(done) == losses(undisturbed) and len(losses(done)) == 8
-    report = done.report
-    assert [attempt["end"] for attempt in report["attempts"]] == ["completed"]
-    (recovery,) = report["recoveries"]
-    assert recovery["rank"] == 1 and recovery["coordinate"] == "rank 1 (stage 1)"
-    assert recovery["cause"] == "rank 1 (stage 1) was killed by SIGKILL"
-    assert (recovery["rung"], recovery["attempt"], recovery["generation"]) == ("generation", 0, 1)
-    # An iteration is reported when the next one begins, and some time later the host hears of it.
-    assert 0 < recovery["iterations_done"] <= 5
-    assert recovery["repeated"] == 0
-    assert 0 < recovery["seconds"] < 60
-    assert f"went on with iteration {recovery['went_on_with']} after" in done.output
-    assert 0 < report["goodput"] < 1 and f"goodput {report['goodput']:.0%}" in done.output
-
-    first, second = seen(tmp_path / "b", 0, 0), seen(tmp_path / "b", 0, 1)
-    assert first["secret"] != second["secret"]
-    assert first["kept"] == second["kept"] and first["mode"] == "0o700"
-    assert first["kept"].startswith("/dev/shm/") and not Path(first["kept"]).exists()
-    assert seen(tmp_path / "a", 0, 0)["kept"] is None, "nobody would read it"
-
-
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.soak)])
 def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path, how: str) -> None:
     """They end right after their first iteration, and what they report reaches nobody."""
     made = job(tmp_path / "a", {"at": 1, "how": how, "deaf": True}, checkpoint=None)
@@ -149,7 +103,7 @@ def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:
         emulation={"stageTimes": [TIMES], "messageBytes": 16384},
         failurePolicy={"maxRestarts": 1, "hangSeconds": 5},
     )
-    host = subprocess.Popen(
+    host = prepared_processes.PreparedProcess(
         command(tmp_path / "a", made), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     said = read_until(host, 5)

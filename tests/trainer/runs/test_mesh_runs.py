@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import prepared_processes
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 SLOW_FROM, ITERATIONS, DELAY_MS = 6, 20, 30
 
@@ -75,7 +75,7 @@ LONGER = {"context"}
 def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     (tmp_path / "job.json").write_text(json.dumps(case.manifest()))
-    done = subprocess.run(
+    done = prepared_processes.run(
         [
             sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json"),
             "--out", str(tmp_path / "out"),

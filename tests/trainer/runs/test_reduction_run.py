@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 GRADIENT_BYTES, FROM, ITERATIONS = 1 << 15, 8, 16
 SECONDS = 0.6
@@ -38,7 +38,7 @@ def test_the_stage_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.yaml")]
-    done = subprocess.run(
+    done = prepared_processes.run(
         [*command, "--out", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 import pytest
 from launch import free_port
 from served import Served, certificate, job, manifest
@@ -24,9 +24,6 @@ from pipemorph.local.service import ControlService
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.joining import PAUSE_SECONDS, ask_for_job
 
-pytestmark = pytest.mark.full
-
-SLOW_FROM, ITERATIONS = 4, 14
 SCRIPT = """
 import os
 import torch.distributed as dist
@@ -49,7 +46,7 @@ def torchrun(folder: Path, environment: dict[str, str], *options: str) -> tuple[
     """Two ranks of :data:`SCRIPT`; their exit status and output."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
+    done = prepared_processes.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
@@ -73,31 +70,7 @@ def served(tmp_path: Path) -> Iterator[Any]:
         yield start
 
 
-def test_ranks_of_torchrun_adapt(served: Any, tmp_path: Path) -> None:
-    """Over TLS, with a link that turns slow."""
-    cert, key = certificate(tmp_path)
-    fault = {"link": 0, "fromIteration": SLOW_FROM, "delayMs": 60}
-    host = served(
-        manifest(iterations=ITERATIONS, faults=[fault]),
-        "--tls-cert", str(cert), "--tls-key", str(key), "--out", str(tmp_path / "out"),
-    )  # fmt: skip
-    environment = host.environment()
-    assert environment["PIPEMORPH_INGEST_URL"].startswith("https://127.0.0.1:")
-    status, output = torchrun(tmp_path, environment)
-    assert status == 0, output
-    assert host.ended() == 0, host.output
-    assert "all 2 ranks have come" in host.output
-    assert "link 0 +" in host.output and "in effect since iteration" in host.output
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["completed"] is True
-    assert [each["index"] for each in report["iterations"]] == list(range(ITERATIONS))
-    changed = [each for each in report["adaptations"] if each["applied_at_iteration"]]
-    assert changed, host.output
-    assert changed[-1]["plan_version"] == report["iterations"][-1]["plan_version"]
-    predicted = report["predicted"]
-    assert predicted["plan_version"] == changed[-1]["plan_version"] and predicted["seconds"] > 0
-
-
+@pytest.mark.full
 def test_ranks_that_torchrun_starts_again_are_another_attempt(served: Any, tmp_path: Path) -> None:
     host = served(
         manifest(iterations=5, failurePolicy={"maxRestarts": 1}), "--out", str(tmp_path / "out")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import prepared_processes
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 SLOW_FROM, ITERATIONS = 5, 16
 
@@ -36,7 +36,7 @@ def run(folder: Path, *, adapts: bool, delay_ms: int = 25, **schedule: Any) -> d
         },
     }
     (folder / "job.json").write_text(json.dumps(manifest))
-    done = subprocess.run(
+    done = prepared_processes.run(
         [
             sys.executable, "-m", "pipemorph.cli", "run", str(folder / "job.json"),
             "--out", str(folder / "out"),

@@ -31,8 +31,6 @@ from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.world import World
 
-pytestmark = pytest.mark.times
-
 HEAD_OF_LINE_MS = 300.0
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 OPS = ("forward", "backward_input", "backward_weight")
@@ -89,6 +87,7 @@ def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
     return [s for m in messages for s in m.links if s.direction == direction]
 
 
+@pytest.mark.times
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_injected_delay_is_what_is_measured(route: str) -> None:
     delay = Fault(link=0, delay_ms=30.0, from_iteration=1, to_iteration=3)
@@ -113,6 +112,7 @@ def test_an_injected_delay_is_what_is_measured(route: str) -> None:
         assert max(queued) > 0.020, "a slow direct link must queue"
 
 
+@pytest.mark.times
 def test_a_slow_link_is_reported_before_the_iteration_ends() -> None:
     told = run_ranks(2, entry, "direct", [Fault(link=0, delay_ms=40.0)])
     first = [m for m in told[1][0] if m.iteration == 0 and m.links and m.profile is None]
@@ -146,6 +146,7 @@ def test_without_an_agent_nothing_is_reported_and_nothing_piles_up() -> None:
         assert kept <= 3 * MICROBATCHES
 
 
+@pytest.mark.times
 def test_profiles_and_iterations() -> None:
     told = run_ranks(2, entry, "direct", [])
     for rank, (messages, _) in enumerate(told):
@@ -183,6 +184,7 @@ def test_a_barrier_between_iterations_is_reported() -> None:
         assert 0.0 < sample.bubble_fraction <= 1.0
 
 
+@pytest.mark.full
 def test_a_step_that_does_not_wait_is_no_barrier() -> None:
     told = run_ranks(2, entry, "direct", [], "zero-bubble", ("waits", *("goes on",) * 3))
     finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
@@ -190,6 +192,7 @@ def test_a_step_that_does_not_wait_is_no_barrier() -> None:
     assert [sample.barrier for sample in finished] == [True, True, False, False]
 
 
+@pytest.mark.full
 def test_losses_come_from_the_messages() -> None:
     """The emulated loss is the same whatever the schedule, and never twice the same."""
     runs = [run_ranks(2, entry, "direct", [], policy)[0][1] for policy in ("gpipe", "pipemorph")]
@@ -197,6 +200,7 @@ def test_losses_come_from_the_messages() -> None:
     assert len(set(runs[0])) == ITERATIONS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("route", ROUTES)
 def test_traces_and_the_record_of_faults(route: str, tmp_path: Path) -> None:
     faults = [Fault(link=0, delay_ms=10.0, from_iteration=1, to_iteration=2)]
@@ -248,6 +252,7 @@ def fourth_forward(context: TrainerContext, route: str) -> float:
     return float(forwards[3][2] - forwards[0][3])
 
 
+@pytest.mark.times
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
     route: str, tmp_path: Path
