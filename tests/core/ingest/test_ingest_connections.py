@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,3 +349,18 @@ def test_a_failed_accept_ends_nothing(
 def test_a_limit_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="silent is 0; expected at least 1 connection"):
         ConnectionLimits(silent=0)
+
+
+def test_sources_that_have_not_come_lately_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or memory would grow with every address. One that has used what it may is remembered."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(connections, "time", clock)
+    monkeypatch.setattr(connections, "SOURCES", 3)
+    limits = ConnectionLimits(per_source=100)
+    acceptor = connections.Acceptor(asyncio.Protocol, limits=limits, head_seconds=1.0)
+    now = 0.0
+    assert all(acceptor._may_come("busy") for _ in range(100))
+    assert acceptor._may_come("a") and acceptor._may_come("b")
+    now = 1.0
+    assert acceptor._may_come("c")
+    assert set(acceptor._coming) == {"busy", "c"}
