@@ -39,6 +39,7 @@ ADAPTATION = {
 
 SCRIPT = """
 import json, os, signal, time
+from collections import OrderedDict
 from pathlib import Path
 import torch
 from torch import nn
@@ -62,7 +63,8 @@ def build(part):
         "attempt": context.attempt, "layers": numbers,
     }
     (here / f"seen-{generation}-{context.rank}.json").write_text(json.dumps(seen))
-    return nn.Sequential(*map(layer, numbers))
+    # No two stages have one name: parts can change.
+    return nn.Sequential(OrderedDict((f"layer{number}", layer(number)) for number in numbers))
 
 def disturb(iteration):
     if generation:
