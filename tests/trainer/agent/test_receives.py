@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from drawn_plans import random_plan
 from torch import Tensor
+from waiting import until
 
 from pipemorph.planning import (
     Dispatch,
@@ -47,7 +48,6 @@ from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 META = TensorMeta((1,), torch.float32)
-LONG = 30.0
 
 
 def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[int, int]:
@@ -191,13 +191,6 @@ class Wire:
             until(lambda: self.came > number, f"message {number} comes")
 
         return SimpleNamespace(wait=wait, exception=lambda: None)
-
-
-def until(what: Callable[[], object], why: str) -> None:
-    deadline = time.monotonic() + LONG
-    while not what():
-        assert time.monotonic() < deadline, f"not within {LONG:.0f} s: {why}"
-        time.sleep(0.001)
 
 
 def receiving(

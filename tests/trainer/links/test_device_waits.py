@@ -11,8 +11,7 @@ import logging
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from simulated_runs import device_with_receives
 from staging_rig import rigged
 from torch import Tensor
 from trainer_jobs import Job, assert_same, make_plan, part, reference, train
+from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan, Route
@@ -66,13 +66,6 @@ def driven(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     yield device
     device.fail("the test is over")
     driver.close()
-
-
-def until(what: Callable[[], object], why: str) -> None:
-    deadline = time.monotonic() + LONG
-    while not what():
-        assert time.monotonic() < deadline, f"not within {LONG:.0f} s: {why}"
-        time.sleep(0.001)
 
 
 # --- receives of the direct route -----------------------------------------------------------------

@@ -120,7 +120,7 @@ MOMENTS = ((0, 0), (0, 3), (1, 0), (1, 5), (1, 11))
     ("rank", "moments"),
     [
         # The rank in the middle cuts both links, with both of their ends.
-        (1, MOMENTS),
+        pytest.param(1, MOMENTS, marks=pytest.mark.full),
         pytest.param(0, MOMENTS[1::2], marks=pytest.mark.full),
         pytest.param(2, MOMENTS[1::2], marks=pytest.mark.full),
         pytest.param(0, MOMENTS[::2], marks=pytest.mark.soak),

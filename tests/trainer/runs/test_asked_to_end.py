@@ -15,8 +15,7 @@ import pytest
 import torch
 from gate import same_bits
 from launch import Ranks
-from test_run import command, manifest
-from test_run_ends import rank_of, read_until
+from local_runs import command, manifest, rank_of, read_until
 from torch import nn
 
 from pipemorph.api.sections.trainer import Checkpoint

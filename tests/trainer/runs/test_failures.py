@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from launch import Missing, Ranks, ended, missing_in, run_ranks
 from pairwise import parametrize_product
 from torch import Tensor, nn
 from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stage, reference, train
+from waiting import until
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer import Pipeline, TrainerContext
@@ -87,13 +86,6 @@ LONG = Job(3, 16, policy="1f1b", deadline=20.0)
 LAST = 5
 """The microbatch, of iteration 1, in whose forward the middle stage is killed. It has got the
 gradient of the one two before, so the last stage may be at the one before."""
-
-
-def until(what: Callable[[], bool], why: str) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline, f"not within 20 s: {why}"
-        time.sleep(0.001)
 
 
 class Stops(nn.Module):

@@ -11,8 +11,7 @@ from typing import Any
 
 import prepared_processes
 import pytest
-from test_run import TIMES, Done, command, manifest, run
-from test_run_ends import rank_of, read_until
+from local_runs import TIMES, Done, command, manifest, rank_of, read_until, run
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 

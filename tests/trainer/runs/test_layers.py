@@ -12,7 +12,7 @@ from typing import Any
 
 import prepared_processes
 import pytest
-from test_run import manifest
+from local_runs import manifest, report_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -385,16 +385,11 @@ def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
         adaptation={"relayout": True},
         faults=[{"device": 1, "slowdown": 2.0, "fromIteration": 12}],
     )  # fmt: skip
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json")]
-    command += ["--out", str(tmp_path / "out")]
-    done = prepared_processes.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    told = "\n".join(line for line in done.stdout.splitlines() if "s/it" not in line)
+    report = report_of(tmp_path, job)
+    told = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
     assert len(report["relayouts"]) == 1, told
     (move,) = report["relayouts"]
-    assert move["outcome"] == "moved", done.stdout
+    assert move["outcome"] == "moved", report["said"]
     assert move["reason"].startswith("stage 1 computes for ")
     assert move["iteration"] > 12
     assert (move["layers_before"][1], sum(move["layers"])) == (4, 16)

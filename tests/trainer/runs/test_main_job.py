@@ -17,9 +17,9 @@ import prepared_processes
 import pytest
 import torch
 from gate import same_bits
+from local_runs import Done, manifest, run
 from served import Served, certificate
 from served import manifest as served_manifest
-from test_run import Done, manifest, run
 from test_served_runs import torchrun
 from torch import nn
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import prepared_processes
 import pytest
+from local_runs import manifest, report_of
 
 pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
@@ -35,21 +33,13 @@ class Case:
             "link": self.link, "replica": self.column, "fromIteration": SLOW_FROM,
             "delayMs": DELAY_MS,
         }  # fmt: skip
-        return {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "mesh"},
-            "spec": {
-                "parallelism": self.parallelism,
-                "schedule": {"microbatches": self.microbatches, "policy": "pipemorph"},
-                "emulation": {"stageTimes": [op], "messageBytes": 4096},
-                "faults": [fault],
-                "trainer": {
-                    "module": "pipemorph_trainer.examples.emulated",
-                    "iterations": ITERATIONS,
-                },
-            },
-        }
+        return manifest(
+            parallelism=self.parallelism,
+            schedule={"microbatches": self.microbatches, "policy": "pipemorph"},
+            emulation={"stageTimes": [op], "messageBytes": 4096},
+            faults=[fault],
+            trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
+        )
 
 
 SEVERAL = {"stages": 4, "stagesPerRank": 2, "stagePlacement": "interleaved"}
@@ -65,7 +55,7 @@ CASES = {
     "context": Case({"stages": 2, "context": 2}, 0, 1, "link 0 of context 1"),
 }
 LONGER = {"context"}
-"""Seconds that `make test` does not spend: the host treats these ranks as those of ``fsdp``."""
+"""For `make soak`: the host treats these ranks as those of ``fsdp``."""
 
 
 @pytest.mark.parametrize(
@@ -74,19 +64,10 @@ LONGER = {"context"}
 )
 def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    (tmp_path / "job.json").write_text(json.dumps(case.manifest()))
-    done = prepared_processes.run(
-        [
-            sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json"),
-            "--out", str(tmp_path / "out"),
-        ],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = report_of(tmp_path, case.manifest())
     adapted = [each for each in report["adaptations"] if each["kind"] == "adapt"]
-    assert adapted, done.stdout
-    assert f"{case.named} is slow by" in adapted[-1]["reason"], done.stdout
+    assert adapted, report["said"]
+    assert f"{case.named} is slow by" in adapted[-1]["reason"], report["said"]
     links = {(link["link"], link["replica"]) for link in adapted[-1]["links"]}
     assert links == {(case.link, case.column)}
     seconds = [each["seconds"] for each in report["iterations"]]

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from test_run import MICROBATCHES, Done, manifest, run
+from local_runs import MICROBATCHES, Done, manifest, run
 
 pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 

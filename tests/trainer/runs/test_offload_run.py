@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import DEADLINE, Done, manifest, run
+from local_runs import DEADLINE, Done, manifest, run
 
 pytestmark = pytest.mark.times
 

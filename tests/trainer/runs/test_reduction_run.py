@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
-import prepared_processes
 import pytest
+from local_runs import manifest, report_of
 
 pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
@@ -20,32 +17,15 @@ SECONDS = 0.6
 def test_the_stage_is_named(tmp_path: Path) -> None:
     times = {"forward": 5.0, "backwardInput": 5.0, "backwardWeight": 5.0}
     rate = GRADIENT_BYTES * 8 / SECONDS / 1e6
-    job: dict[str, Any] = {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "reducing"},
-        "spec": {
-            "parallelism": {"stages": 2, "replicas": 2},
-            "schedule": {"microbatches": 4, "policy": "pipemorph"},
-            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
-            "emulation": {
-                "stageTimes": [times], "messageBytes": 1024, "gradientBytes": GRADIENT_BYTES,
-            },
-            "faults": [
-                {"reduction": 1, "replica": 1, "bandwidthMbps": rate, "fromIteration": FROM}
-            ],
-        },
-    }  # fmt: skip
-    (tmp_path / "job.yaml").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.yaml")]
-    done = prepared_processes.run(
-        [*command, "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert "gradient reduction of stage 1 is slow: " in told
+    job = manifest(
+        parallelism={"stages": 2, "replicas": 2},
+        schedule={"microbatches": 4, "policy": "pipemorph"},
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
+        emulation={"stageTimes": [times], "messageBytes": 1024, "gradientBytes": GRADIENT_BYTES},
+        faults=[{"reduction": 1, "replica": 1, "bandwidthMbps": rate, "fromIteration": FROM}],
+    )
+    report = report_of(tmp_path, job)
+    assert "gradient reduction of stage 1 is slow: " in report["said"]
     (slow,) = [each for each in report["reductions"] if each["stage"] == 1]
     assert slow["slow"] is True
     assert SECONDS <= slow["seconds"] < 1.5 * SECONDS

@@ -11,7 +11,7 @@ from typing import Any
 
 import prepared_processes
 import pytest
-from test_run import manifest
+from local_runs import manifest, report_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -230,16 +230,11 @@ def test_a_late_wire_between_two_pods_goes_between_two_stages(tmp_path: Path) ->
         adaptation={"relayout": True},
         faults=[{"between": [0, 1], "delayMs": 60, "fromIteration": 15}],
     )  # fmt: skip
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.json")]
-    command += ["--out", str(tmp_path / "out")]
-    done = prepared_processes.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    told = "\n".join(line for line in done.stdout.splitlines() if "s/it" not in line)
+    report = report_of(tmp_path, job)
+    told = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
     assert len(report["relayouts"]) == 1, told
     (move,) = report["relayouts"]
-    assert move["outcome"] == "moved", done.stdout
+    assert move["outcome"] == "moved", report["said"]
     assert "pods 0 and 1" in move["reason"]
     # Each pod has both replicas of one stage now.
     places = move["places"]

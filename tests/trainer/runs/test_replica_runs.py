@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import prepared_processes
 import pytest
+from local_runs import TIMES, manifest, report_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 STAGES, REPLICAS, ITERATIONS, SLOW_FROM = 4, 2, 18, 5
 SLOW = {0: 0, 1: 2}
 """Link that is slow, by replica."""
-DELAY_MS, DEADLINE = 30.0, 280
+DELAY_MS = 30.0
 
 
 def job() -> dict[str, Any]:
-    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
     faults = [
         {"link": link, "replica": replica, "fromIteration": SLOW_FROM, "delayMs": DELAY_MS}
         for replica, link in SLOW.items()
     ]
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "replicas"},
-        "spec": {
-            "parallelism": {"stages": STAGES, "replicas": REPLICAS},
-            "schedule": {"microbatches": 12, "policy": "pipemorph", "inFlightLimit": 6},
-            "emulation": {
-                "stageTimes": [times],
-                "messageBytes": 16384,
-                "standsForBytes": 1 << 24,
-                "gradientBytes": 4096,
-            },
-            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
-            "faults": faults,
+    return manifest(
+        parallelism={"stages": STAGES, "replicas": REPLICAS},
+        schedule={"microbatches": 12, "policy": "pipemorph", "inFlightLimit": 6},
+        emulation={
+            "stageTimes": [TIMES],
+            "messageBytes": 16384,
+            "standsForBytes": 1 << 24,
+            "gradientBytes": 4096,
         },
-    }
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
+        faults=faults,
+    )
 
 
 def warmup(events: list[dict[str, Any]], replica: int, stage: int, iteration: int) -> int:
@@ -57,20 +50,13 @@ def warmup(events: list[dict[str, Any]], replica: int, stage: int, iteration: in
 
 
 def test_each_replica_runs_the_plan_for_its_own_slow_link(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(json.dumps(job()))
-    run = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.yaml")]
-    done = prepared_processes.run(
-        [*run, "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = report_of(tmp_path, job())
     own = [
         record
         for record in report["adaptations"]
         if record["own_plans"] and record["applied_at_iteration"] is not None
     ]
-    assert own, f"no replica had a plan of its own\n{done.stdout}{report['adaptations']}"
+    assert own, f"no replica had a plan of its own\n{report['said']}{report['adaptations']}"
     record = own[-1]
     (other,) = record["own_plans"]
     (replica,) = other["replicas"]

@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import prepared_processes
 import pytest
+from local_runs import Done, manifest, run
 
 pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
-STAGES, MICROBATCHES = 4, 12
-TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 SLOW_LINK, SLOW_FROM, SLOW_TO, DELAY_MS = 2, 6, 14, 60.0
-ITERATIONS = 30
-"""Enough for the return even if a stall before the fault had passed for a slow link: then it is
-put off by eight iterations."""
-DEADLINE = 280
-
-
-@dataclass
-class Done:
-    """A run that has ended."""
-
-    status: int
-    output: str
-    out: Path
-
-    @property
-    def report(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.out / "report.json").read_text())
-        return content
-
-    def __str__(self) -> str:
-        logs = sorted((self.out / "logs").glob("*.log"))
-        return "\n".join([self.output, *(f"{p.name}: {p.read_text()[-2000:]}" for p in logs)])
-
-
-def manifest(**spec: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "parallelism": {"stages": STAGES},
-        "schedule": {"microbatches": MICROBATCHES, "policy": "pipemorph"},
-        "emulation": {"stageTimes": [TIMES], "messageBytes": 16384, "standsForBytes": 1 << 24},
-        "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
-    }
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "emulated"},
-        "spec": base | spec,
-    }
-
-
-def command(folder: Path, job: dict[str, Any]) -> list[str]:
-    (folder / "job.yaml").write_text(json.dumps(job))
-    run = [sys.executable, "-m", "pipemorph.cli", "run"]
-    return [*run, str(folder / "job.yaml"), "--out", str(folder / "out")]
-
-
-def run(folder: Path, job: dict[str, Any]) -> Done:
-    done = prepared_processes.run(
-        command(folder, job), capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    return Done(done.returncode, done.stdout + done.stderr, folder / "out")
 
 
 def adapting(folder: Path) -> Done:

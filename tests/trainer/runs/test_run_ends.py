@@ -11,7 +11,7 @@ from pathlib import Path
 
 import prepared_processes
 import pytest
-from test_run import command, manifest
+from local_runs import command, manifest, rank_of, read_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -58,34 +58,3 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
     assert "to resume from the newest checkpoint" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is False and len(report["iterations"]) >= 1
-
-
-def read_until(host: subprocess.Popen[str], iteration: int) -> str:
-    """What a run says until ``iteration`` or a later one is over: not each has a line."""
-    assert host.stdout is not None
-    said = ""
-    for line in host.stdout:
-        said += line
-        told = re.search(r"iteration (\d+) of", line)
-        if told is not None and int(told[1]) >= iteration:
-            return said
-    raise AssertionError(f"the run ended before iteration {iteration}:\n{said}")
-
-
-def rank_of(host: int, rank: int) -> int:
-    """The process id of a rank of that host."""
-    return next(
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _is_rank(int(entry.name), host, rank)
-    )
-
-
-def _is_rank(pid: int, host: int, rank: int) -> bool:
-    """Whether a process is that rank of that host (and not something the rank started)."""
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return False
-    return name == f"rank-{rank}" and parent == host

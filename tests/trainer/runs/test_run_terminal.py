@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from local_runs import command, manifest
 from terminal import Screen, Terminal
-from test_run import DELAY_MS, SLOW_FROM, SLOW_LINK, command, manifest
+from test_run import DELAY_MS, SLOW_FROM, SLOW_LINK
 
 ITERATIONS = 24
 SECONDS = 140.0

@@ -307,7 +307,9 @@ def compare(found: list[Any], whole: list[Any], started: int) -> None:
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param(("backward", "in the optimizer", "copying"), id="some"),
+        pytest.param(
+            ("backward", "in the optimizer", "copying"), marks=pytest.mark.full, id="some"
+        ),
         pytest.param(MOMENTS, marks=pytest.mark.soak, id="all"),
     ],
 )
@@ -340,15 +342,16 @@ NEVER, ALWAYS = 1e9, 1e-2
             # The step of 2 is taken again in iteration 3, that of 4 is not known to stand in 5.
             Case(early=True, bounds=(NEVER, NEVER, ALWAYS, *(NEVER,) * 7)),
             [(1, "backward", 3), (3, "forward", 5), (0, "optimized", 7)],
+            marks=pytest.mark.full,
             id="early",
         ),
         pytest.param(
             Case(accumulate=3), [(3, "stepped", 4), (0, "backward", 5), (2, "drawn", 6)],
-            id="accumulation",
+            marks=pytest.mark.full, id="accumulation",
         ),
         pytest.param(
             Case(accumulate=3, low=True), [(3, "stepped", 4), (0, "backward", 5)],
-            id="accumulation in float32",
+            marks=pytest.mark.full, id="accumulation in float32",
         ),
         pytest.param(
             Case({"pp": 2}, per_rank=2), [(1, "backward", 2), (0, "optimized", 4)],
@@ -356,7 +359,7 @@ NEVER, ALWAYS = 1e9, 1e-2
         ),
         pytest.param(
             Case({"pp": 2, "dp_shard": 2}), [(1, "backward", 2), (2, "in the optimizer", 4)],
-            id="sharded",
+            marks=pytest.mark.full, id="sharded",
         ),
     ],
 )  # fmt: skip
@@ -419,6 +422,7 @@ def test_nothing_is_kept_if_that_is_asked(tmp_path: Path) -> None:
     compare(found, whole, 0)
 
 
+@pytest.mark.full
 def test_a_lost_shard_without_a_replica_comes_from_the_checkpoint(tmp_path: Path) -> None:
     # The random state of Python and NumPy is not in checkpoints.
     case, folder = Case({"pp": 2, "dp_shard": 2}, drawn=False), str(tmp_path / "checkpoints")

@@ -35,6 +35,7 @@ def test_no_group_is_wide() -> None:
         assert max(grid) <= max(hierarchy.WIDEST, *primes, 1), grid
         assert len(grid) == 1 or min(grid) > 1, grid
     assert [messages(count) for count in (16, 64, 10_240, 98_304)] == [30, 28, 76, 94]
+    assert factors(17 * 16) == (17, 4, 4)  # 44 messages; two dimensions would take 62
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 24, 96, 160, 640])
