@@ -152,6 +152,7 @@ def test_a_kind_that_is_listed_late_is_served(api: tuple[Api, str], tmp_path: Pa
         assert "does not list pipemorphjobs.pipemorph.io; is its CRD installed?" in log.read_text()
 
 
+@pytest.mark.full
 def test_it_ends_when_asked_to_while_it_waits(api: tuple[Api, str], tmp_path: Path) -> None:
     played, server = api
     with operator(tmp_path, server):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import pytest
+from fake_api import FakeCluster
+from waiting import until_async
 
 from pipemorph.api.status import Condition
 from pipemorph_operator.cluster.client import ApiRefused
@@ -99,19 +100,22 @@ def test_of_a_link_that_comes_and_goes_one_event_a_minute_is_left() -> None:
     assert events[-1].message.startswith(f"({int(EVENT_SECONDS) - 1} events before this one were")
 
 
-class Api:
+class Api(FakeCluster):
     """An API server that answers when the test says so."""
 
     def __init__(self, *refusals: Exception) -> None:
+        super().__init__()
         self.refusals = list(refusals)
-        self.messages: list[str] = []
         self.go = asyncio.Event()
 
-    async def create(self, obj: dict[str, Any], owner: str) -> None:
+    @property
+    def messages(self) -> list[str]:
+        return [each["message"] for each in self.objects.values()]
+
+    async def arrives(self, verb: str, url: str) -> None:
         await self.go.wait()
         if self.refusals:
             raise self.refusals.pop(0)
-        self.messages.append(obj["message"])
 
 
 def test_nobody_waits_for_events_and_what_becomes_of_none_is_logged(
@@ -120,20 +124,14 @@ def test_nobody_waits_for_events_and_what_becomes_of_none_is_logged(
     refusals = (ApiRefused(403, "Forbidden", "no"), TimeoutError())
 
     async def run() -> list[str]:
-        api: Any = Api(*refusals)
+        api = Api(*refusals)
         sender = EventSender(api)
         sender.send(JOB, [Event("Normal", "R", "x" * 5000)] * (MOST_UNDER_WAY + 3))
         api.go.set()
-        deadline = asyncio.get_running_loop().time() + 10
-        while sender._under_way:
-            assert asyncio.get_running_loop().time() < deadline, len(api.messages)
-            await asyncio.sleep(0)
+        await until_async(lambda: not sender._under_way, lambda: f"{len(api.messages)} are written")
         sender.send(JOB, [Event("Warning", "Later", "again")])
-        while api.messages[-1] != "again":
-            assert asyncio.get_running_loop().time() < deadline, api.messages[-1]
-            await asyncio.sleep(0)
-        found: list[str] = api.messages
-        return found
+        await until_async(lambda: api.messages[-1] == "again", lambda: api.messages[-1])
+        return api.messages
 
     with caplog.at_level(logging.WARNING):
         messages = asyncio.run(run())

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_api import FakeCluster
 from operator_objects import CONFIG, World, body
 
 from pipemorph.fabric.findings import Finding
-from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.cluster.client import ApiRefused, path
 from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.reconcile.nodes import RELIST_LOOKS, NodeMarks
 
@@ -24,79 +25,74 @@ Object = dict[str, Any]
 def node(name: str) -> Object:
     ready = {"type": "Ready", "status": "True"}
     return {
+        "apiVersion": "v1",
+        "kind": "Node",
         "metadata": {"name": name, "uid": f"uid-{name}"},
         "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
         "status": {"conditions": [ready]},
     }
 
 
-class Api:
+class Api(FakeCluster):
     """The API server: nodes, events and the ConfigMap."""
 
     def __init__(self, *names: str) -> None:
-        self.nodes = {name: node(name) for name in names}
-        self.findings: list[Finding] = []
-        self.events: list[tuple[str, str, str]] = []
-        self.writes = self.lists = 0
+        super().__init__(*map(node, names))
         self.conflicts = 0
+        """How many writes somebody else gets ahead of."""
         self.guarded = ""
 
     def tell(self, *names: str, accused: bool = True, confidence: float = 0.95) -> None:
-        self.findings = [
-            Finding("node", name, confidence - i / 100, accused, 3, 4, 0.0)
+        findings = [
+            Finding("node", name, confidence - i / 100, accused, 3, 4, 0.0).record()
             for i, name in enumerate(names)
         ]
+        metadata = {"namespace": PLACE.namespace, "name": PLACE.name}
+        data = {"findings": json.dumps(findings)}
+        self.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
-    async def get(self, url: str) -> Object | None:
-        if "/configmaps/" in url:
-            told = [each.record() for each in self.findings]
-            return {"data": {"findings": json.dumps(told)}}
-        return copy.deepcopy(self.nodes.get(url.rsplit("/", 1)[-1]))
-
-    async def list(self, url: str) -> list[Object]:
-        self.lists += 1
-        return copy.deepcopy(list(self.nodes.values()))
-
-    async def replace(self, obj: Object) -> Object:
+    async def arrives(self, verb: str, url: str) -> None:
+        if verb != "replace":
+            return
         if self.conflicts:
             self.conflicts -= 1
-            raise ApiRefused(409, "Conflict", "the node has changed")
-        if obj["metadata"]["name"] == self.guarded:
+            changed = copy.deepcopy(self.objects[url])
+            changed["metadata"]["labels"] = {"changed": "meanwhile"}
+            self.put(changed)
+        if self.guarded and url.endswith(f"/{self.guarded}"):
             raise ApiRefused(403, "Forbidden", "an admission policy says so")
-        self.writes += 1
-        self.nodes[obj["metadata"]["name"]]["spec"] = obj["spec"]
-        return obj
 
-    async def apply(self, obj: Object, owner: str, *, subresource: str) -> Object:
-        assert (owner, subresource) == ("pipemorph-operator", "status")
-        self.writes += 1
-        found = self.nodes[obj["metadata"]["name"]]
-        (new,) = obj["status"]["conditions"]
-        others = [c for c in found["status"]["conditions"] if c["type"] != new["type"]]
-        found["status"]["conditions"] = [*others, new]
-        return obj
+    @property
+    def writes(self) -> int:
+        return len(self.made("replace")) + len(self.made("apply"))
 
-    async def create(self, obj: Object, owner: str) -> Object:
-        about = obj["involvedObject"]
-        assert (about["kind"], obj["metadata"]["namespace"]) == ("Node", "default")
-        self.events.append((obj["type"], obj["reason"], about["name"]))
-        return obj
+    @property
+    def lists(self) -> int:
+        return len(self.made("list"))
+
+    @property
+    def events(self) -> list[tuple[str, str, str]]:
+        found = [each for each in self.objects.values() if each["kind"] == "Event"]
+        assert all(each["metadata"]["namespace"] == "default" for each in found)
+        return [(each["type"], each["reason"], each["involvedObject"]["name"]) for each in found]
+
+    def node(self, name: str) -> Object:
+        return self.objects[path("Node", None, name)]
 
     def taint(self, name: str) -> list[str]:
-        return [t["effect"] for t in self.nodes[name]["spec"]["taints"] if t["key"] == TAINT]
+        return [t["effect"] for t in self.node(name)["spec"]["taints"] if t["key"] == TAINT]
 
     def condition(self, name: str) -> str:
         found = [
             c["status"]
-            for c in self.nodes[name]["status"]["conditions"]
+            for c in self.node(name)["status"]["conditions"]
             if c["type"] == "PipeMorphNetworkSlow"
         ]
         return found[0] if found else ""
 
 
 def marks(api: Api, **settings: Any) -> NodeMarks:
-    cluster: Any = api
-    return NodeMarks(cluster, PLACE, **settings)
+    return NodeMarks(api, PLACE, **settings)
 
 
 def look(made: NodeMarks, times: int = 1) -> None:
@@ -111,11 +107,11 @@ def test_an_accused_node_gets_a_condition_an_event_and_a_taint_until_it_is_well(
     look(made, 3)
     assert (api.condition("a"), api.taint("a"), api.writes) == ("True", ["PreferNoSchedule"], 2)
     assert (api.condition("b"), api.taint("b")) == ("", [])
-    assert api.nodes["a"]["spec"]["taints"][0]["key"] == "gpu", "others' taints stay"
+    assert api.node("a")["spec"]["taints"][0]["key"] == "gpu", "others' taints stay"
     api.tell()
     look(made, 3)
     assert (api.condition("a"), api.taint("a"), api.writes) == ("False", [], 4)
-    assert api.nodes["a"]["spec"]["taints"] == [{"key": "gpu", "effect": "NoSchedule"}]
+    assert api.node("a")["spec"]["taints"] == [{"key": "gpu", "effect": "NoSchedule"}]
     assert api.events == [("Warning", "LinksSlow", "a"), ("Normal", "LinksRecovered", "a")]
 
 
@@ -196,7 +192,7 @@ def test_marks_that_somebody_removed_come_back() -> None:
     made = marks(api, taint="NoSchedule")
     api.tell("a")
     look(made)
-    api.nodes["a"]["spec"]["taints"] = []
+    api.node("a")["spec"]["taints"] = []
     look(made, RELIST_LOOKS)
     assert api.taint("a") == ["NoSchedule"]
     assert api.lists == 2

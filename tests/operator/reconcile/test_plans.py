@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from fake_api import FakeCluster
 from operator_objects import CONFIG, body
 from pydantic import ValidationError
+from waiting import until_async
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import first_plan
@@ -16,6 +18,8 @@ from pipemorph.control.first_plan import initial_schedule
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
 from pipemorph.planning.problem import MAX_CELLS
+from pipemorph_operator import names
+from pipemorph_operator.cluster.client import path
 from pipemorph_operator.crd.rules import RULES
 from pipemorph_operator.ingest import coming
 from pipemorph_operator.ingest.store import ClusterStore
@@ -25,6 +29,7 @@ from pipemorph_operator.reconcile.reconciler import Reconciler
 
 PATIENCE = 15.0
 KEY = ("team", "gpt")
+JOB = path(names.KIND, *KEY)
 
 
 def large(**spec: Any) -> dict[str, Any]:
@@ -32,36 +37,20 @@ def large(**spec: Any) -> dict[str, Any]:
     return body(stages=64, schedule={"microbatches": 65}, **spec)
 
 
-class Api:
+class Api(FakeCluster):
     """An API server with one job."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.job: dict[str, Any] | None = job
-        self.kinds: list[str] = []
+    @property
+    def job(self) -> dict[str, Any]:
+        return self.objects[JOB]
 
-    async def get(self, url: str) -> dict[str, Any] | None:
-        return self.job if "pipemorphjobs" in url else None
-
-    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
-        self.kinds.append(obj["kind"])
-        return obj | {"metadata": obj["metadata"] | {"uid": "made"}}
-
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        if subresource:
-            assert self.job is not None
-            self.job["status"] = obj["status"]
-            return obj
-        return await self.create(obj, owner)
-
-    async def delete(self, url: str, **_: Any) -> None:
-        """Whatever is there."""
-
-    async def list(self, url: str, **_: Any) -> list[Any]:
-        return []
+    @property
+    def kinds(self) -> list[str]:
+        """Of what was created."""
+        return [each["kind"] for url, each in self.objects.items() if url != JOB]
 
     @property
     def running(self) -> tuple[str, str]:
-        assert self.job is not None
         conditions = self.job["status"]["conditions"]
         return next((c["reason"], c["message"]) for c in conditions if c["type"] == "Running")
 
@@ -104,8 +93,7 @@ def scenario(
     async def run() -> None:
         again: asyncio.Queue[Any] = asyncio.Queue()
         known = Plans(planner, again.put_nowait)
-        cluster: Any = api
-        reconciler = Reconciler(cluster, lambda: CONFIG, lambda namespace, uid: [], known)
+        reconciler = Reconciler(api, lambda: CONFIG, lambda namespace, uid: [], known)
         try:
             await asyncio.wait_for(test(reconciler, again), PATIENCE)
         finally:
@@ -151,7 +139,6 @@ def test_a_large_job_without_a_plan_fails_with_the_reason() -> None:
         await reconciler.reconcile(*KEY)
         await again.get()
         await reconciler.reconcile(*KEY)
-        assert api.job is not None
         (failed,) = (c for c in api.job["status"]["conditions"] if c["type"] == "Failed")
         assert (failed["reason"], failed["message"]) == (
             "InvalidSpec",
@@ -184,7 +171,7 @@ def test_nobody_plans_for_a_job_that_is_gone() -> None:
     async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
         await reconciler.reconcile(*KEY)
         (task,) = asyncio.all_tasks() - {asyncio.current_task()} - outside
-        api.job = None
+        del api.objects[JOB]
         await reconciler.reconcile(*KEY)
         await asyncio.wait([task], timeout=PATIENCE)
         assert task.cancelled()
@@ -215,11 +202,6 @@ def held_once_planned(planner: Planner, test: Callable[[ClusterStore], Awaitable
     asyncio.run(run())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
 def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
     planner = Planner(PlannerLost("the planner exited (-9)"), None)
 
@@ -229,7 +211,7 @@ def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
         await asyncio.sleep(0)
         assert (store.keys, len(planner.asked)) == ([], 1)
         planner.go.set()
-        await until(lambda: store.keys == [KEY])
+        await until_async(lambda: store.keys == [KEY], "the store holds the job")
         controller = store.lookup(*KEY)
         assert controller is not None
         assert controller.attempt == 3, "it is held as it is when it has a plan"
@@ -253,7 +235,7 @@ def test_the_ingest_forgets_a_large_job_that_goes_before_it_has_a_plan(gone: str
         others = asyncio.all_tasks() - {asyncio.current_task()}
         planner.go.set()
         if gone == "replaced":
-            await until(lambda: store.keys == [KEY])
+            await until_async(lambda: store.keys == [KEY], "the store holds the job")
             expected = store.expected(*KEY)
             assert expected is not None and expected.uid == "another"
         else:
