@@ -377,6 +377,7 @@ def test_a_restarted_host_knows_the_plans_of_all_replicas() -> None:
     assert plant.plan.own == ()
 
 
+@pytest.mark.full
 def test_fewer_replicas_keep_a_plan_of_all_and_get_others_of_their_own_anew() -> None:
     plant = Replicas(capped())
     plant.run(6)

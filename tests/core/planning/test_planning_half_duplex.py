@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from gate import examples
 
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -54,7 +55,7 @@ def random_problem(rng: random.Random) -> Problem:
 def test_both_executions_agree_where_directions_are_independent() -> None:
     """In order of time, as for shared queues, and as far as arrivals are known."""
     rng = random.Random(1)
-    for _ in range(300):
+    for _ in range(examples(100)):
         problem = random_problem(rng)
         costs = Costs.of(problem)
         for policy in POLICIES:
@@ -115,10 +116,11 @@ links: [{delay: 1, half_duplex: true}]
         parse_problem(text)
 
 
-def test_no_order_of_online_dispatch_is_shorter_than_the_plan() -> None:
+@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_no_order_of_online_dispatch_is_shorter_than_the_plan(cases: int) -> None:
     """With the warm-up of zero-bubble, whose order the plan of three of these was longer than."""
     rng = random.Random(7)
-    for _ in range(200):
+    for _ in range(cases):
         count, n = rng.choice([2, 4, 6, 8]), rng.choice([8, 12, 16, 24])
         cap = rng.choice([None, None, 2 * count, count + 2])
         stages = tuple(
@@ -156,7 +158,8 @@ def all_orders(microbatches: int, cap: int) -> Iterator[bytes]:
     return extend((0, 0, 0), b"")
 
 
-def test_the_search_finds_the_shortest_of_all_orders() -> None:
+@pytest.mark.parametrize("cases", [100, pytest.param(400, marks=pytest.mark.full)])
+def test_the_search_finds_the_shortest_of_all_orders(cases: int) -> None:
     """Where a queue is shared the order of messages of both directions matters, which the list
     scheduler does not see: the steps of the local search have to."""
     rng = random.Random(7)
@@ -164,7 +167,7 @@ def test_the_search_finds_the_shortest_of_all_orders() -> None:
     def half() -> float:
         return rng.randint(0, 24) / 2
 
-    for case in range(400):
+    for case in range(cases):
         count, n = rng.choice([(2, 3), (2, 2), (3, 2)])
         stages = tuple(
             StageTimes(

@@ -52,7 +52,7 @@ def uniform(
 
 
 @given(problem=problems(half_duplex=True))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
     limits = problem.in_flight_limits()
     for policy in POLICIES:
@@ -106,7 +106,7 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 
 
 @given(problem=problems(half_duplex=True))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
     """Where both directions of a link have one queue: than its order, run as a plan is. By its own
     simulation a stage holds a forward back, whose message would delay a gradient."""
@@ -136,7 +136,7 @@ def test_bound_on_three_stages_and_microbatches() -> None:
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_fixed_warmup_is_kept(problem: Problem, data: st.DataObject) -> None:
     warmup: list[int] = []
     most = problem.microbatches

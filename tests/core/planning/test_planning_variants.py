@@ -88,7 +88,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
     planned = plan(problem)
@@ -126,7 +126,7 @@ def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -
 
 
 @given(problem=offloading(fused=False), seed=st.integers(0, 2**32))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_offload_is_never_worse_than_none(problem: Problem, seed: int) -> None:
     assert plan(problem).makespan <= plan(on_device(problem)).makespan
 
@@ -214,7 +214,7 @@ def test_splitting_stays_where_it_fills_bubbles() -> None:
 
 
 @given(problem=offloading())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
     problem = on_device(problem)
     planned = plan(problem)
@@ -332,7 +332,7 @@ def recomputing(draw: st.DrawFn) -> Problem:
 
 
 @given(problem=recomputing())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_plans_with_recomputation_fit_into_the_memory_of_the_limits(problem: Problem) -> None:
     found = plan(problem)
     assert found.objective >= found.lower_bound * (1 - 1e-9)

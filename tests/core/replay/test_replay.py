@@ -28,6 +28,12 @@ FAULT = parse_trace(
 WELL = parse_trace('{"at_iteration": 40, "links": {}}', 3)
 
 
+FULL = pytest.mark.full
+PYTHON_FIRST = [
+    pytest.param(each, marks=() if each == "python" else FULL) for each in get_args(Telemetry)
+]
+
+
 @pytest.mark.parametrize("telemetry", get_args(Telemetry))
 def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     found = replay(PROBLEM, FAULT, telemetry=telemetry)
@@ -51,8 +57,10 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert last.iteration >= 53
 
 
-@pytest.mark.parametrize("phase", [8, 10])
-@pytest.mark.parametrize("link", [3, 6])
+@pytest.mark.parametrize(
+    ("phase", "link"),
+    [(8, 3), (10, 6), pytest.param(8, 6, marks=FULL), pytest.param(10, 3, marks=FULL)],
+)
 def test_a_slow_link_that_gets_slower_is_answered_in_one_iteration(phase: int, link: int) -> None:
     """Also if other decisions fall into the iteration in which it does."""
     lines = [
@@ -65,6 +73,7 @@ def test_a_slow_link_that_gets_slower_is_answered_in_one_iteration(phase: int, l
     assert [change.iteration for change in found.changes] == [phase + 1, 2 * phase + 1]
 
 
+@pytest.mark.full
 def test_recomputation_makes_room_for_slackness_and_is_left_when_the_link_has_recovered() -> None:
     tight = TIMES.model_copy(update={"in_flight_limit": 4})
     room = TIMES.model_copy(update={"in_flight_limit": 4, "recompute_limit": 48})
@@ -80,6 +89,7 @@ def test_recomputation_makes_room_for_slackness_and_is_left_when_the_link_has_re
     assert "recovered" in with_it.changes[-1].reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("telemetry", get_args(Telemetry))
 def test_a_narrow_link_is_told_from_a_delayed_one(telemetry: Telemetry) -> None:
     """16 MB at 2.5 Gb/s: as long as a delay of 51 ms, but messages do not travel together."""
@@ -167,7 +177,7 @@ def test_the_promise_is_what_is_measured() -> None:
     assert change.measured == pytest.approx(change.promised, abs=0.05)
 
 
-@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+@pytest.mark.parametrize("telemetry", PYTHON_FIRST)
 def test_nothing_changes_without_a_fault(telemetry: Telemetry) -> None:
     found = replay(PROBLEM, WELL, telemetry=telemetry, iterations=200)
     assert found.changes == []
@@ -276,6 +286,7 @@ def test_no_telemetry_beats_an_oracle_that_is_an_iteration_late() -> None:
     assert share - 0.01 < late < 1
 
 
+@pytest.mark.full
 def test_where_delays_keep_changing_a_guided_plan_is_enough() -> None:
     """The delay of a link is another one every 50-400 ms. The plan of the first slow iteration was
     made for a delay that stays; run as messages come, it need not be replaced."""
@@ -288,6 +299,7 @@ def test_where_delays_keep_changing_a_guided_plan_is_enough() -> None:
     assert len(free.changes) == 1
 
 
+@pytest.mark.full
 def test_a_rate_that_keeps_changing_is_planned_for_as_such() -> None:
     """Not as another rate every other iteration, nor as a delay while it is high."""
     problem = load_problem(str(TRACES / "problem.yaml"))
@@ -317,8 +329,15 @@ def test_delegated_messages_take_time_of_the_ops_at_both_ends() -> None:
         assert costly.seconds[name] > free.seconds[name]
 
 
-@pytest.mark.parametrize("objective", ["makespan", "period"])
-@pytest.mark.parametrize(("placement", "rule"), [("interleaved", "1f1b"), ("v", "zero-bubble")])
+@pytest.mark.parametrize(
+    ("placement", "rule", "objective"),
+    [
+        ("interleaved", "1f1b", "makespan"),
+        pytest.param("interleaved", "1f1b", "period", marks=FULL),
+        pytest.param("v", "zero-bubble", "makespan", marks=FULL),
+        pytest.param("v", "zero-bubble", "period", marks=FULL),
+    ],
+)
 def test_ranks_with_several_stages(placement: str, rule: str, objective: str) -> None:
     problem = PROBLEM.model_copy(
         update={"ranks": 2, "placement": placement, "objective": objective}
@@ -350,6 +369,7 @@ def test_ranks_with_several_stages(placement: str, rule: str, objective: str) ->
             assert change.measured == pytest.approx(change.promised, abs=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("placement", ["interleaved", "v"])
 def test_ranks_with_several_stages_choose_their_dispatch(placement: str) -> None:
     """A job is guided where that costs nothing, and else goes online for a slow link."""
