@@ -130,7 +130,7 @@ def test_a_schedule_of_torch_from_a_csv() -> None:
     )
 
 
-@pytest.mark.parametrize("placement", ["v", pytest.param("interleaved", marks=pytest.mark.full)])
+@pytest.mark.parametrize("placement", [pytest.param("v", marks=pytest.mark.full), "interleaved"])
 def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> None:
     """2 stages on each of 2 ranks × 2 replicas: keyword arguments, tied weights (in a V on one
     rank), the norm, evaluations and checkpoints; across a plan for a slow link that moves all
