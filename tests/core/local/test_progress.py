@@ -187,6 +187,13 @@ def test_nothing_is_said_of_rails_that_are_not_there() -> None:
     )
 
 
+def test_the_headline_counts_each_dimension_of_the_mesh_that_has_one() -> None:
+    parallelism = job().spec.parallelism.model_copy(update={"tensor": 4})
+    spec = job().spec.model_copy(update={"parallelism": parallelism})
+    assert ", tensor 4, " in headline(job().model_copy(update={"spec": spec}))
+    assert not {"shard", "context", "tensor"} & set(headline(job()).split())
+
+
 def test_emulation_is_never_silent() -> None:
     assert "EMULATED" in headline(emulated())
     assert "256 KB in place of 16 MB" in headline(emulated())

@@ -169,3 +169,13 @@ def test_online_condition(
 def test_online_condition_at_its_edge() -> None:
     validate_online([4, 2, 1], [4, 2, 1], [2, 1])
     validate_online([4, 2, 1], [None, None, None], [None, None])
+
+
+def test_waits_are_positions_in_every_stage_or_in_none() -> None:
+    schedule = schedule_of(1, ["F0 B0 W0", "F0 BW0"])
+    for good in ([], [[], []], [[2], [0, 1]]):
+        validator.validate_waits(schedule, good)
+    with pytest.raises(InputError, match="waits has 1 entries; expected one per stage, 2"):
+        validator.validate_waits(schedule, [[0]])
+    with pytest.raises(ScheduleError, match="waits has position 2; the stage has 2 ops"):
+        validator.validate_waits(schedule, [[], [2]])
