@@ -25,7 +25,36 @@ class Equivalent:
     why: str
 
 
-EQUIVALENT: tuple[Equivalent, ...] = ()
+EQUIVALENT: tuple[Equivalent, ...] = (
+    Equivalent(
+        "pipemorph/replay/links.py",
+        "Links._delay",
+        "drawn = state.jitter * self._draw(iteration, link, sent) if state.jitter else 0.0",
+        "True",
+        "a jitter of 0 times a number without side effects is 0 as well",
+    ),
+    Equivalent(
+        "pipemorph_trainer/agent/uplinks/to_ingest.py",
+        "_envelope",
+        'said = body[:200].decode(errors="replace").strip()',
+        "201",
+        "the length of a quotation in an error",
+    ),
+    Equivalent(
+        "pipemorph_trainer/executor/stages/emulated.py",
+        "mix",
+        "return value ^ (value >> 31)",
+        "32",
+        "another mixer that is as good",
+    ),
+    Equivalent(
+        "pipemorph/control/decider.py",
+        "Decider.__init__",
+        "self._weighed_at = -1",
+        "2",
+        "both are before the first iteration, and only the larger of it and another counts",
+    ),
+)
 
 
 def is_cosmetic(node: ast.AST) -> bool:

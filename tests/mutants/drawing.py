@@ -174,8 +174,11 @@ class _Finder:
                 yield "constant", self._start(node), self._end(node), str(number + 1)
             case ast.Call(func=ast.Name(id=name) as func) if name in EXTREMES:
                 yield "extreme", self._start(func), self._end(func), EXTREMES[name]
-            case ast.Return(value=ast.expr() as value) if not _is_nothing(value):
-                yield "return", self._start(value), self._end(value), "None"
+            case ast.Return(value=ast.Constant(value=bool(value)) as constant):
+                # Not None, which is as false as False.
+                yield "return", self._start(constant), self._end(constant), str(not value)
+            case ast.Return(value=ast.expr() as returned) if not _is_nothing(returned):
+                yield "return", self._start(returned), self._end(returned), "None"
             case ast.Expr(value=ast.Call() | ast.Await()):
                 yield "call dropped", self._start(node), self._end(node), "pass"
 
