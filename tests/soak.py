@@ -25,6 +25,7 @@ OUT = parts.ROOT / "build" / "soak"
 PATIENT = ("-o", "timeout=3600")
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
 FAULTS = "tests/trainer/runs/test_fault_hour.py"
+PYTHON_MUTANTS = "python mutants"
 
 
 def times(n: int) -> str:
@@ -57,8 +58,19 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"PIPEMORPH_FAULT_SECONDS": times(3600)},
     ),
     "long tests": (["-m", "soak", f"--ignore={FAULTS}"], {}),
+    PYTHON_MUTANTS: (["tests/mutants"], {"PIPEMORPH_PYTHON_MUTANTS": times(200)}),
 }
-"""What each part runs, as pytest's arguments, and how much of it."""
+"""What each part runs, as pytest's arguments, and how much of it. The mutants of Python run by a
+command of their own, see :func:`run_python_mutants`."""
+
+
+def run_python_mutants(count: str) -> parts.Part:
+    """The part that draws mutants of the Python product, by today's date, and judges them by the
+    tests of ``make test``: see ``tests/mutants``."""
+    kept = OUT / "python-mutants.json"
+    command = [sys.executable, "-m", "mutants", "--count", count, "--out", str(kept)]
+    env = {"PYTHONPATH": str(parts.ROOT / "tests")}
+    return parts.Part(PYTHON_MUTANTS, command, OUT, is_pytest=False, shown=True, env=env)
 
 
 def main(names: list[str]) -> int:
@@ -71,10 +83,13 @@ def main(names: list[str]) -> int:
     for name in names or PARTS:
         selected, amounts = PARTS[name]
         print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(selected)} {amounts}", flush=True)
-        part = parts.pytest(name, OUT, *selected, *PATIENT, shown=True, env=amounts)
+        if name == PYTHON_MUTANTS:
+            part = run_python_mutants(*amounts.values())
+        else:
+            part = parts.pytest(name, OUT, *selected, *PATIENT, shown=True, env=amounts)
         part.run()
         ran.append(part.result())
-    verdict = parts.judge(ran, OUT, *PATIENT)
+    verdict = parts.judge(ran, OUT, "make soak", *PATIENT)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=parts.ROOT,
@@ -88,6 +103,8 @@ def main(names: list[str]) -> int:
         for name in names or PARTS
     )
     table = f"{head}\n\n{amounts}\n\n{verdict.table()}"
+    if (kept := OUT / "python-mutants.txt").exists():
+        table += f"\n\n{kept.read_text()}"
     (OUT / "table.md").write_text(f"```\n{table}\n```\n")
     print(f"\n{table}")
     return 0 if verdict.good else 1
