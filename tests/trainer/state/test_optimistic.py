@@ -214,7 +214,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_MAKE_TEST = {"AdamW", "FSDP", "scaler", "evaluation and checkpoint between"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.full] * (each not in IN_MAKE_TEST)) for each in CASES],
+)
 def test_it_has_the_bits_of_a_step_that_waits(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     world = 1

@@ -286,6 +286,7 @@ def every_case(context: TrainerContext, folder: str) -> tuple[dict[str, str], li
     return found | more_cases(context, rest, folder), refusals(context)
 
 
+@pytest.mark.full
 @pytest.mark.needs_engine
 @pytest.mark.timeout(320)
 def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:

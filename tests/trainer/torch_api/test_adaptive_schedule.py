@@ -251,6 +251,7 @@ def compare_sharded(context: TrainerContext) -> list[str]:
     return told
 
 
+@pytest.mark.full
 def test_stages_may_be_sharded_by_fsdp2() -> None:
     assert run_ranks(4, compare_sharded) == [[]] * 4
 
