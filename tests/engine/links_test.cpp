@@ -265,7 +265,7 @@ TEST(link_small_messages_pass_no_thread_of_the_engine_shm) {
 }
 
 // The receiver is a while away with what it has received.
-TEST(link_acknowledges_although_the_receiver_does_not_come_back) {
+TEST(timed_link_acknowledges_although_the_receiver_does_not_come_back) {
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
         Two two(transport);
         two.accepted->reserve(0, 1, 4096);
@@ -287,7 +287,7 @@ TEST(link_acknowledges_although_the_receiver_does_not_come_back) {
 
 // Who reads keeps back what it has to say to the sender for half a millisecond, but not what the
 // sender waits for to send what is read next.
-TEST(link_whose_sender_has_no_slot_left_is_granted_one_before_the_receiver_sleeps) {
+TEST(timed_link_whose_sender_has_no_slot_left_is_granted_one_before_the_receiver_sleeps) {
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
         Two two(transport);
         two.accepted->reserve(0, 1, 4096);
@@ -305,7 +305,7 @@ TEST(link_whose_sender_has_no_slot_left_is_granted_one_before_the_receiver_sleep
 }
 
 // Nor does the sender wait for an acknowledgement until it gets what it waits for itself.
-TEST(link_acknowledges_what_the_receiver_does_not_wait_for) {
+TEST(timed_link_acknowledges_what_the_receiver_does_not_wait_for) {
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
         Two two(transport);
         two.accepted->reserve(0, 8, 4096);
@@ -367,7 +367,7 @@ TEST(link_is_let_go_of_although_its_reader_was_there_a_moment_ago) {
 }
 
 // It sleeps where small messages come from; these come by another way.
-TEST(link_wakes_who_reads_for_messages_that_come_otherwise) {
+TEST(timed_link_wakes_who_reads_for_messages_that_come_otherwise) {
     Two two(Transport::tcp);
     std::vector<int64_t> took;
     std::thread answers([&] {

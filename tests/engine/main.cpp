@@ -4,16 +4,26 @@
 
 #include "check.hpp"
 
-// Runs every test, or those whose name contains the argument; with -TEXT those whose name does not.
+namespace {
+
+// Whether the name contains every argument TEXT, and of no argument -TEXT what is after the dash.
+bool is_chosen(const char* name, int argc, char** argv) {
+    for (int i = 1; i < argc; ++i) {
+        const bool excluded = argv[i][0] == '-';
+        if ((std::strstr(name, argv[i] + excluded) != nullptr) == excluded) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+// Runs every test that the arguments choose.
 int main(int argc, char** argv) {
     int failed = 0;
     int ran = 0;
     std::string why;  // again, at the end: of a long output the middle may be cut out
-    const char* text = argc < 2 ? "" : argv[1];
-    const bool inverted = text[0] == '-';
     for (const auto& test : check::tests()) {
-        const bool named = std::strstr(test.name, text + inverted) != nullptr;
-        if (named == inverted) continue;
+        if (!is_chosen(test.name, argc, argv)) continue;
         ++ran;
         try {
             test.run();

@@ -47,6 +47,7 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.mark.full
 def test_both_ends_on_this_host():
     transports = ["tcp", "shm", "gloo"]
     status, out, err = finish(
@@ -73,6 +74,7 @@ def test_both_ends_on_this_host():
     )
 
 
+@pytest.mark.full
 def test_two_ends_that_meet_by_what_the_first_prints(port):
     listener = start("--listen", "127.0.0.1", "--port", port, *QUICK)
     try:
@@ -129,6 +131,7 @@ TOO_LARGE = (
 )
 
 
+@pytest.mark.full
 def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, port):
     connector = start(
         *("--connect", "127.0.0.1", "--port", port, *QUICK),
@@ -172,6 +175,7 @@ def test_memory_is_what_the_control_group_leaves(tmp_path):
         assert host.memory_bytes(tmp_path) == left
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
@@ -191,6 +195,7 @@ def test_an_output_that_takes_nothing_is_one_line(redirection, said):
     assert done.stderr == said
 
 
+@pytest.mark.full
 def test_nobody_there_is_one_line():
     status, out, err = finish(start("--connect", "127.0.0.1", "--port", "9", "--wait", "1"))
     assert status == 1
@@ -261,6 +266,7 @@ def test_rails_are_as_asked_for_at_this_end(monkeypatch):
     assert "rdma_devices" not in over_tcp
 
 
+@pytest.mark.full
 def test_a_rail_that_is_not_there_is_named(capfd):
     """By the engine itself: this holds with and without RDMA on the host."""
     arguments = [*QUICK, "--transports", "rdma", "--device", "nosuch0"]

@@ -81,6 +81,7 @@ def test_a_busy_core_and_a_leak_do_not_hold(idle):
     assert holds(transport="shm") == [True, True, False]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
     report = tmp_path / "engine.json"

@@ -129,6 +129,7 @@ def never(link, connection):
     raise AssertionError(f"{link.link_id} came about")
 
 
+@pytest.mark.full
 def test_a_last_attempt_without_time_does_not_cover_up_what_is_known():
     for timeout in (2.0, 6.0, pairs.TIMEOUT):  # the later for a machine that stood still at first
         with pairs.child(never, 1, {}) as peer, contextlib.closing(pairs.engine(0)) as a:

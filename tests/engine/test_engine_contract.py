@@ -441,6 +441,7 @@ def test_an_engine_that_is_only_dropped_ends_too():
     assert descriptors() <= fds
 
 
+@pytest.mark.times
 def test_idle_links_cost_next_to_nothing():
     with pairs.in_process() as p:
         p.accepted.reserve(0, 1, 100)

@@ -3,7 +3,7 @@
 import pytest
 import suite_build as suite
 
-FEW, MANY = 4_000, 100_000
+FEW, MANY = 10_000, 100_000
 """Random schedules. With ``MANY`` or more the simulation also tries each fault at every step of
 four schedules, not at every eighth of one. `make soak` asks for far more by the variable that
 :func:`suite_build.play_schedules` names."""

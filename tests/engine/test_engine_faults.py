@@ -169,6 +169,7 @@ def named_memory(pid):
     return "/dev/shm/" in maps, "/memfd:pipemorph-slots" in maps
 
 
+@pytest.mark.full
 @pairs.TRANSPORTS
 @pytest.mark.parametrize("peer_rank", [0, 1])
 def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
@@ -219,6 +220,7 @@ def kill_self_in_mid_transfer(link, connection):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_shared_memory_leaves_nothing_behind_when_killed_in_mid_transfer():
     with pairs.with_peer(kill_self_in_mid_transfer, transport="shm", peer_deadline=2.0) as peer:
         peer.link.reserve(1, 4, 16 * MIB)
@@ -246,6 +248,7 @@ def thread_states(pid):
     return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [False, True], ids=["silent", "cut"])
 @pytest.mark.parametrize("peer_rank", [0, 1], ids=["dialler", "acceptor"])
 def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
@@ -300,6 +303,7 @@ def flood(port, stop, count):
         count[0] += 1
 
 
+@pytest.mark.full
 def test_thousands_of_strangers_do_not_disturb_a_transfer():
     count, size = 100, 2 * MIB
     with pairs.with_peer(echo_digests, count, size, transport="tcp") as peer:

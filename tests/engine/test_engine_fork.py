@@ -140,6 +140,7 @@ def fork_and_wait(link, connection):
     connection.recv()
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_noticed_although_its_child_lives():
     with pairs.with_peer(fork_and_wait, peer_deadline=4.0) as peer:
         rank, child = peer.hear()

@@ -2,22 +2,33 @@
 fast, and it fails.
 
 Each mutant is the real source with one rule removed, linked with the objects of the suite that
-:mod:`test_engine_cpp` builds.
+:mod:`suite_build` builds. A mutant that was noticed is not judged again while its source with all
+that this includes, the objects of the simulation, the compiler and its description in this file
+are the same; ``FRESH=1`` judges all.
 """
 
+import functools
+import hashlib
+import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 
 import pytest
-import test_engine_cpp as suite
-from gate import always_red
+import suite_build as suite
+from gate import AlwaysRed, always_red, records
 
-BUILD = suite.ROOT / "build" / "engine-tests"
-COMPILER = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1"]
-SCHEDULES = 100_000
+CSRC = suite.ROOT / "csrc"
+COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20"]
+SCHEDULES = 20_000
+"""A run ends at the first schedule that notices: 1,375 for the mutant that lives the longest."""
+ALIVE_SCHEDULES = 2_000
+"""Of the unchanged source: `test_engine_cpp.py` plays all of them."""
+MOST_KEYS = 8
+"""Remembered of each mutant: so many branches can take turns."""
 
 pytestmark = pytest.mark.full
 
@@ -57,7 +68,6 @@ def peer(old: str, new: str = "") -> Mutant:
 
 
 MUTANTS = {
-    "as it is": Mutant(INBOX, INBOX, (), ""),
     "bitmap: every chunk counts as the first": Mutant(
         INBOX,
         BITMAP,
@@ -295,48 +305,153 @@ MUTANTS = {
 }
 
 
+class Judged:
+    """The mutants that were noticed, each with the keys of the builds in which it was."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self._file = file
+        self._keys: dict[str, list[str]] = {}
+        if file.is_file():
+            self._keys = json.loads(file.read_text())
+
+    def has(self, name: str, key: str) -> bool:
+        return key in self._keys.get(name, ())
+
+    def add(self, name: str, key: str) -> None:
+        others = [known for known in self._keys.get(name, ()) if known != key]
+        self._keys[name] = [*others, key][-MOST_KEYS:]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        written = self._file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(self._keys, indent=1))
+        written.replace(self._file)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What mutants are linked with."""
+
+    objects: tuple[pathlib.Path, ...]
+    """Of the tests without sockets, as the plain suite is built."""
+    library: pathlib.Path
+    folder: pathlib.Path
+    """For what is compiled once for all mutants."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the objects, the compiler, and how mutants are compiled."""
+        version = suite.run(*COMPILER, "--version")
+        said = [version, *COMPILER, *map(str, _HEADER_OPTIONS), str(SCHEDULES)]
+        return _digest(*(text.encode() for text in said), *(o.read_bytes() for o in self.objects))
+
+    @functools.cached_property
+    def headers(self) -> tuple[str, ...]:
+        """Options that include the headers of all units, compiled once."""
+        header = self.folder / "units.hpp"
+        header.write_text("".join(f"#include {name}\n" for name in HEADERS))
+        precompiled = f"{header}.gch"
+        suite.run(*COMPILER, "-O0", f"-I{CSRC}", "-x", "c++-header", header, "-o", precompiled)
+        return ("-include", str(header))
+
+
+HEADERS = ("<algorithm>", '"protocol/link_core.hpp"', '"protocol/peer_watch.hpp"')
+_HEADER_OPTIONS = ("-O0", "-O1", *HEADERS)
+
+
+def _digest(*parts: bytes) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()
+
+
+@functools.cache
+def read_by(unit: str) -> tuple[pathlib.Path, ...]:
+    """The files of the project that a unit is compiled from."""
+    rule = suite.run(*COMPILER, "-MM", f"-I{CSRC}", CSRC / unit)
+    return tuple(pathlib.Path(name) for name in rule.replace("\\\n", " ").split()[1:])
+
+
+def key_of(mutant: Mutant, simulation: Simulation) -> str:
+    """What the verdict on a mutant depends on."""
+    sources = (path.read_bytes() for path in read_by(mutant.unit))
+    return _digest(repr(mutant).encode(), simulation.digest.encode(), *sources)
+
+
 @pytest.fixture(scope="module")
-def objects() -> list[pathlib.Path]:
-    """The objects of tests without sockets, and the library, as the plain suite is built."""
-    suite.build(*suite.BUILDS["plain"])
-    folder = BUILD / "CMakeFiles/engine_tests.dir/tests/engine"
+def simulation(tmp_path_factory) -> Simulation:
+    build = suite.build("plain")
+    folder = build / "CMakeFiles/engine_tests.dir/tests/engine"
     alone = [folder / f"{name}.cpp.o" for name in ("main", "peer_watch_test")]
     found = [*alone, *sorted(folder.glob("sim_*.cpp.o"))]
     assert len(found) > 4, f"no objects of the simulation in {folder}"
-    return [*found, BUILD / "libengine_core.a"]
+    return Simulation(tuple(found), build / "libengine_core.a", tmp_path_factory.mktemp("headers"))
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_simulation_notices(name, objects, tmp_path):
-    mutant = MUTANTS[name]
-    source = (suite.ROOT / "csrc" / mutant.changed).read_text()
+@pytest.fixture(scope="module")
+def judged() -> Judged:
+    return Judged(records.folder() / "mutants.json")
+
+
+def build_mutant(mutant: Mutant, simulation: Simulation, folder: pathlib.Path) -> pathlib.Path:
+    """The simulation with a mutant in it."""
+    source = (CSRC / mutant.changed).read_text()
     for old, new in mutant.edits:
-        assert source.count(old) == 1, f"{mutant.changed} has no longer exactly one {old!r}"
+        if source.count(old) != 1:
+            raise AlwaysRed(
+                f"{mutant.changed} has {source.count(old)} times, expected once: {old!r}; "
+                "edit it in MUTANTS as the source was edited"
+            )
         source = source.replace(old, new)
-    changed = tmp_path / mutant.changed
+    changed = folder / mutant.changed
     changed.parent.mkdir(parents=True)
     changed.write_text(source)
-    unit = changed if mutant.unit == mutant.changed else suite.ROOT / "csrc" / mutant.unit
+    compiled, program = folder / "unit.o", folder / "simulation"
+    if mutant.unit == mutant.changed:
+        # What is inline comes from the objects of the suite, which are optimised.
+        options, linked = ("-O0", *simulation.headers), [*simulation.objects, compiled]
+        unit = changed
+    else:
+        options, linked = ("-O1",), [compiled, *simulation.objects]
+        unit = CSRC / mutant.unit
+    suite.run(*COMPILER, *options, f"-I{folder}", f"-I{CSRC}", "-c", unit, "-o", compiled)
     # What is compiled here stands before the library, so the linker takes it from here.
-    suite.run(
-        *(*COMPILER, f"-I{tmp_path}", f"-I{suite.ROOT / 'csrc'}", unit, *objects),
-        *("-lpthread", "-o", tmp_path / "simulation"),
-    )
+    suite.run(*COMPILER, *linked, simulation.library, "-lpthread", "-ldl", "-o", program)
+    return program
+
+
+def run_simulation(program: pathlib.Path, test: str, schedules: int) -> tuple[int, str]:
+    """The exit status and the output of those tests whose names contain ``test``."""
     done = subprocess.run(
-        [tmp_path / "simulation", mutant.test],
-        env={"PIPEMORPH_SIM_SCHEDULES": str(SCHEDULES)} | os.environ,
+        [program, test],
+        env={"PIPEMORPH_SIM_SCHEDULES": str(schedules)} | os.environ,
         check=False,
         capture_output=True,
         text=True,
         timeout=900,
     )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.timeout(1800)
+def test_the_unchanged_source_passes(simulation, tmp_path):
+    """Compiled and linked as mutants are."""
+    program = build_mutant(Mutant(INBOX, INBOX, (), ""), simulation, tmp_path)
+    for test in sorted({mutant.test for mutant in MUTANTS.values()}):
+        status, said = run_simulation(program, test, ALIVE_SCHEDULES)
+        assert status == 0, said
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_notices(name, simulation, judged, tmp_path):
+    mutant = MUTANTS[name]
+    key = key_of(mutant, simulation)
+    if not records.fresh() and judged.has(name, key):
+        pytest.skip("noticed before, in the same sources; FRESH=1 judges it again")
+    program = build_mutant(mutant, simulation, tmp_path)
+    status, said = run_simulation(program, mutant.test, SCHEDULES)
     with always_red():
-        if not mutant.edits:
-            assert done.returncode == 0, done.stdout
-            return
-        assert done.returncode == 1, f"the mutant lives: {SCHEDULES} schedules\n{done.stdout}"
+        assert status == 1, f"the mutant lives: {SCHEDULES} schedules\n{said}"
         where = r"schedule \d+: .*" if mutant.test == "sim_random" else ""
-        assert re.search(rf"FAILED  {mutant.test}.*{where}({mutant.noticed})", done.stdout), (
-            done.stdout
-        )
+        assert re.search(rf"FAILED  {mutant.test}.*{where}({mutant.noticed})", said), said
+    judged.add(name, key)

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pairs
+import pytest
 from test_engine_faults import thread_states
 
 DEADLINE = 1.0
@@ -24,6 +25,7 @@ def talk(link, connection):
         connection.send(link.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note)
 
 
+@pytest.mark.times
 def test_ends_that_were_stopped_do_not_blame_each_other():
     """The first to go on has heard nothing for longer than it may, and the other one goes on a
     little later."""

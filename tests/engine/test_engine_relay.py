@@ -341,6 +341,7 @@ def test_with_a_mac_rails_are_left_alone_and_that_is_said():
         assert "no MAC, and integrity is mac" in engine.rails_trouble
 
 
+@pytest.mark.full
 def test_a_frame_that_never_ends_counts_as_silence():
     def control(connection, towards):
         long = once(lambda frame: [frame[:2] + b"\x0f" + frame[3:]])
@@ -357,6 +358,7 @@ def test_a_frame_that_never_ends_counts_as_silence():
         assert low.alive and high.alive
 
 
+@pytest.mark.full
 def test_whoever_lets_only_handshakes_through_ends_the_link_as_a_cut_does():
     broken = threading.Event()
 

@@ -178,6 +178,7 @@ def anonymous_bytes(pid: int) -> int:
 UNDISTURBED = ("up", 0, 0, 0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
     count, size = 8, 2 * MIB
