@@ -204,6 +204,9 @@ class Cluster:
         signature = sign_es256(key, f"{head}.{body}".encode())
         return f"{head}.{body}.{_base64url(signature)}"
 
+    # --- objects --------------------------------------------------------------------------
+
+    @contextmanager
     def namespace(self, prefix: str = "test") -> Iterator[str]:
         """A namespace of one test; its deletion is not waited for, the next test has its own."""
         name = f"{prefix}-{secrets.token_hex(3)}"
