@@ -8,8 +8,9 @@ import socket
 
 import pytest
 from gate.processor_time import ProcessorTime
-from gate.tiers import TIERS, tier_of
+from gate.tiers import FULL, TEST, TIERS, tier_of
 from hypothesis import HealthCheck, settings
+from testbed import selected
 
 # How long an example takes is a matter of the machine.
 settings.register_profile(
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(ProcessorTime(), "processor-time")
+    selected.use(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,6 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         items[:] = [item for item in items if item not in set(others)]
         config.hook.pytest_deselected(items=others)
+    for item in items if wanted == TEST else ():
+        if needed := selected.testbeds_of(item):
+            raise pytest.UsageError(
+                f"{item.nodeid} needs {', '.join(sorted(needed))}, but tests of the tier `{TEST}` "
+                f"have no testbeds: mark it `{FULL}`"
+            )
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testbed import Cluster, project_images, selected
+from testbed import Cluster, project_images
 from testbed.node_cluster import NodeCluster
 from testbed.selected import FOREIGN
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    selected.use(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,11 +13,7 @@ from contextlib import ExitStack
 import pytest
 from guests import Fabric
 from launchers import Launchers
-from testbed import TestbedError, selected
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    selected.use(config)
+from testbed import TestbedError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

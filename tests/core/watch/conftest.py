@@ -6,11 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser
-from testbed import selected
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    selected.use(config)
 
 
 @pytest.fixture(scope="module")

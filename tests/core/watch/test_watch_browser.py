@@ -32,6 +32,8 @@ from pipemorph.watch.documents import Documents, number
 from pipemorph.watch.door import Door, listen
 from pipemorph.watch.page import render_page
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 LARGEST = (64, 256)
 SHOWN = "document.getElementById('now').textContent"
