@@ -40,10 +40,11 @@ READ_AT_IMPORT = (
 )  # fmt: skip
 """Beginnings of the names of variables that a program may read before its first line."""
 READ_LATER = (
-    "TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER",
-    "PYTHONDONTWRITEBYTECODE",
+    "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-"""Of these, what a program reads later, or what the server can make up for in a fork."""
+"""Of these, what a program reads later, or what the server can make up for in a fork. torch sets
+the folder of its compiler's cache when it first compiles."""
 THREADS = {"OMP_NUM_THREADS": "1"}
 """Of the server, as ranks have it. A program whose environment has none has them too."""
 EXECUTE = "PIPEMORPH_TEST_EXECUTE"

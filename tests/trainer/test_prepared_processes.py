@@ -79,6 +79,8 @@ def test_a_program_sees_the_same(
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {
         "PYTHONPATH": str(tmp_path / "modules"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    # torch sets it in a process that compiles, as other tests of a session do.
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     options = {"env": env, "start_new_session": new_session}
     forked = seen(PreparedProcess, tmp_path, *command, **options)
     executed = seen(subprocess.Popen, tmp_path, *command, **options)
@@ -113,12 +115,14 @@ def test_a_fork_starts_forks_which_die_with_it(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(IS_FORK)
     command = [sys.executable, "starts.py", str(SPAWN), "other.py"]
     with PreparedProcess(command, cwd=tmp_path) as process:
-        until((tmp_path / "found").exists, "the other program runs")
-        pid, other = map(int, (tmp_path / "pids").read_text().split())
-        assert (tmp_path / "found").read_text() == f"{pid} True"
-        assert pid == process.pid
-        assert set(prepared_processes.forks_in(tmp_path)) == {pid, other}
-        process.kill()
+        try:
+            until((tmp_path / "found").exists, "the other program runs")
+            pid, other = map(int, (tmp_path / "pids").read_text().split())
+            assert (tmp_path / "found").read_text() == f"{pid} True"
+            assert pid == process.pid
+            assert set(prepared_processes.forks_in(tmp_path)) == {pid, other}
+        finally:
+            process.kill()
         assert process.wait(SECONDS) == -signal.SIGKILL
     until(lambda: ended(other), "it ends with the program that started it")
 
