@@ -49,6 +49,7 @@ def no_errors(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     browser: Browser = request.getfixturevalue("browser")
+    browser.look("about:blank")  # the live page of the test before would go on asking its server
     browser.errors.clear()
     browser.requests.clear()
     yield
@@ -233,6 +234,7 @@ def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_pa
         browser.press(" ")
         text = browser.eval("pageText()")
         told = browser.eval("document.getElementById('story').textContent")
+    browser.look("about:blank")
     browser.errors.clear()
     browser.requests.clear()
     saved = tmp_path / "saved.html"
