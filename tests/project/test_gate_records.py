@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gate import records
+from gate import reads, records
 from gate.impact import ImportGraph, changed_files, choose
-from gate.reads import CACHED, VARIABLE, CannotTrace, ReadTracer, source_of
+from gate.reads import CACHED, CannotTrace, ReadTracer, source_of
+from waiting import until
 
 DAY = 86400.0
 
@@ -125,13 +126,18 @@ def test_compiled_files_count_as_their_sources():
     assert source_of(Path("a/one.cpp")) == Path("a/one.cpp")
 
 
-def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout):
+def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout, monkeypatch):
     """A child of a child, an import from a compiled file, and a process of no part, which counts
     for each."""
     (checkout / "a" / CACHED).mkdir()
+    # Of its own, since this test may run within a part itself.
+    monkeypatch.setattr(reads, "VARIABLE", "PART_OF_THIS_TEST")
+
+    def environment(part: str | None) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"]} | ({reads.VARIABLE: part} if part else {})
 
     def run(part: str | None, *command: str) -> None:
-        env = {"PATH": os.environ["PATH"]} | ({VARIABLE: part} if part else {})
+        env = environment(part)
         subprocess.run(command, check=True, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
 
     run(None, sys.executable, "-c", "import a.one, a.two")
@@ -142,7 +148,14 @@ def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout):
         pytest.skip(f"tracing needs root: {error}")
     with tracer:
         run("first", "sh", "-c", f"env -i {sys.executable} -c 'import a.one'; true")
-        run("second", "cat", "b/data.txt")
+        # It lives until it was seen: one that has ended would count for every part.
+        command = ["sh", "-c", "exec 3<b/data.txt; read line"]
+        env = environment("second")
+        with subprocess.Popen(command, cwd=checkout, env=env, stdin=subprocess.PIPE):
+            until(
+                lambda: Path("b/data.txt") in (tracer.opened_by("second") or ()),
+                "the tracer sees what the second part opened",
+            )
         run(None, "cat", "a/two.py")
     first, second = tracer.opened_by("first"), tracer.opened_by("second")
     assert first is not None and second is not None
