@@ -1,6 +1,6 @@
 # make demo        the main job on this machine: a few minutes, no cluster, no GPU
 # make check       lint, and the tests that your change reaches: one to three minutes
-# make test        lint, types, and all tests that need no testbed: about eight minutes
+# make test        lint, types, and all tests that need no testbed
 # make test-all    make test, then sanitizers, mutants, fuzzing, and the tests on testbeds
 # make testbeds    build what make test-all needs: Kubernetes, images, guests (docs/testbeds.md)
 # make test-times  the tests that compare times; for an idle machine
