@@ -53,17 +53,17 @@ while True:
 """
 
 
-def seen(start: Callable[..., Any], folder: Path, *command: str, **options: Any) -> dict[str, Any]:
+def seen(
+    start: Callable[..., Any], pipe: tuple[int, int], folder: Path, *command: str, **options: Any
+) -> dict[str, Any]:
     """What a program sees of itself, by its exit status and output."""
-    reads, writes = os.pipe()
+    reads, writes = pipe
     os.write(writes, b"from a pipe")
     with start(
         [sys.executable, *command, str(reads)], cwd=folder, stdin=subprocess.PIPE, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[reads], **options,
     ) as process:  # fmt: skip
         output, errors = process.communicate("from the test", timeout=SECONDS)
-    os.close(reads)
-    os.close(writes)
     assert (process.returncode, errors) == (7, "at once\n")
     found: dict[str, Any] = json.loads(output)
     return found
@@ -82,8 +82,13 @@ def test_a_program_sees_the_same(
     # torch sets it in a process that compiles, as other tests of a session do.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     options = {"env": env, "start_new_session": new_session}
-    forked = seen(PreparedProcess, tmp_path, *command, **options)
-    executed = seen(subprocess.Popen, tmp_path, *command, **options)
+    pipe = os.pipe()  # One for both: its number is an argument of both.
+    try:
+        forked = seen(PreparedProcess, pipe, tmp_path, *command, **options)
+        executed = seen(subprocess.Popen, pipe, tmp_path, *command, **options)
+    finally:
+        for descriptor in pipe:
+            os.close(descriptor)
     if command[0] == "-u":  # As in the ranks that a host forks.
         executed["original"].remove("-u")
     assert forked == executed
