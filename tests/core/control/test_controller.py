@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from plant_support import BASE, OP, Plant, settle, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
+from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
-from pipemorph.control.decide.triggers import Judgement
+from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route, StageTimes, plan, problem_for
@@ -143,6 +145,35 @@ def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
     assert "differ from the planned ones" in back.reason
     assert set(back.routes) == {Route.DIRECT}
     assert back.kind == "return"
+
+
+@pytest.mark.parametrize(
+    ("delay", "transfer", "expected"),
+    [
+        (0.060, 0.040, None),
+        (0.074, 0.049, None),
+        (0.040, 0.040, "eased"),
+        (0.060, 0.020, "eased"),
+        (0.080, 0.040, "worse"),
+        (0.060, 0.060, "worse"),
+    ],
+)
+def test_a_slow_link_is_decided_on_again_when_its_delay_or_its_bandwidth_changes(
+    delay: float, transfer: float, expected: str | None
+) -> None:
+    """From a delay of 60 ms and 40 ms for the bytes; a quarter of the delay is material."""
+
+    def slow(delay: float, transfer: float) -> Situation:
+        return replace(
+            judgement.situation, delays=(0.0, delay, 0.0), slow=(False, True, False),
+            transfers=(0.0, transfer, 0.0),
+        )  # fmt: skip
+
+    judgement = Judgement.first(spec())
+    judgement.made("slow", slow(0.060, 0.040), 5)
+    progress = Progress(last=9, finished=10, measured=False, applied=True)
+    found = judgement.cause(slow(delay, transfer), initial_plan(spec()), progress, hold=100)
+    assert found == expected
 
 
 def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:

@@ -23,7 +23,7 @@ from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.memory_limits import room as room_of
 from pipemorph.control.observe.stage_book import StageBook
-from pipemorph.control.observed.stages import StageTable
+from pipemorph.control.observed.stages import Footprint, StageTable
 from pipemorph.planning import (
     Dispatch,
     OpKind,
@@ -36,6 +36,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.wire import StageProfile
+from pipemorph.wire.states import StageState
 
 MIB = 1 << 20
 STAGES, MICROBATCHES = 4, 16
@@ -561,6 +562,21 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
     for ops, room, device in zip(plan.schedule.stages, rooms, plan.device_limits, strict=True):
         assert room.device is None or device_peak(ops, device) <= room.device
         assert host_peak(ops, device) <= room.host
+
+
+def test_the_newest_time_to_copy_activations_counts_and_its_absence_changes_nothing() -> None:
+    found = Footprint()
+    quick = {"stage": 0, "forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01}
+
+    def add(copy: float | None) -> tuple[bool, float | None]:
+        changed = found.add(StageState.model_validate(quick | {"offload_copy": copy}))
+        return changed, found.offload_copy
+
+    assert add(None) == (False, None)
+    assert add(0.2) == (True, 0.2), "the first one is news"
+    assert add(0.1) == (False, 0.1)
+    assert add(None) == (False, 0.1)
+    assert add(0.0) == (False, 0.0)
 
 
 def test_a_plan_that_fits_is_walked_again_only_for_other_limits(

@@ -230,6 +230,27 @@ def test_a_host_that_has_lost_its_memory_is_told_everything_again() -> None:
     assert (after.rails.ports, after.links[1].health) == (1, Health.SLOW)
 
 
+def test_a_host_that_has_lost_its_memory_gets_the_last_iterations_again() -> None:
+    job = Job(spec())
+
+    def train(*indices: int) -> list[int]:
+        before = len(job.reports)
+        for index in indices:
+            job.now += 1.0
+            job.iteration = index + 1
+            done = IterationSample(
+                index=index, seconds=1.0, loss=1.0, plan_version=0, bubble_fraction=0.1
+            )
+            job.tell(links=job.windows(), iterations=[done])
+        return [each.index for report in job.reports[before:] for each in report.iterations]
+
+    assert train(*range(8)) == list(range(8)), "each once"
+    job.controller = JobController.restore(job.spec, job.controller.snapshot())
+    assert train(8) == [8], "the answer to this report shows that the host has restarted"
+    assert train(9) == [*range(8), 9], "in order, and not the one that it has got"
+    assert train(10) == [10]
+
+
 def test_an_agent_that_starts_anew_learns_of_slow_links_from_its_host() -> None:
     """Also from one that has restarted as well: what is slow is in its snapshot."""
     for restarts in (False, True):

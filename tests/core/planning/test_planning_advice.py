@@ -12,6 +12,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.errors import InputError
+from pipemorph.local.results.measured import is_report
 from pipemorph.planning import Dispatch, Link, OpKind, Problem, StageTimes, plan, simulate
 from pipemorph.planning.analysis.advice import Option, advise
 from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
@@ -399,6 +400,24 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     assert main(["advise", str(file)]) == 0
     out = capsys.readouterr().out
     assert "measured today: 500.0 ms" in out and "EMULATED" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_one"),
+    [
+        ("report.json", json.dumps(report()), True),
+        ("report.json", json.dumps({"spec": {}}), False),
+        ("report.json", json.dumps([1]), False),
+        ("report.json", "{", False),
+        ("report.yaml", json.dumps(report()), False),
+        ("report", json.dumps(report()), False),
+    ],
+)
+def test_a_report_is_known_by_its_name_and_its_fields(
+    name: str, text: str, is_one: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert is_report(str(tmp_path / name)) is is_one
 
 
 def test_a_report_of_several_stages_per_rank_says_which_rank_has_which(

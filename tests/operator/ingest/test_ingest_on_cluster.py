@@ -10,6 +10,7 @@ import pytest
 from observing import report, tell
 from operator_objects import body
 from operator_status import Shared, known, spec_of
+from plant_support import Plant
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
@@ -47,6 +48,20 @@ def test_conditions_before_with_and_after_reports() -> None:
     assert found[0].reason == "NoRecentSamples"
     found = judge(Source(controller, 1000.0, 1), found, 1060.0)
     assert (found[0].status, found[0].reason) == ("Unknown", "ReportsStale")
+
+
+def test_links_with_recent_samples_are_healthy_and_without_them_unknown() -> None:
+    plant = Plant(spec_of())
+    plant.run(3)
+    n = len(plant.controller.links(plant.now))
+    for later, expected in [
+        (0.0, ("True", "AllLinksHealthy", f"{n} links, all healthy")),
+        (3600.0, ("Unknown", "NoRecentSamples", f"{n} of {n} links have no recent samples")),
+    ]:
+        now = plant.now + later
+        found = judge(Source(plant.controller, now, 1), [], now)
+        (links_healthy,) = [c for c in found if c.type == "LinksHealthy"]
+        assert (links_healthy.status, links_healthy.reason, links_healthy.message) == expected
 
 
 def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:

@@ -9,7 +9,7 @@ from operator_objects import T0, World, body, failed, job_facts, pod
 
 from pipemorph_operator.cluster.facts import JobFacts, format_time
 from pipemorph_operator.cluster.job import dump, operator_part
-from pipemorph_operator.reconcile.decide import DRAIN_SECONDS
+from pipemorph_operator.reconcile.decide import DRAIN_SECONDS, internal_error
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
@@ -117,6 +117,37 @@ def test_ranks_that_have_all_ended_are_not_told_to_be_running() -> None:
     world.jobs[0] = job_facts(active=0, succeeded=2, complete=True)
     world.settle()
     assert world.events == ["AttemptStarted", "Complete"]
+
+
+def test_an_internal_error_is_one_event_and_ranks_keep_running() -> None:
+    world = World(body())
+    world.running()
+
+    def events_of(error: Exception) -> list[tuple[str, str]]:
+        decision = internal_error(world.observe(), error)
+        assert decision.status is not None
+        world.body["status"] = dump(decision.status)
+        assert world.condition("Running") == ("True", "InternalError")
+        return [(event.kind, event.message.rpartition("; ")[2]) for event in decision.events]
+
+    assert events_of(ValueError("x")) == [("Warning", "retrying: ValueError: x")]
+    assert events_of(ValueError("x")) == []
+    assert events_of(ValueError("y")) == [("Warning", "retrying: ValueError: y")]
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "passed"),
+    [("training", 0, True), ("starting", 0, False), ("training", 1, False)],
+)
+def test_the_preflight_has_passed_when_the_ranks_of_this_attempt_train(
+    state: str, attempt: int, passed: bool
+) -> None:
+    world = World(body())
+    world.running()
+    world.body["status"]["training"] = {"attempt": attempt, "state": state}
+    world.settle()
+    found = [c for c in world.status["conditions"] if c["type"] == "PreflightPassed"]
+    assert [(c["status"], c["reason"]) for c in found] == [("True", "AllRanksChecked")] * passed
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -433,6 +464,17 @@ def test_nodes_are_known_although_their_pods_are_gone_when_the_attempt_has_ended
     assert "attemptNodes" not in world.status, "they belong to an attempt"
     world = after(("a", "b", "c"), ("a", "b", "c"), pods_gone=True)
     assert not any(n["excluded"] for n in world.status["nodes"]), "there are no other nodes"
+
+
+def test_nodes_are_known_of_an_attempt_that_fails_as_soon_as_its_pods_are_seen() -> None:
+    """Between two looks at the job, its pods came, its link was slow, and it failed."""
+    world = after(("a", "b", "c"))
+    world.running(1, ranks=3)
+    world.pods = [pod(i, node=node) for i, node in enumerate("deb")]
+    world.body["status"]["training"] = {"attempt": 1, "slowLinks": [SLOW]}
+    world.jobs[1] = job_facts(1, stages=3, active=0, failed=failed())
+    world.turn()
+    assert [n["name"] for n in world.status["nodes"] if n["excluded"]] == ["b"]
 
 
 def test_where_there_are_no_other_nodes_the_slow_ones_are_still_used() -> None:

@@ -61,8 +61,16 @@ def test_an_agent_that_ends_is_followed_by_another_while_training_goes_on(killed
     assert "the agent has" not in one.output
 
 
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("raise SystemExit(2)", "exit 2"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
+    ],
+)
 def test_one_that_does_not_last_is_started_less_and_less_often(
-    caplog: pytest.LogCaptureFixture,
+    program: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = AgentConfig(
         job="gpt", namespace="default", attempt=0, mesh=MeshShape(1), secret_hex="00",
@@ -70,7 +78,7 @@ def test_one_that_does_not_last_is_started_less_and_less_often(
     )  # fmt: skip
     now = 100.0
     listener = socket.create_server(("127.0.0.1", 0))
-    ends_at_once = (sys.executable, "-c", "raise SystemExit(2)")
+    ends_at_once = (sys.executable, "-I", "-S", "-c", program)
     handle = AgentHandle(config, listener, "127.0.0.1", command=ends_at_once, clock=lambda: now)
     pauses, began = [], now
     while len(pauses) < 9:
@@ -86,4 +94,4 @@ def test_one_that_does_not_last_is_started_less_and_less_often(
     handle.close()
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     said = [message.partition(":")[0] for message in caplog.messages]
-    assert said == ["the agent has ended (exit 2)", "the agent has been started again"] * 9
+    assert said == [f"the agent has ended ({how})", "the agent has been started again"] * 9

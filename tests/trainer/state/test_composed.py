@@ -17,7 +17,7 @@ from pipemorph_trainer import Part
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy
-from pipemorph_trainer.state.kept.lending import Loan, Needs, lent, loans, no_room
+from pipemorph_trainer.state.kept.lending import Loan, Needs, lent, loans, nearest, no_room
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.names import clash
 from pipemorph_trainer.state.users import why_fixed as why_stays
@@ -123,6 +123,14 @@ def test_every_value_is_that_of_whoever_had_it(
             assert all(mine[key] == value for key, value in theirs.items() if key != "params")
         # Only what a rank lacks is read from another's copy.
         assert asked == ([1] if stage == 0 else [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, [1, 2, 3, 4]), (2, [1, 3, 0, 4]), (4, [3, 2, 1, 0])]
+)
+def test_other_stages_come_in_the_order_of_their_distance(stage: int, expected: list[int]) -> None:
+    mesh = MeshShape(stages=5)
+    assert list(nearest(mesh.coordinate(mesh.rank(stage, 0)))) == expected
 
 
 def test_layers_come_from_the_nearest_stage_of_the_column_and_through_memory_if_shared() -> None:

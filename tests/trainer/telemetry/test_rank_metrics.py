@@ -103,6 +103,23 @@ def test_telemetry_becomes_metrics() -> None:
     assert read(metrics, "reroutes_total", link="1") == 1
 
 
+def test_the_bubble_fraction_is_absent_until_a_plan_gives_the_microbatches() -> None:
+    clock = Clock()
+    metrics = RankMetrics("gpt", 1, 0, clock=clock)
+    profile = StageProfile(
+        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="module",
+        peak_memory=77,
+    )  # fmt: skip
+    metrics.hear(telemetry(5))
+    clock.now += 1.0
+    metrics.hear(telemetry(6, profile=profile))
+    assert read(metrics, "iteration_seconds") == 1.0
+    assert read(metrics, "bubble_fraction") is None
+    metrics.plan(plan_of(0, 1))
+    metrics.hear(telemetry(6, profile=profile))
+    assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
+
+
 def test_what_went_to_host_memory_adds_up() -> None:
     metrics = RankMetrics("gpt", 1, 0)
     metrics.hear(telemetry(5))
