@@ -1,0 +1,132 @@
+"""What a launcher decides for its pod, without processes: the ingest's answers are given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM
+from pipemorph.local.generations import Life
+from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.wire import GenerationState, Loss
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.launcher.meeting import Meeting
+from pipemorph_trainer.launcher.pod import Pod
+from pipemorph_trainer.launcher.site import PodSite, exit_code
+
+PODS = 2
+NEXT = GenerationState(attempt=0, generation=1)
+SIGTERM = "SIGTERM"
+
+
+class GivenMeeting(Meeting):
+    """Meets as ``meets`` says, and keeps the losses that it is given."""
+
+    def __init__(self, meets: Callable[[], GenerationState | str]) -> None:
+        self.missed, self.meets, self.url = False, meets, "https://ingest:8443"
+        self.losses: list[Loss | None] = []
+
+    def meet(self, generation: int, loss: Loss | None, *_: Any, **__: Any) -> GenerationState | str:
+        self.losses.append(loss)
+        return self.meets()
+
+
+def pod_of(folder: Path, index: int, secret: str = "") -> Pod:
+    spec = {
+        "parallelism": {"stages": 2, "replicas": 2, "ranksPerPod": 2},
+        "schedule": {"microbatches": 4},
+        "trainer": {"module": "m", "iterations": 7},
+        "failurePolicy": {"maxRestarts": 1},
+    }
+    about = {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
+    job = PipeMorphJob.model_validate({**about, "metadata": {"name": "gpt"}, "spec": spec})
+    (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
+    given = {
+        "PIPEMORPH_POD_INDEX": str(index),
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(2 * PODS),
+        "MASTER_ADDR": "gpt-0.svc",
+        "MASTER_PORT": "29500",
+        "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
+        "PIPEMORPH_KEPT_DIR": str(folder),
+    }
+    if secret:
+        (folder / "secret").write_text(secret)
+        given["PIPEMORPH_SECRET_FILE"] = str(folder / "secret")
+    return Pod.from_env(given)
+
+
+@contextmanager
+def site_of(pod: Pod, met: Meeting | None = None) -> Iterator[PodSite]:
+    with Interrupts(SimpleQueue()) as interrupts:
+        yield PodSite(pod, [], 1.0, SimpleQueue(), interrupts, met, environ={})
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("when", ["before its ranks end", "while it waits for the other pods"])
+def test_every_pod_that_is_asked_to_end_ends_with_the_code_of_ranks_that_saved(
+    when: str, saved: bool, tmp_path: Path
+) -> None:
+    """As when the job is suspended: some are asked while they already wait for the others."""
+
+    def meets() -> GenerationState | str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "the wait was interrupted"
+
+    met = GivenMeeting(meets)
+    with site_of(pod_of(tmp_path, 1), met) as site:
+        if when == "before its ranks end":
+            os.kill(os.getpid(), signal.SIGTERM)
+            ending = Ending(End.INTERRUPTED, SIGTERM, saved=saved)
+        else:
+            ending = Ending(End.INTERRUPTED if saved else End.FAILED, SIGTERM, saved=saved)
+        ended = site.agree(Life(generation=0), ending)
+    assert isinstance(ended, Ending) and ended.end is End.INTERRUPTED
+    assert exit_code(ended) == (EXIT_SAVED if saved else EXIT_SIGTERM)
+    assert len(met.losses) == (when != "before its ranks end")
+
+
+def test_a_pod_whose_ranks_saved_for_another_pod_goes_on_with_the_next_generation(
+    tmp_path: Path,
+) -> None:
+    met = GivenMeeting(lambda: NEXT)
+    with site_of(pod_of(tmp_path, 1), met) as site:
+        found = site.agree(Life(generation=0), Ending(End.INTERRUPTED, SIGTERM, saved=True))
+    assert found == Life(generation=1)
+    (loss,) = met.losses
+    assert loss is not None and loss.retry and loss.lost_peer
+    assert loss.reason == f"the ranks saved and ended with those of another pod ({SIGTERM})"
+
+
+def test_pods_have_one_secret_per_generation(tmp_path: Path) -> None:
+    """Ranks of an earlier generation, on a node that was away, must not reach those of this one."""
+    found: dict[int, set[bytes]] = {}
+    for index in range(PODS):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        pod = pod_of(folder, index, secret="of the attempt")
+        with site_of(pod, GivenMeeting(lambda: NEXT)) as site:
+            for generation in range(3):
+                with site.shared(Life(generation=generation)) as env:
+                    file = env.get("PIPEMORPH_SECRET_FILE")
+                    if file is None:
+                        assert generation == 0, "it has the one that the operator has mounted"
+                        continue
+                    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+                    rank = {**pod.environment(0, env), "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+                    secret = TrainerContext.from_env(rank).secret
+                    assert secret == Path(file).read_bytes()
+                    found.setdefault(generation, set()).add(secret)
+                assert not Path(file).exists(), "it goes with its generation"
+    assert [len(found[generation]) for generation in (1, 2)] == [1, 1], "the same in all pods"
+    assert len({b"of the attempt"}.union(*found.values())) == 3, "and another one in each"
