@@ -31,6 +31,7 @@ def test_packets_are_of_the_traffic_class_that_is_given(fabric: Fabric):
         assert acknowledged > 0
 
 
+@pytest.mark.soak  # By the rates of two emulated machines; in simulated time: verbs_test.cpp.
 def test_a_slow_rail_leaves_short_queues_to_the_fast_one(fabric: Fabric):
     """One message after the other, each of a few chunks: what the slow rail takes of a message, the
     message waits for. By the chunk in turns it would carry a part of every one."""
