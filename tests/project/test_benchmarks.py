@@ -19,6 +19,7 @@ import yaml
 from pipemorph.api.mesh import MeshShape
 from pipemorph.manifest import parse_job
 
+pytestmark = pytest.mark.full
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 

@@ -15,6 +15,7 @@ from launch import run_ranks
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.executor.stages.emulated import GRADIENT_PARTS
 
+pytestmark = pytest.mark.full
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared_processes
 import pytest
 
 from pipemorph.errors import InputError
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_named(files: Path, variable: str, value: str, to
 def test_a_rank_that_cannot_read_its_environment_exits_2(tmp_path: Path, module: str) -> None:
     """On a cluster that is not tried again."""
     gone = tmp_path / "secret"
-    done = subprocess.run(
+    done = prepared_processes.run(
         [sys.executable, "-m", f"pipemorph_trainer.examples.{module}"],
         env=os.environ | RANKS | {"PIPEMORPH_SECRET_FILE": str(gone)},
         capture_output=True, text=True, timeout=120, check=False,

@@ -16,6 +16,7 @@ from pipemorph_trainer.executor.inputs import split
 SLOW = ("sympy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining")
 
 
+@pytest.mark.full
 def test_a_pipeline_is_imported_without_what_few_jobs_need():
     code = (
         "import sys, torch\n"

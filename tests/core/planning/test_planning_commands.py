@@ -451,7 +451,9 @@ def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["plan", "advise", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["plan", "advise", pytest.param("doctor", marks=pytest.mark.full)]
+)
 def test_a_stdout_that_takes_nothing_is_told_in_one_line(command: str, example: Any) -> None:
     whole = [sys.executable, command, *([] if command == "doctor" else [example()])]
     for redirection, words in (

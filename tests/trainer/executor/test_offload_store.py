@@ -96,7 +96,13 @@ TELLING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[pytest.mark.full] * each.startswith("compiled"))
+        for each in TELLING
+    ],
+)
 def test_every_kind_of_stage_comes_back_to_the_bit(name: str) -> None:
     torch.manual_seed(1)
     job = ZOO[name]().job

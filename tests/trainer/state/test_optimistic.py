@@ -214,7 +214,7 @@ CASES = {
 }
 
 
-IN_MAKE_TEST = {"AdamW", "FSDP", "scaler", "evaluation and checkpoint between"}
+IN_MAKE_TEST = {"AdamW", "scaler"}
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def bad_sample(context: TrainerContext) -> str:
     return told
 
 
+@pytest.mark.full
 def test_an_error_that_all_ranks_of_a_stage_raise_only_refuses_the_step() -> None:
     for told in run_ranks(4, bad_sample):
         assert "step() of iteration 1 is refused on all ranks: rank 2 (stage 1, tensor 0)" in told
