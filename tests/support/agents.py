@@ -41,15 +41,6 @@ MOST_ITERATIONS = 256
 SECRET = b"the attempt's secret"
 
 
-def until(what: Callable[[], T], why: str, seconds: float = DEADLINE) -> T:
-    """Poll until ``what()`` is true; fail naming ``why`` after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < end, f"not within {seconds} s: {why}"
-        time.sleep(0.005)
-    return value
-
-
 class Ingest:
     """A stand-in for the ingest, on a port of its own that can go away and come back."""
 

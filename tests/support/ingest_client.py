@@ -169,9 +169,3 @@ def serve(
 def waiting(server: IngestServer, job: Any) -> int:
     session = server.handler._sessions.get(job)
     return len(session.waiters) if session else 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)

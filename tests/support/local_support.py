@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import prepared_processes
+from waiting import until
 
 T = TypeVar("T")
 DEADLINE = 60.0
@@ -96,18 +96,6 @@ if action == "crash":
 while True:  # In turns: a signal that comes just before a wait is handled after it.
     threading.Event().wait(0.2)
 '''
-
-
-def until(what: Callable[[], T], why: str | Callable[[], str]) -> T:
-    """Poll until ``what()`` is true; fail after :data:`DEADLINE`, saying ``why`` as it is then."""
-    end = time.monotonic() + DEADLINE
-    while not (value := what()):
-        if time.monotonic() >= end:
-            raise AssertionError(
-                f"not within {DEADLINE:g} s: {why if isinstance(why, str) else why()}"
-            )
-        time.sleep(0.01)
-    return value
 
 
 @dataclass

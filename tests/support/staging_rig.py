@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from simulated_device import SimulatedDevice
 from torch import Tensor
+from waiting import until
 
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
@@ -21,13 +21,6 @@ from pipemorph_trainer.links.recorder import LinkRecorder
 
 TIMEOUT = 60.0
 SECRET = b"a secret of the test"
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT:.0f} s"
-        time.sleep(0.001)
 
 
 @dataclass

@@ -23,18 +23,21 @@ def until(
     end = time.monotonic() + seconds
     while not (found := what()):
         _check(end, why, seconds)
-        time.sleep(0.01)
+        time.sleep(step)
     return found
 
 
 async def until_async(
-    what: Callable[[], T], why: str | Callable[[], str], seconds: float = DEADLINE
+    what: Callable[[], T],
+    why: str | Callable[[], str],
+    seconds: float = DEADLINE,
+    step: float = 0.001,
 ) -> T:
     """Run the event loop until ``what()`` is true, and return it. Raises as :func:`until`."""
     end = time.monotonic() + seconds
     while not (found := what()):
         _check(end, why, seconds)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(step)
     return found
 
 

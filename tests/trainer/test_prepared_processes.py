@@ -14,8 +14,8 @@ from typing import Any
 import prepared_processes
 import pytest
 from launch import ended
-from local_support import until
 from prepared_processes import PreparedProcess
+from waiting import until
 
 from pipemorph.local.processes.forks import SPAWN
 
@@ -69,8 +69,15 @@ def seen(
     return found
 
 
-@pytest.mark.parametrize("new_session", [False, True])
-@pytest.mark.parametrize("command", [("seen.py",), ("-u", "-m", "seen")])
+@pytest.mark.parametrize(
+    ("command", "new_session"),
+    [
+        (("-u", "-m", "seen"), True),
+        pytest.param(("-u", "-m", "seen"), False, marks=pytest.mark.full),
+        pytest.param(("seen.py",), True, marks=pytest.mark.full),
+        pytest.param(("seen.py",), False, marks=pytest.mark.full),
+    ],
+)
 def test_a_program_sees_the_same(
     command: tuple[str, ...], new_session: bool, tmp_path: Path
 ) -> None:

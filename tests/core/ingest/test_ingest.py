@@ -21,9 +21,9 @@ from ingest_client import (
     body,
     controller,
     serve,
-    until,
     waiting,
 )
+from waiting import until_async
 
 from pipemorph.ingest import (
     Identity,
@@ -162,7 +162,7 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         polls = [asyncio.create_task(client.poll(f"attempt=0&wait={LONG}")) for _ in range(5)]
         later = asyncio.create_task(client.poll("attempt=0&after=1&wait=0.3"))
         # The short one may be over before the others have come.
-        await until(lambda: waiting(server, job) + later.done() == 6)
+        await until_async(lambda: waiting(server, job) + later.done() == 6, "all polls came")
         assert not any(poll.done() for poll in polls)
         job.on_report = lambda report: job.want(1)
         status, answer = await client.post(body())
@@ -207,7 +207,7 @@ def test_polls_of_another_attempt_are_turned_away() -> None:
     async def test(client: Client, server: IngestServer) -> None:
         assert (await client.poll("attempt=1&wait=5"))[0] == 403
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
+        await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         job.attempt = 1
         server.handler._sessions[job].release()
         assert (await asyncio.wait_for(poll, PATIENCE))[0] == 403
@@ -223,7 +223,7 @@ def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
         assert statuses[:10] == [200] * 10
         assert 429 in statuses
         polls = [asyncio.create_task(client.poll(f"attempt=0&wait={LONG}")) for _ in range(2)]
-        await until(lambda: waiting(server, job) == 2)
+        await until_async(lambda: waiting(server, job) == 2, "two polls wait")
         assert (await client.poll(f"attempt=0&wait={LONG}"))[0] == 429
         server.handler.close()
         await asyncio.gather(*polls)
@@ -258,7 +258,7 @@ def test_stopping_answers_waiting_polls() -> None:
 
     async def test(client: Client, server: IngestServer) -> None:
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
+        await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         await asyncio.wait_for(server.stop(), PATIENCE)
         assert (await poll)[0] == 200
 

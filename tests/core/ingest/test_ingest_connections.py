@@ -10,13 +10,14 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from certificates import self_signed
+from waiting import until_async
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
@@ -77,13 +78,6 @@ def is_open(sock: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"after {seconds:g} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 async def ask(
@@ -164,7 +158,9 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
                 assert time.monotonic() - asked < 2.0, "the crowd holds an agent up"
             grown = mebibytes(server.pid) - before
             assert grown < 40, f"{len(crowd)} silent connections take {grown:.1f} MiB"
-            await until(lambda: not any(map(is_open, reversed(crowd))), "still connected", 10.0)
+            await until_async(
+                lambda: not any(map(is_open, reversed(crowd))), "all are closed", 10.0
+            )
         finally:
             for sock in crowd:
                 sock.close()
@@ -199,16 +195,16 @@ def test_a_handshake_costs_nothing_until_the_client_begins_it(
         trust = ssl.create_default_context(cafile=str(certificate))
         async with serving(tls) as (_, port, unserved):
             silent, gone, plain = (knock(port) for _ in range(3))
-            await until(lambda: all(map(is_open, (silent, gone, plain))), "not connected")
+            await until_async(lambda: all(map(is_open, (silent, gone, plain))), "all are connected")
             gone.close()
-            await until(lambda: unserved == ["handshake"], "one that has gone stays")
+            await until_async(lambda: unserved == ["handshake"], "the one that has gone is closed")
             plain.send(b"GET / HTTP/1.1\r\n\r\n")
-            await until(lambda: not is_open(plain), "one that speaks no TLS stays")
+            await until_async(lambda: not is_open(plain), "the one without TLS is closed")
             assert unserved == ["handshake"] * 2
             assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
             assert begun == ["127.0.0.2"]
             assert is_open(silent)
-        await until(lambda: not is_open(silent), "it outlives the server")
+        await until_async(lambda: not is_open(silent), "it ends with the server")
         silent.close()
         plain.close()
 
@@ -261,7 +257,9 @@ def test_the_oldest_that_says_nothing_makes_room() -> None:
             crowd = []
             for _ in range(5):
                 crowd.append(knock(port))
-                await until(lambda: sum(map(is_open, crowd)) == min(3, len(crowd)), "no room made")
+                await until_async(
+                    lambda: sum(map(is_open, crowd)) == min(3, len(crowd)), "three are open at most"
+                )
             assert [is_open(sock) for sock in crowd] == [False, False, True, True, True]
             assert unserved == ["crowded"] * 2
             assert await ask(port, query=NO_JOB) == NOT_FOUND
@@ -278,9 +276,9 @@ def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
             polls = [asyncio.create_task(ask(port, query=POLL)) for _ in range(2)]
             crowd: list[socket.socket] = []
             try:
-                await until(lambda: waiting(server) == 2, "the polls do not wait")
+                await until_async(lambda: waiting(server) == 2, "two polls wait")
                 crowd = [knock(port) for _ in range(3)]
-                await until(lambda: not any(map(is_open, crowd)), "one more is connected")
+                await until_async(lambda: not any(map(is_open, crowd)), "all others are closed")
                 assert unserved == ["crowded"] * 3
                 if "per_source" in limits:
                     assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
@@ -314,8 +312,8 @@ def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
         again = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
         async with again:
             silent = knock(port)
-            await until(lambda: is_open(silent), "it is not connected")
-        await until(lambda: not is_open(silent), "it outlives the server")
+            await until_async(lambda: is_open(silent), "it is connected")
+        await until_async(lambda: not is_open(silent), "it ends with the server")
         silent.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -15,9 +15,9 @@ from ingest_client import (
     body,
     controller,
     serve,
-    until,
     waiting,
 )
+from waiting import until_async
 
 from pipemorph.ingest import (
     IngestServer,
@@ -61,9 +61,9 @@ def test_a_version_that_is_not_reserved_is_persisted_before_anybody_sees_it() ->
     async def test(client: Client, server: IngestServer) -> None:
         job.on_report = lambda report: job.want(1)
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
+        await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         first = asyncio.create_task(client.post(body(1)))
-        await until(lambda: store.events == ["persisting 1"])
+        await until_async(lambda: store.events == ["persisting 1"], "the plan is being persisted")
         # Whoever asks meanwhile gets nothing, and waits for nothing it did not ask for.
         assert (await client.poll("attempt=0&wait=0"))[1]["directive"] is None
         second = asyncio.create_task(client.post(body(2)))
@@ -86,7 +86,7 @@ def test_a_reserved_version_is_served_at_once_and_persisted_after() -> None:
 
     async def test(client: Client, server: IngestServer) -> None:
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until(lambda: waiting(server, job) == 1)
+        await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         job.on_report = lambda report: job.want(1)
         assert (await client.post(body(1)))[1]["directive"]["plan_version"] == 1
         assert (await poll)[1]["directive"]["plan_version"] == 1
@@ -112,7 +112,7 @@ def test_what_was_served_is_persisted_before_the_host_ends() -> None:
     async def test(client: Client, server: IngestServer) -> None:
         job.on_report = lambda report: job.want(1)
         await client.post(body(1))
-        await until(lambda: store.events == ["persisting 1"])
+        await until_async(lambda: store.events == ["persisting 1"], "the plan is being persisted")
         stopping = asyncio.create_task(server.stop())
         done, _ = await asyncio.wait({stopping}, timeout=0.5)
         assert not done

@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from ingest_client import PATIENCE, TOKEN, until
+from ingest_client import PATIENCE, TOKEN
+from waiting import until_async
 from watch_site import (
     ELSEWHERE,
     LINKS,
@@ -193,7 +194,7 @@ def test_reports_and_directives_do_not_wait_for_documents(monkeypatch: pytest.Mo
     async def look(site: Site) -> None:
         monkeypatch.setattr(watch_worker, "watch_view", hold)
         viewers = [asyncio.create_task(site.get()) for _ in range(10)]
-        await until(held.is_set)
+        await until_async(held.is_set, "the request is held")
         for i in range(5):
             await site.report(i, iteration=i + 1)
         assert not any(each.done() for each in viewers)

@@ -13,7 +13,8 @@ import time
 from typing import Any
 
 import pytest
-from ingest_client import PATIENCE, until
+from ingest_client import PATIENCE
+from waiting import until_async
 from watch_site import (
     LINKS,
     SLOW,
@@ -68,7 +69,7 @@ def test_a_process_that_is_killed_is_started_again_and_viewers_ask_again(
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         waits = asyncio.create_task(site.get())
-        await until(lambda: bool(site.process._open))
+        await until_async(lambda: bool(site.process._open), "a viewer is connected")
         os.kill(pid, signal.SIGKILL)
         status, said, _ = await waits
         assert status == 503 and b"ask again" in said
@@ -139,7 +140,7 @@ def test_an_ingest_that_stops_does_not_wait_for_the_process() -> None:
         await site.view()
         os.kill(site.process.pid or 0, signal.SIGSTOP)
         waits = asyncio.create_task(site.get())
-        await until(lambda: bool(site.process._open))
+        await until_async(lambda: bool(site.process._open), "a viewer is connected")
         began = time.monotonic()
         await site.server.stop()
         assert time.monotonic() - began < PATIENCE / 2, "less than requests in progress may take"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_support import until
+from waiting import until
 
 from pipemorph.local.processes.forks import ForkedProcess, Forks, ForkServer, python_arguments
 

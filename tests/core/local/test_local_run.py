@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_support import DEADLINE, MARK, LocalRun, until
+from local_support import DEADLINE, MARK, LocalRun
+from waiting import until
 
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.cli import main

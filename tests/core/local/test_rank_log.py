@@ -6,19 +6,12 @@ import io
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+
+from waiting import until
 
 from pipemorph.local.processes.rank_log import KEPT_BYTES, LONGEST_LINE, PrefixedLog
 
 DEADLINE = 20.0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"waited {DEADLINE} s for {what}"
-        time.sleep(0.005)
 
 
 def test_lines_of_two_ranks_are_not_mixed() -> None:

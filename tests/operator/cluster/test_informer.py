@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_api import FakeApi, fake_api
 from prometheus_client import REGISTRY
+from waiting import until_async
 
 from pipemorph_operator.cluster import client, informer
 from pipemorph_operator.cluster.client import Cluster
@@ -76,19 +77,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.001)
 
 
-async def until(what: str, condition: Callable[[], bool]) -> None:
-    try:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.001)
-    except TimeoutError:
-        pytest.fail(f"not seen: {what}")
-
-
 async def same(api: FakeApi, mirror: Mirror) -> None:
     """Until the informer knows what the API server has."""
     try:
-        await until("", lambda: mirror.objects == api.objects)
+        await until_async(lambda: mirror.objects == api.objects, "the same objects")
     except BaseException:
         assert mirror.objects == api.objects
         raise
@@ -126,11 +118,11 @@ def test_a_watch_that_ends_or_breaks_goes_on_where_it_was() -> None:
             api.end_watches()
             api.refusals = [0, 503, 429, 500]
             await same(api, mirror)
-            await until("another watch", lambda: len(api.asked) == 3)
+            await until_async(lambda: len(api.asked) == 3, "another watch")
             api.delete("a")
             api.end_watches()
             await same(api, mirror)
-            await until("it asks again and again", lambda: not api.refusals)
+            await until_async(lambda: not api.refusals, "it asks again and again")
             await api.idle()
             api.put("c")
             await same(api, mirror)
@@ -179,7 +171,7 @@ def test_what_a_list_has_told_before_it_broke_is_not_held_for_true(
         api.refusals = [0, 503]
         known = Informer(cluster, "Job", mirror.changed)
         task = asyncio.create_task(known.run())
-        await until("the first page", lambda: mirror.told == ["a"])
+        await until_async(lambda: mirror.told == ["a"], "the first page")
         assert not known.synced.is_set()
         api.delete("a")
         await known.synced.wait()
@@ -222,7 +214,7 @@ def test_a_watch_that_is_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch)
         async with following(api, cluster, mirror):
             api.version = 50
             api.end_watches()
-            await until("the watch of a version to come", lambda: len(api.asked) >= 3)
+            await until_async(lambda: len(api.asked) >= 3, "the watch of a version to come")
             api.delete("a")
             await same(api, mirror)
 
@@ -316,15 +308,17 @@ def test_how_old_it_is_what_is_known_can_be_seen() -> None:
             listed = metric("confirmed_timestamp_seconds")
             assert (metric("lists_total") - before, metric("objects")) == (1, 1)
             api.bookmark()
-            await until("the bookmark", lambda: metric("confirmed_timestamp_seconds") > listed)
+            await until_async(
+                lambda: metric("confirmed_timestamp_seconds") > listed, "the bookmark"
+            )
             marked = metric("confirmed_timestamp_seconds")
             api.refusals = [503] * 1000
             api.end_watches()
-            await until("the API server is away", lambda: len(api.asked) > 3)
+            await until_async(lambda: len(api.asked) > 3, "the API server is away")
             now = 1000.0
             known.alive = Heartbeat("the watch", 1.0, lambda: now)
             now += 2.0
-            await until("that this process is not at fault", lambda: not known.alive())
+            await until_async(lambda: not known.alive(), "that this process is not at fault")
             assert metric("confirmed_timestamp_seconds") == marked
 
     scenario(test)

@@ -31,9 +31,9 @@ from agents import (
     sample,
     samples,
     telemetry,
-    until,
 )
 from launch import ended
+from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import (

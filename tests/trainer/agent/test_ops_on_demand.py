@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from agents import DEADLINE, Ingest, context, finished, telemetry, until
+from agents import DEADLINE, Ingest, context, finished, telemetry
 from launch import Ranks
 from torch import nn
+from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.observer import Observer

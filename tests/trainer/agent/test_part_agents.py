@@ -21,10 +21,10 @@ from agents import (
     finished,
     sample,
     telemetry,
-    until,
 )
 from launch import Ranks
 from torch import nn
+from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.merge import Parts

@@ -9,9 +9,10 @@ from functools import cache
 
 import pytest
 import torch
-from staging_rig import Rig, rigged, until
+from staging_rig import Rig, rigged
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from waiting import until
 
 from pipemorph.planning import OpKind
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from device_wire import DirectLink, direct_link
-from staging_rig import until
 from torch import Tensor
+from waiting import until
 
 from pipemorph_trainer.links.channels.direct import EXACT_WITHIN
 from pipemorph_trainer.links.message import Batch, TensorMeta

@@ -13,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from gate import same_bits
-from staging_rig import linked, until
+from staging_rig import linked
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from waiting import until
 
 from pipemorph.discovery import host
 from pipemorph.planning.ir import Route

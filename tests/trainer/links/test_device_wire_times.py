@@ -14,8 +14,8 @@ import pytest
 import torch
 from device_wire import DirectLink, direct_link
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
-from staging_rig import until
 from torch import Tensor
+from waiting import until
 
 from pipemorph.planning import Route
 from pipemorph.wire import LinkSample

@@ -17,8 +17,9 @@ import pytest
 import torch
 from gate import same_bits
 from simulated_device import Driver, SimulatedDevice
-from staging_rig import Rig, rigged, until
+from staging_rig import Rig, rigged
 from torch import Tensor
+from waiting import until
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
