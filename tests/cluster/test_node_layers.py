@@ -13,7 +13,8 @@ from testbed import wait_for
 from pipemorph.planning import StageTimes, plan, problem_for
 
 pytest_plugins = ("node_fixtures",)
-pytestmark = [pytest.mark.node, pytest.mark.timeout(600)]
+# Its goal is a share of time. The same in pods of this machine: trainer/launcher.
+pytestmark = [pytest.mark.node, pytest.mark.soak, pytest.mark.timeout(600)]
 
 LAYERS, LAYER_SECONDS, SLOWDOWN, MICROBATCHES = 10, 0.01, 1.5, 8
 EVEN, BEST = [5, 5], [6, 4]

@@ -205,9 +205,9 @@ def _workload_of(node_jobs: Jobs, batch: Object) -> Object:
 
 
 def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
-    """One of a pod with four: the job is the same, its pods are, and so is the last loss."""
-    well = _gpt_of_two_pods("well", restarts=0, ranks=4)
-    lost = _gpt_of_two_pods("gpt-lost", restarts=1, ranks=4)
+    """One of a pod with two: the job is the same, its pods are, and so is the last loss."""
+    well = _gpt_of_two_pods("well", restarts=0)
+    lost = _gpt_of_two_pods("gpt-lost", restarts=1)
     node_jobs.apply(well)
     undisturbed = node_jobs.wait("well", all_told, 180.0)
     node_jobs.delete("well")
@@ -216,11 +216,11 @@ def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
     before = node_jobs.wait("gpt-lost", at_iteration(5), START)
     pods = node_jobs.pods("gpt-lost")
     assert len(pods) == 2
-    _kill_rank(node_jobs, pods[1], 7)
+    _kill_rank(node_jobs, pods[1], 3)
     told_of = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
     (record,) = told_of["status"]["recoveries"]["last"]
-    assert record["cause"] == "rank 7 (stage 1, replica 3) was killed by SIGKILL"
-    assert (record["pod"], record["rank"], record["generation"]) == (1, 7, 1)
+    assert record["cause"] == "rank 3 (stage 1, replica 1) was killed by SIGKILL"
+    assert (record["pod"], record["rank"], record["generation"]) == (1, 3, 1)
     assert (record["repeated"], record["state"]) == (0, "kept"), told(told_of)
     done = node_jobs.wait("gpt-lost", all_told, 180.0)
     print(f"from the loss to the next finished iteration: {record['seconds']} s")

@@ -3,13 +3,17 @@
 What a schedule of the simulation does depends on its number alone, so the plain build checks all
 of the protocol's rules (:mod:`test_engine_cpp`). The sanitizers play the first of the same
 schedules again, at twice the cost, for what rules do not show; from a few thousand on, more
-schedules reach no line or branch more.
+schedules reach no line or branch more. ThreadSanitizer sees only whether the threads of the
+simulation, each of which plays schedules of its own, share anything.
 """
 
 import pytest
 import suite_build as suite
 
-SCHEDULES = {"asan": 10_000, "tsan": 2_000}
+SCHEDULES = {"asan": 10_000, "tsan": 500}
+LIBFABRIC = "fabric_path_"
+"""The prefix of tests whose endpoints have three seconds to open. Beside other parts, their
+provider takes longer under ThreadSanitizer."""
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -21,4 +25,10 @@ def test_simulation(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_but_the_simulation(name):
-    suite.build_and_run(name, f"-{suite.SIMULATION}", least=200)
+    slow = [f"-{LIBFABRIC}"] if name == "tsan" else []
+    suite.build_and_run(name, f"-{suite.SIMULATION}", *slow, least=200)
+
+
+@pytest.mark.soak
+def test_libfabric_under_the_thread_sanitizer():
+    suite.build_and_run("tsan", LIBFABRIC, least=9)
