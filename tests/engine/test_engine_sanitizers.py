@@ -26,7 +26,7 @@ def test_simulation(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_but_the_simulation(name):
     slow = [f"-{LIBFABRIC}"] if name == "tsan" else []
-    suite.build_and_run(name, f"-{suite.SIMULATION}", *slow, least=200)
+    suite.build_and_run(name, f"-{suite.SIMULATION}", f"-{suite.TIMED}", *slow, least=200)
 
 
 @pytest.mark.soak
