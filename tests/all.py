@@ -23,7 +23,7 @@ from pathlib import Path
 from gate import budget, impact, parts, plan, records, tiers
 from gate.reads import CACHED, CannotTrace, ReadTracer
 from gate.schedule import Schedule
-from gate.testbeds import TestbedBuild
+from gate.testbeds import PART, TestbedBuild
 from gate.verdict import PartResult, Verdict
 
 OUT = parts.ROOT / "build" / "tests"
@@ -111,7 +111,10 @@ def run_rest(out: Path) -> Verdict:
         )
         with stopped_at_the_end() as began:
             parts.run_beside(lambda: began.add(schedule.take()), plan.REST_LANES, say)
-        read = {one.name: tracer.opened_by(one.name) if tracer else None for one in to_run}
+        read = {
+            one.name: tracer.opened_by(one.name, *[PART] * bool(one.needs)) if tracer else None
+            for one in to_run
+        }
     ran = {part.name: part.result() for part in began.parts}
     results = [result_of(one, ran, valid, schedule.not_run) for one in plan.REST_PARTS]
     verdict = parts.judge(results, out, "make test-all", parts.REPEATABLE)

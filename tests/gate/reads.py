@@ -83,11 +83,12 @@ class ReadTracer:
         for fd in (self._fd, self._stop_read, self._stop_write):
             os.close(fd)
 
-    def opened_by(self, part: str) -> set[Path] | None:
-        """Files and folders that the part opened, relative to the root: at least those. A compiled
-        Python file counts as its source. None if the kernel lost events."""
+    def opened_by(self, *parts: str) -> set[Path] | None:
+        """Files and folders that any of these parts opened, relative to the root: at least those. A
+        compiled Python file counts as its source. None if the kernel lost events."""
         with self._lock:
-            return None if self._overflowed else self._of_parts.get(part, set()) | self._of_all
+            opened = (self._of_parts.get(part, set()) for part in parts)
+            return None if self._overflowed else self._of_all.union(*opened)
 
     def _read_events(self) -> None:
         while True:

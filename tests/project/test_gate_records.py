@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gate import reads, records
+from gate import reads, records, testbeds
 from gate.impact import ImportGraph, changed_files, choose
 from gate.reads import CACHED, CannotTrace, ReadTracer, source_of
+from gate.testbeds import TestbedBuild
 from waiting import until
 
 DAY = 86400.0
@@ -162,6 +163,28 @@ def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout, mo
     assert Path("a/one.py") in first and Path("b/data.txt") not in first
     assert Path("b/data.txt") in second
     assert Path("a/two.py") in first & second
+    assert tracer.opened_by("first", "second") == first | second
+
+
+FAKE_TESTBEDS = f"""
+import json, os, sys
+part = os.environ.get({reads.VARIABLE!r}, "no part")
+if "--status" in sys.argv:
+    print(json.dumps({{"api": {{"ready": False, "why": part}}}}))
+else:
+    sys.exit(part)
+"""
+
+
+def test_what_the_build_of_testbeds_reads_is_not_read_by_every_part(tmp_path, monkeypatch):
+    """Images are built of all sources: no sanitizer is to run again for these."""
+    (tmp_path / "testbeds.py").write_text(FAKE_TESTBEDS)
+    monkeypatch.setattr(testbeds, "COMMAND", tmp_path / "testbeds.py")
+    said: list[str] = []
+    with TestbedBuild(["api"], tmp_path / "log", said.append) as build:
+        why = until(lambda: build.why_failed(["api"]), "the build ends")
+    assert why == f"testbed api: {testbeds.PART}"
+    assert f"FAILED: ['{testbeds.PART}']" in said[-1]
 
 
 GRAPH = {
