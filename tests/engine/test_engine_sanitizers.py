@@ -11,9 +11,9 @@ import pytest
 import suite_build as suite
 
 SCHEDULES = {"asan": 10_000, "tsan": 500}
-LIBFABRIC = "fabric_path_"
-"""The prefix of tests whose endpoints have three seconds to open. Beside other parts, their
-provider takes longer under ThreadSanitizer."""
+LIBFABRIC = "fabric_"
+"""In the names of tests of libfabric. Its provider has three seconds to open an endpoint, and takes
+longer under ThreadSanitizer, beside other parts."""
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
