@@ -137,12 +137,16 @@ def test_wherever_in_an_iteration_it_breaks(
     wanted = reference(job)
     ends = {0: {(0, 0), (1, 0)}, 2: {(1, 1), (2, 1)}}
     ends[1] = ends[0] | ends[2]
-    for iteration, op in moments:
+    # What is on its way at a moment depends on the machine: others are tried if nothing was.
+    others = [moment for moment in MOMENTS if moment not in moments]
+    for number, (iteration, op) in enumerate((*moments, *others)):
+        if number >= len(moments) and resent:
+            break
         values, outputs = run(job, cut_at, rank, iteration, op)
         assert given_up(outputs) == ends[rank], (iteration, op)
         assert_same([record for record, _ in values], wanted)  # type: ignore[misc]
         resent += sum(again for _, again in values)  # type: ignore[misc]
-    assert resent, "nothing was on its way in any of these: they show nothing"
+    assert resent, f"nothing was on its way in any of {MOMENTS}: they show nothing"
 
 
 def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
