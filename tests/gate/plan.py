@@ -53,8 +53,8 @@ RANK_TESTS = tuple(f"{TRAINER}/{folder}" for folder in ("executor", "runs", "sta
 TEST_PARTS = (
     PartPlan("trainer ranks", RANK_TESTS, budget=300),
     PartPlan("engine", (ENGINE,), budget=400),
-    PartPlan("trainer", (TRAINER,), but=RANK_TESTS, budget=280),
     PartPlan("core", ("tests/core",), budget=320),
+    PartPlan("trainer", (TRAINER,), but=RANK_TESTS, budget=280),
     PartPlan("lint", command=("make", "--no-print-directory", "lint"), budget=130),
     PartPlan("operator", ("tests/operator",), budget=70),
     PartPlan("project", ("tests/project",), budget=100),
