@@ -16,28 +16,24 @@ def until(
     what: Callable[[], T],
     why: str | Callable[[], str],
     seconds: float = DEADLINE,
-    step: float = 0.01,
 ) -> T:
     """Poll until ``what()`` is true, and return it. Raises AssertionError after ``seconds`` with
     ``why``, a description of what was awaited and how far it got."""
     end = time.monotonic() + seconds
     while not (found := what()):
         _check(end, why, seconds)
-        time.sleep(step)
+        time.sleep(0.01)
     return found
 
 
 async def until_async(
-    what: Callable[[], T],
-    why: str | Callable[[], str],
-    seconds: float = DEADLINE,
-    step: float = 0.001,
+    what: Callable[[], T], why: str | Callable[[], str], seconds: float = DEADLINE
 ) -> T:
     """Run the event loop until ``what()`` is true, and return it. Raises as :func:`until`."""
     end = time.monotonic() + seconds
     while not (found := what()):
         _check(end, why, seconds)
-        await asyncio.sleep(step)
+        await asyncio.sleep(0.001)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a launcher decides for its pod, without processes: the ingest's answers are given."""
+"""Decisions of a launcher for its pod, by given answers of the ingest; without processes."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def site_of(pod: Pod, met: Meeting | None = None) -> Iterator[PodSite]:
 
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("when", ["before its ranks end", "while it waits for the other pods"])
-def test_every_pod_that_is_asked_to_end_ends_with_the_code_of_ranks_that_saved(
+def test_every_pod_that_gets_sigterm_exits_with_the_code_of_ranks_that_saved(
     when: str, saved: bool, tmp_path: Path
 ) -> None:
-    """As when the job is suspended: some are asked while they already wait for the others."""
+    """The job is suspended: some pods get SIGTERM while they already wait for the others."""
 
     def meets() -> GenerationState | str:
         os.kill(os.getpid(), signal.SIGTERM)
