@@ -12,6 +12,8 @@ from typing import NoReturn
 from pipemorph import __version__
 from pipemorph.commands.emit import silence_stdout
 from pipemorph.errors import InputError, one_line
+from pipemorph.removed import ARGUMENTS, removal
+from pipemorph.removed import COMMANDS as REMOVED_COMMANDS
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
 # subcommand is imported, so that `plan` does not load the imports of `run`.
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
 
 
 def _run(arguments: list[str], prog: str) -> int:
+    if gone := _removed(arguments):
+        print(f"{prog} {gone}", file=sys.stderr)
+        return 2
     named = [name for name in COMMANDS if arguments[:1] == [name]]
     parser = _parser(COMMANDS if named in ([], ["completion"]) else named, prog)
     args = parser.parse_args(arguments)
@@ -81,6 +86,24 @@ def _run(arguments: list[str], prog: str) -> int:
         # The reader, such as `head`, closed the pipe.
         silence_stdout()
         return 1
+
+
+def _removed(arguments: Sequence[str]) -> str | None:
+    """The message that refuses a removed command or argument, if one is used."""
+    for length in (1, 2):
+        command = " ".join(arguments[:length])
+        if gone := removal(REMOVED_COMMANDS, command):
+            return f"{command}: {gone}"
+    for argument in arguments[1 : _end_of_options(arguments)]:
+        name = f"{arguments[0]} {argument.partition('=')[0]}"
+        if gone := removal(ARGUMENTS, name):
+            return f"{name}: {gone}"
+    return None
+
+
+def _end_of_options(arguments: Sequence[str]) -> int:
+    """Index of ``--``, after which a user's own command begins; their number without one."""
+    return arguments.index("--") if "--" in arguments else len(arguments)
 
 
 def _parser(commands: Iterable[str], prog: str) -> argparse.ArgumentParser:

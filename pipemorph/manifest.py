@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from pipemorph.api.base import FieldError
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import check_plain, named, only_document, read_text, shown
 from pipemorph.errors import InputError, one_line
+from pipemorph.removed import FIELDS, POLICIES, VALUES, removal
 
 MAX_BYTES = 1 << 20
 """Largest manifest; Kubernetes accepts no larger object either."""
@@ -158,6 +160,8 @@ def describe(error: ValidationError) -> str:
     if kind == "value_error":
         return f"{where}: {one_line(str(cause))}"
     # YAML reads 3e-4 and yes as a number and a truth value.
+    if gone := _removed_value(_path(location), found):
+        return f"{where}: is {shown(found)}, which {gone}"
     quotes = ", in quotes" if kind == "string_type" and isinstance(found, (int, float)) else ""
     return f"{where or 'top'}: is {shown(found)}; expected {_expected(errors, location)}{quotes}"
 
@@ -227,6 +231,8 @@ _PATTERNS = {
 
 def _unknown_field(location: tuple[int | str, ...]) -> str:
     """The message for an unknown field, with the most similar known one."""
+    if gone := removal(FIELDS, re.sub(r"\[\d+\]", "", _path(location))):
+        return f"{_path(location)}: {gone}"
     name = str(location[-1])
     model = _model_at(location[:-1])
     known = [field.alias or key for key, field in model.model_fields.items()] if model else []
@@ -236,6 +242,17 @@ def _unknown_field(location: tuple[int | str, ...]) -> str:
     if not near and known:
         hint = f"; known fields: {', '.join(known)}"
     return f"{_path(location)}: is not a known field{hint}"
+
+
+def _removed_value(where: str, found: object) -> str | None:
+    """The end of the message that refuses a value which an earlier version accepted, if it did."""
+    if not isinstance(found, str):
+        return None
+    path = re.sub(r"\[\d+\]", "", where)
+    replacements = {value: text for (field, value), text in VALUES.items() if field == path}
+    if path == "spec.schedule.policy":
+        replacements.update(POLICIES)
+    return removal(replacements, found)
 
 
 def _model_at(location: Sequence[int | str]) -> type[BaseModel] | None:

@@ -15,6 +15,7 @@ from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement
 from pipemorph.planning.offload import recompute_reach
+from pipemorph.removed import POLICIES, removal
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
@@ -427,6 +428,8 @@ def describe(error: ValidationError) -> str:
     if kind == "missing":
         return f"{name} is missing"
     if kind == "enum":
+        if name == "policy" and (gone := removal(POLICIES, str(found))):
+            return f"{name}: {shown(found)} {gone}"
         return f"{name}: {shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
     if kind == "greater_than_equal":
         return f"{name}: {shown(found)} is less than {context['ge']:g}"

@@ -15,6 +15,7 @@ import yaml
 from pipemorph.api.plan import SavedPlan
 from pipemorph.api.spec import API_GROUP, KIND, JobSpec
 from pipemorph.api.status import JobStatus
+from pipemorph.removed import FIELDS
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
 from pipemorph_operator.crd.rules import PLAN_RULES, RULES
 from pipemorph_operator.names import PLAN_KIND, PLAN_PLURAL, PLURAL, VERSION
@@ -76,6 +77,13 @@ def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
         out["properties"] = {
             name: structural(inner, root, f"{path}.{name}") for name, inner in properties.items()
         }
+        prefix = path.replace("[]", "") + "."
+        for removed, replacement in FIELDS.items():
+            if removed.startswith(prefix) and "." not in removed.removeprefix(prefix):
+                out["properties"][removed.removeprefix(prefix)] = {
+                    "description": f"Removed; {replacement}.",
+                    "x-kubernetes-preserve-unknown-fields": True,
+                }
         # The API server applies defaults of nested fields only if the object itself exists.
         if "default" in out:
             out["default"] = {}

@@ -1,0 +1,31 @@
+"""Names that an earlier version accepted, and what to use instead.
+
+A removed name is refused by name with its replacement, never ignored. Each replacement
+completes the sentence "was removed; …", as in ``use nodeExclusion``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FIELDS: Mapping[str, str] = {}
+"""Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
+keeps them without a type, so that the operator receives and refuses them."""
+
+VALUES: Mapping[tuple[str, str], str] = {}
+"""Values of a field of a manifest, by its path and the value."""
+
+POLICIES: Mapping[str, str] = {}
+"""Policies, in manifests and problems and on the command line."""
+
+COMMANDS: Mapping[str, str] = {}
+"""Subcommands of ``pipemorph``, as in ``fabric check``."""
+
+ARGUMENTS: Mapping[str, str] = {}
+"""Arguments of a subcommand, as in ``run --watch``."""
+
+
+def removal(replacements: Mapping[str, str], name: str) -> str | None:
+    """The end of the message that refuses ``name``; None if it was never accepted."""
+    replacement = replacements.get(name)
+    return None if replacement is None else f"was removed; {replacement}"
