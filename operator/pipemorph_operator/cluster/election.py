@@ -62,6 +62,9 @@ class Election:
         self._seconds = seconds
         self._clock = clock
         self._act_until = float("-inf")
+        self.term = 0
+        """Term in which this process leads: ``leaseTransitions`` of the Lease that it holds. A later
+        leader has a higher one, unless the Lease was deleted while no process had read it."""
         self._lease = Lease(
             cluster, namespace, name, identity, component=component, seconds=seconds, clock=clock
         )
@@ -171,6 +174,7 @@ class Election:
                 log.warning("the Lease cannot be taken or renewed: %s", reason_of(error))
             return False
         self._failing = False
+        self.term = self._lease.term
         self._act_until = began + self._seconds * ACT_PART
         return True
 

@@ -61,6 +61,10 @@ class Lease:
         self._changed_at = 0.0
         self.known = False
         """Whether it has been looked for once."""
+        self._held = False
+        """Whether this process has held it."""
+        self._newest_term = -1
+        """Highest term read or written; a Lease that was deleted goes on from it."""
 
     @property
     def holder(self) -> str:
@@ -69,7 +73,7 @@ class Lease:
 
     @property
     def term(self) -> int:
-        """How often it has come to another holder."""
+        """Number of the holder: each process that takes the Lease has a higher one."""
         return int((self._spec or {}).get("leaseTransitions") or 0)
 
     @property
@@ -88,6 +92,8 @@ class Lease:
         self.known = True
         self.read = lease
         spec = lease.get("spec") or {} if lease is not None else None
+        term = (spec or {}).get("leaseTransitions")
+        self._newest_term = max(self._newest_term, -1 if term is None else int(term))
         if spec != self._spec:
             self._spec, self._changed_at = spec, self._clock()
 
@@ -119,14 +125,16 @@ class Lease:
             "leaseDurationSeconds": self._seconds if holder else 1,
             "renewTime": now,
         }
-        if holder and self.holder != holder:
+        # A container that starts again under its identity is another holder, with a higher term.
+        if holder and (self.holder != holder or not self._held):
             spec["acquireTime"] = now
-            spec["leaseTransitions"] = before.get("leaseTransitions", -1) + 1
+            spec["leaseTransitions"] = self._newest_term + 1
         if self.read is not None:
             lease = self.read | {"spec": spec}
             if annotations is not None:
                 lease["metadata"] = self.metadata | {"annotations": dict(annotations)}
             self.observe(await self._cluster.replace(lease))
+            self._held |= bool(holder)
             return
         metadata: dict[str, Any] = dict(self._about)
         if self._labels:
@@ -138,3 +146,4 @@ class Lease:
         if made is None:
             raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
         self.observe(made)
+        self._held |= bool(holder)

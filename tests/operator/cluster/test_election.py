@@ -161,7 +161,35 @@ def test_one_that_starts_again_under_its_name_goes_on_at_once() -> None:
     api = Leases()
     assert Candidate(api, "a").tries()
     assert Candidate(api, "a").tries()
-    assert api.spec(NAME)["leaseTransitions"] == 0
+
+
+def test_every_process_that_leads_has_a_higher_term() -> None:
+    api = Leases()
+    first, second = Candidate(api, "a"), Candidate(api, "b")
+    assert first.tries() and not second.tries()
+    assert first.tries(after=3.0), "a renewal is no new term"
+    assert first.election.term == 0
+    restarted = Candidate(api, "a")
+    assert restarted.tries() and restarted.election.term == 1
+    assert not second.tries()
+    asyncio.run(restarted.election._release())
+    assert second.tries() and second.election.term == 2
+    assert api.spec(NAME)["leaseTransitions"] == 2
+
+
+def test_a_lease_that_somebody_deletes_is_made_again_with_a_higher_term() -> None:
+    api = Leases()
+    api.take(NAME, holderIdentity="", leaseTransitions=6)
+    leader, standby = Candidate(api, "a"), Candidate(api, "b")
+    assert leader.tries() and not standby.tries()
+    assert leader.election.term == 7
+    api.lose(NAME)
+    leader.tries(after=1.0)  # It finds that there is none.
+    assert leader.election.leads and leader.tries() and leader.election.term == 8
+    assert not standby.tries()
+    api.lose(NAME)
+    assert standby.tries() and standby.election.term == 9
+    assert not leader.tries(after=1.0) and not leader.tries()
 
 
 def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
