@@ -21,7 +21,6 @@ NAMES = (
     "planner",
     "planner_largest",
     "detector",
-    "fabric_memory",
     "split",
     "compiled",
     "engine",

@@ -228,8 +228,7 @@ def work(t: int) -> None:
     metrics.STATUS_WRITES.labels("written").inc(20)
     metrics.OVER_BUDGET.labels("team").inc(int(t % 1500 == 0))
     metrics.MEMBERS.set(2)
-    metrics.FABRIC_SUSPECTS.labels("node", "n7").set(0.97)
-    metrics.FABRIC_SUSPECTS.labels("port", "n3/mlx5_0/1").set(0.4)
+    metrics.NODE_ACCUSING_JOBS.labels("n7").set(2)
     for gauge in metrics.LEADS.values():
         gauge.set(1)
 

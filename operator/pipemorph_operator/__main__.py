@@ -24,7 +24,6 @@ from pipemorph.log_level import log_level
 from pipemorph_operator import health_server, names
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
 from pipemorph_operator.cluster.election import Election, add_options
-from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
@@ -32,7 +31,6 @@ from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.options import port, whole_number
-from pipemorph_operator.reconcile.nodes import NodeMarks
 from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
@@ -76,19 +74,17 @@ async def lead(
     reconciler: Reconciler,
     jobs: Callable[[], list[Key]],
     workers: int,
-    marks: NodeMarks | None,
 ) -> None:
-    """Reconcile all ``jobs``, then those that change, and mark nodes, until cancelled."""
+    """Reconcile all ``jobs``, then those that change, until cancelled."""
     # An earlier leader may have ended in the middle of a reconcile, or waiting for its next.
     queue.open(jobs())
     try:
         async with asyncio.TaskGroup() as group:
-            if marks is not None:
-                group.create_task(marks.run())
             for _ in range(workers):
                 group.create_task(work(queue, reconciler))
     finally:
         queue.close()
+        reconciler.accusations.clear()  # The next leader holds its own.
 
 
 async def resync(
@@ -142,7 +138,6 @@ def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
 
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
-    marks: NodeMarks | None = None
 
     def config() -> OperatorConfig:
         # The CA file is renewed in place; each new attempt reads its current content.
@@ -153,7 +148,6 @@ async def run(options: argparse.Namespace) -> None:
             trainer_pull_policy=options.trainer_pull_policy,
             network_policies=options.network_policies,
             metrics_from=options.metrics_from,
-            suspect_nodes=marks.suspects if marks is not None else (),
         )
 
     config()  # Fail at start, with the file's name, if the CA file is missing.
@@ -185,14 +179,6 @@ async def run(options: argparse.Namespace) -> None:
             for namespace in namespaces
         ]
         reconciler = Reconciler(leading, config, owned.jobs, plans, failed.any_of)
-        if options.fabric_map is not None:
-            marks = NodeMarks(
-                leading,
-                options.fabric_map,
-                conditions=options.node_conditions,
-                taint=options.node_taint,
-                most_tainted=options.most_tainted,
-            )
         queue.close()
 
         ready = asyncio.Event()
@@ -205,7 +191,7 @@ async def run(options: argparse.Namespace) -> None:
             # kopf has taken over the signals, and gives tasks that it does not know 5 s to end.
             stop_on_signals(stop)
             await election.run(
-                partial(lead, queue, reconciler, watched.jobs, options.workers, marks), stop
+                partial(lead, queue, reconciler, watched.jobs, options.workers), stop
             )
 
         loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watch", 5 * LOOK_SECONDS)
@@ -279,29 +265,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--metrics-port", type=port, default=8080)
     add_options(made)
     made.add_argument(
-        "--fabric-map",
-        type=Place.of,
-        metavar="NAMESPACE/NAME",
-        help="ConfigMap in which the ingest publishes which nodes slow links accuse",
-    )
-    made.add_argument(
-        "--node-conditions",
-        action="store_true",
-        help="give accused nodes a condition and an event",
-    )
-    made.add_argument(
-        "--node-taint",
-        default="",
-        choices=("", "PreferNoSchedule", "NoSchedule", "NoExecute"),
-        help="give accused nodes a taint with this effect (default: none)",
-    )
-    made.add_argument(
-        "--most-tainted",
-        type=whole_number(1),
-        default=4,
-        help="most nodes with it (default: %(default)s)",
-    )
-    made.add_argument(
         "--workers", type=whole_number(1), default=WORKERS, help="jobs reconciled concurrently"
     )
     return made
@@ -319,8 +282,6 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
 
 def main() -> None:
     options = parser().parse_args()
-    if (options.node_conditions or options.node_taint) and options.fabric_map is None:
-        parser().error("--node-conditions and --node-taint need --fabric-map")
     try:
         level = log_level()
     except InputError as error:

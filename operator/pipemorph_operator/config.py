@@ -11,9 +11,7 @@ class OperatorConfig:
     """``ca_pem``: CA of the ingest's certificate; empty for a public CA.
     ``trainer_image``: image of jobs without a pod template; empty to reject such jobs.
     ``network_policies``: whether each job gets a NetworkPolicy, which lets ``metrics_from`` (as in
-    its ``from``; empty for anybody) read the ranks' metrics.
-    ``suspect_nodes``: to use only if no other node has room, because links of other jobs were slow
-    there."""
+    its ``from``; empty for anybody) read the ranks' metrics."""
 
     ingest_url: str
     ca_pem: str = ""
@@ -21,4 +19,3 @@ class OperatorConfig:
     trainer_pull_policy: str = ""
     network_policies: bool = False
     metrics_from: tuple[dict[str, Any], ...] = ()
-    suspect_nodes: tuple[str, ...] = ()

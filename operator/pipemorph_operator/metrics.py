@@ -63,8 +63,10 @@ LEADS = {
     for component in (OPERATOR_OWNER, INGEST_OWNER)
 }
 QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
-NODES_ACCUSED = Gauge(
-    "pipemorph_operator_nodes_accused", "Nodes marked because links of several jobs accuse them."
+NODE_ACCUSING_JOBS = Gauge(
+    "pipemorph_node_accusing_jobs",
+    "Jobs with a slow link at a node within a day, of nodes that several jobs accuse.",
+    ["node"],
 )
 
 # --- ingest -------------------------------------------------------------------------------
@@ -125,15 +127,6 @@ TOKEN_REVIEWS = Counter(
 )
 VIEWER_REVIEWS = Counter(
     "pipemorph_ingest_viewer_token_reviews_total", "TokenReviews requested for viewers."
-)
-
-FABRIC_PAIRS = Gauge(
-    "pipemorph_fabric_pairs", "Pairs of nodes between which the links of jobs are remembered."
-)
-FABRIC_SUSPECTS = Gauge(
-    "pipemorph_fabric_suspect_confidence",
-    "Parts of the network that may be sick, at most 64, and how probable that is.",
-    ["kind", "name"],
 )
 
 # --- per job ------------------------------------------------------------------------------

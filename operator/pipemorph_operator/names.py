@@ -45,10 +45,6 @@ COSCHEDULING_GROUP = "scheduling.x-k8s.io/pod-group"
 MULTUS_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 HOSTNAME_KEY = "kubernetes.io/hostname"
 
-NODE_NETWORK_SLOW = "PipeMorphNetworkSlow"
-"""Type of a node's condition: True if the links of jobs accuse it."""
-NODE_TAINT = f"{API_GROUP}/network-slow"
-
 # --- condition types ----------------------------------------------------------------------
 
 SUSPENDED = "Suspended"
@@ -134,8 +130,7 @@ R_SAVED = "SavedAndEnded"
 R_EVICTED = "Evicted"
 R_JOB_LOST = "JobDeleted"
 R_NODE_EXCLUDED = "NodeExcluded"
-R_NODE_ACCUSED = "LinksSlow"
-R_NODE_WELL = "LinksRecovered"
+R_NODE_ACCUSED = "NodeAccused"
 R_IDLE_GPUS = "IdleGPUs"
 R_SMALL_SHM = "SmallSharedMemory"
 R_TTL = "TTLExpired"

@@ -30,7 +30,6 @@ CHART = ROOT / "charts/pipemorph-operator"
 RELEASE, SYSTEM = "pm", "pipemorph-system"
 FULL_NAME = f"{RELEASE}-pipemorph-operator"
 LEASE = f"{SYSTEM}/{FULL_NAME}"
-FABRIC_MAP = f"{SYSTEM}/{FULL_NAME}-fabric"
 
 Object = dict[str, Any]
 
@@ -172,7 +171,6 @@ class Installation:
             f"--tls-cert={self.folder / 'tls.crt'}",
             f"--tls-key={self.folder / 'tls.key'}",
             f"--lease={LEASE}-ingest",
-            f"--fabric-map={FABRIC_MAP}",
             f"--identity={identity}",
             f"--seats={seats}",
             "--address=127.0.0.1",
@@ -189,7 +187,6 @@ class Installation:
             f"--lease-seconds={lease_seconds}",
             f"--identity={identity}",
             "--network-policies",
-            f"--fabric-map={FABRIC_MAP}",
         ]
         return Program(identity, "pipemorph_operator", arguments, self.folder, kube)
 

@@ -59,7 +59,7 @@ def viewers_refused(reason: str) -> str:
 
 
 OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
-SUSPECT = of("ingest", "pipemorph_fabric_suspect_confidence", kind="node", name="n7")
+ACCUSED = of("operator", "pipemorph_node_accusing_jobs", node="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
 CONFIRMED = of("operator", "pipemorph_watch_confirmed_timestamp_seconds", kind="Job", pod="i-0")
 FALLBACKS = f'pipemorph_rank_link_fallbacks_total{{{JOB},link="1"}}'
@@ -101,11 +101,11 @@ PROVOKED = {
         60,
         GPT | {"link": "1"},
     ),
-    "PipeMorphFabricSuspect": Provoked(
-        {SUSPECT: "0.97x20"},
-        {SUSPECT: "0.5x20"},
+    "PipeMorphNodeAccused": Provoked(
+        {ACCUSED: "2x20"},
+        {ACCUSED: "1x20"},
         10,
-        {"kind": "node", "name": "n7"},
+        {"node": "n7"},
     ),
     "PipeMorphNoLeader": Provoked(
         {leads("operator", "a"): "0x10", leads("operator", "b"): "0x10", OTHERS: "1x10"},

@@ -203,7 +203,7 @@ def test_nothing_fires_where_nothing_is_wrong(scene: Scene) -> None:
 
 @pytest.fixture(scope="module")
 def accused(scene: Scene) -> str:
-    """A node at the ends of slow links of two jobs. The ingest looks for such every half minute."""
+    """A node at the ends of slow links of two jobs."""
     jobs, names = scene.jobs, [f"{scene.namespace}-{i}" for i in range(7)]
     for name in names:
         scene.cluster.fake_node(name)
@@ -360,9 +360,12 @@ def test_jobs_that_cannot_be_reconciled(scene: Scene) -> None:
 
 
 def test_a_node_that_links_of_several_jobs_accuse(scene: Scene, accused: str) -> None:
-    alarm = scene.expect("PipeMorphFabricSuspect", kind="node", name=accused)
+    alarm = scene.expect("PipeMorphNodeAccused", node=accused)
     printed = scene.follow(alarm)
-    assert accused in printed["kubectl get"] and "cordoned" in printed["kubectl cordon"]
+    assert "NodeAccused" in printed["kubectl describe"]
+    for job in ("one", "two"):
+        assert f"{scene.namespace}/{job}: link" in printed["kubectl describe"]
+    assert "cordoned" in printed["kubectl cordon"]
 
 
 def test_a_process_that_does_not_hear_from_the_api_server(scene: Scene) -> None:

@@ -115,7 +115,7 @@ def serve_platform() -> None:
     metrics.DECISIONS.labels("planned").inc()
     metrics.STATUS_WRITES.labels("written").inc()
     metrics.OVER_BUDGET.labels("team").inc()
-    metrics.FABRIC_SUSPECTS.labels("node", "n7").set(0.97)
+    metrics.NODE_ACCUSING_JOBS.labels("n7").set(2)
     for gauge in metrics.LEADS.values():
         gauge.set(1)
 

@@ -399,41 +399,24 @@ def test_without_network_policies_of_jobs_there_is_no_right_to_make_any(jobs: Jo
         assert passed == ([peers] if enabled else [])
 
 
-def rights_to_nodes(made: list[dict[str, Any]]) -> dict[str, set[str]]:
-    """By process: what it may do with nodes, as ``verb resource``."""
-    return {
-        document["metadata"]["name"].rpartition("nodes")[2]: {
-            f"{verb} {resource}"
-            for rule in document["rules"]
-            for verb in rule["verbs"]
-            for resource in rule["resources"]
-        }
-        for document in made
-        if any("nodes" in rule["resources"] for rule in document.get("rules") or ())
-    }
-
-
-def test_nodes_are_read_and_marked_only_if_the_chart_s_values_say_so(jobs: Jobs) -> None:
-    label = {"fabric.rackLabel": "rack"}
-    condition = {"fabric.nodeConditions.enabled": True}
-    taint = {"fabric.taint.enabled": True}
-    read = {"get nodes", "list nodes"}
-    told = {"patch nodes/status"}
-    assert rights_to_nodes(rendered(jobs)) == {}
-    assert rights_to_nodes(rendered(jobs, **label)) == {"-ingest": {"list nodes"}}
-    assert rights_to_nodes(rendered(jobs, **condition)) == {"": read | told}
-    assert rights_to_nodes(rendered(jobs, **taint)) == {"": read | {"update nodes"}}
-    without = rendered(jobs, **{"fabric.enabled": False}, **label, **condition, **taint)
-    assert rights_to_nodes(without) == {}
-    assert "fabric" not in json.dumps(
-        [d for d in without if d["kind"] != "CustomResourceDefinition"]
-    )
+def test_nobody_has_rights_to_nodes(jobs: Jobs) -> None:
+    made = rendered(jobs)
+    rules = [rule for document in made for rule in document.get("rules") or ()]
+    assert not [rule for rule in rules if {"nodes", "nodes/status"} & {*rule["resources"]}]
     (ingest,) = (
         d["rules"]
-        for d in without
+        for d in made
         if d["kind"] == "ClusterRole" and d["metadata"]["name"].endswith("sys-ingest")
     )
     assert [r["verbs"] for r in ingest if r["resources"] == ["pods"]] == [["get"]]
+
+
+@pytest.mark.parametrize(
+    "value", ["fabric.enabled=false", "fabric.taint.enabled=true", "fabric.rackLabel=rack"]
+)
+def test_removed_values_are_refused_with_their_replacement(jobs: Jobs, value: str) -> None:
+    with pytest.raises(TestbedError, match="fabric: was removed; nodes that several jobs accuse"):
+        jobs.cluster.helm("template", "x", str(CHART), f"--set={value}")
 
 
 def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
@@ -443,10 +426,10 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
     ]
     assert bound == [f"{FULL_NAME.replace(RELEASE, 'x')}-sys-tokenreview"]
     roles = [d for d in made if d["kind"] == "Role"]
-    assert {d["metadata"]["namespace"] for d in roles} == {"a", "b", "sys"}
+    assert {d["metadata"]["namespace"] for d in roles} == {"a", "b", "sys", "default"}
     own = [rule for d in roles if d["metadata"]["namespace"] == "sys" for rule in d["rules"]]
     kinds = {kind for rule in own for kind in rule["resources"]}
-    assert kinds == {"leases", "events", "configmaps", "services/proxy"}
+    assert kinds == {"leases", "events", "services/proxy"}
     arguments = [
         argument
         for document in made
@@ -473,16 +456,15 @@ def test_events_may_be_written_where_there_are_jobs_and_of_nodes(jobs: Jobs) -> 
         }
 
     name = f"{FULL_NAME.replace(RELEASE, 'x')}"
-    marks = {"fabric.nodeConditions.enabled": True, "fabric.taint.enabled": True}
-    everywhere = {
-        ("sys", f"{name}-lease", "create"),
+    lease = ("sys", f"{name}-lease", "create")
+    assert granted(watchNamespaces=["a"]) == {
+        lease,
         ("default", f"{name}-sys-node-events", "create"),
-    }
-    assert granted(watchNamespaces=["a"], **marks) == everywhere | {
         ("a", f"{name}-sys", "create list"),
         ("a", f"{name}-sys-ingest", "create"),
     }
-    assert granted(**marks) == everywhere | {
+    assert granted() == {
+        lease,
         ("everywhere", f"{name}-sys", "create list"),
         ("everywhere", f"{name}-sys-ingest", "create"),
     }

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from operator_support import FABRIC_MAP, FULL_NAME, SYSTEM, Jobs, Object, manifest, may
+from operator_support import FULL_NAME, SYSTEM, Jobs, Object, manifest, may
 from testbed import ApiError, NotYet, wait_for
 from testbed.api import ApiClient
 
@@ -51,7 +51,6 @@ def test_people_of_a_namespace_may_not_do_more_than_they_need(jobs: Jobs) -> Non
         lambda: client.create("pipemorphplans", plan, namespace),
         lambda: client.delete("pipemorphplans", "seen", namespace),
         lambda: client.get("leases", FULL_NAME, SYSTEM),
-        lambda: client.get("configmaps", FABRIC_MAP.partition("/")[2], SYSTEM),
         lambda: client.list("nodes"),
         lambda: client.list("pipemorphjobs", SYSTEM),
         lambda: viewer.list("secrets", namespace),
@@ -169,19 +168,3 @@ def test_each_process_may_touch_its_own_leases_only(jobs: Jobs) -> None:
     assert may(jobs, ingest, asked | {"verb": "list"})
     assert not may(jobs, ingest, asked | {"verb": "list", "namespace": jobs.namespace})
     assert not may(jobs, FULL_NAME, asked | {"verb": "list"})
-
-
-def test_the_memory_of_the_network_is_written_by_the_ingest_alone(jobs: Jobs) -> None:
-    place, accounts = FABRIC_MAP.partition("/")[2], (FULL_NAME, f"{FULL_NAME}-ingest")
-    parts = [f"{place}-0", f"{place}-15", f"{place}-16"]
-    asked = {"group": "", "resource": "configmaps", "namespace": SYSTEM}
-    allowed = {
-        (account, verb, name)
-        for account in accounts
-        for verb in ("get", "list", "watch", "update", "patch")
-        for name in (place, *parts, "another")
-        if may(jobs, account, asked | {"verb": verb, "name": name})
-    }
-    ingest = accounts[1]
-    written = {(ingest, verb, name) for verb in ("get", "patch") for name in (place, *parts[:2])}
-    assert allowed == written | {(FULL_NAME, "get", place)}

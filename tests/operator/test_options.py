@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipemorph_operator.__main__ import main as operator
 from pipemorph_operator.__main__ import parser as operator_parser
-from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.ingest.__main__ import main as ingest
 from pipemorph_operator.ingest.__main__ import parser as ingest_parser
 
@@ -21,32 +19,10 @@ INGEST = ingest_parser, ["--lease=a/b"]
 
 
 @pytest.mark.parametrize(
-    ("main", "given"),
-    [
-        (operator, "--ingest-url=https://ingest --node-conditions"),
-        (operator, "--ingest-url=https://ingest --node-taint=NoSchedule"),
-        (ingest, "--plain-http --rack-label=rack"),
-    ],
-)
-def test_marks_and_racks_need_the_memory_of_the_network(
-    main: Callable[[], None],
-    given: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--lease=a/b", *given.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.rstrip().endswith("--fabric-map")
-
-
-@pytest.mark.parametrize(
     ("process", "option", "least", "most"),
     [
         (OPERATOR, "--lease-seconds", 1, 3600),
         (OPERATOR, "--metrics-port", 0, 65535),
-        (OPERATOR, "--most-tainted", 1, None),
         (OPERATOR, "--workers", 1, None),
         (INGEST, "--lease-seconds", 1, 3600),
         (INGEST, "--port", 0, 65535),
@@ -78,7 +54,7 @@ def test_numbers_are_taken_within_their_range_alone(
 
 
 def test_all_numbers_have_a_range() -> None:
-    """``int`` takes any number: one of -1 nodes to taint would taint all but one."""
+    """``int`` takes any number, such as -1 planner processes."""
     for parser, _ in (OPERATOR, INGEST):
         assert [
             each.option_strings for each in parser()._actions if each.type in (int, float)
@@ -93,13 +69,11 @@ def test_names_of_objects_are_a_namespace_and_a_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser, needed = process
-    for option in ("--lease", "--fabric-map"):
-        with pytest.raises(SystemExit):
-            parser().parse_args([*needed, f"{option}={text}"])
-        said = capsys.readouterr().err
-        assert f"argument {option}: {text!r} is not of the form NAMESPACE/NAME" in said
-    found = parser().parse_args([*needed, "--fabric-map=team/map"])
-    assert (found.lease, found.fabric_map) == (("a", "b"), Place("team", "map"))
+    with pytest.raises(SystemExit):
+        parser().parse_args([*needed, f"--lease={text}"])
+    said = capsys.readouterr().err
+    assert f"argument --lease: {text!r} is not of the form NAMESPACE/NAME" in said
+    assert parser().parse_args(needed).lease == ("a", "b")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "[", '[{"a": 1}, null]'])
@@ -119,12 +93,11 @@ def test_what_is_not_given_has_a_default() -> None:
     """Without a number of planners the processors decide, without a host all addresses are used."""
     parser, needed = INGEST
     found = parser().parse_args(needed)
-    assert (found.planners, found.fabric_map, found.host, found.address) == (None, None, None, "")
+    assert (found.planners, found.host, found.address) == (None, None, "")
     assert (found.seats, found.lease_seconds, found.plain_http) == (1, 6, False)
     parser, needed = OPERATOR
     found = parser().parse_args(needed)
-    assert (found.ingest_ca, found.fabric_map, found.namespace) == (None, None, [])
-    assert (found.node_taint, found.node_conditions, found.most_tainted) == ("", False, 4)
+    assert (found.ingest_ca, found.namespace) == (None, [])
 
 
 @pytest.mark.parametrize("given", ["", "--tls-cert=c", "--tls-key=k"])

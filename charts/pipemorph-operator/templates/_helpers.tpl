@@ -142,8 +142,3 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 5
 {{- end -}}
-
-{{- /* The ConfigMap in which the ingest keeps what the links of all jobs tell. */}}
-{{- define "pipemorph.fabricMap" -}}
-{{ .Release.Namespace }}/{{ include "pipemorph.fullname" . }}-fabric
-{{- end -}}

@@ -60,8 +60,7 @@
   verbs: [get, create, update]
 - apiGroups: [""]
   resources: [pods]
-  # Listed to learn on which nodes a job's ranks are.
-  verbs: [get{{ if .Values.fabric.enabled }}, list{{ end }}]
+  verbs: [get]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

@@ -184,6 +184,14 @@ class PodFacts:
         )
 
 
+def made_by(pod: Mapping[str, Any]) -> str | None:
+    """UID of the Job that controls a pod; None without one."""
+    for owner in pod["metadata"].get("ownerReferences") or ():
+        if owner.get("controller") and owner.get("kind") == "Job":
+            return str(owner.get("uid"))
+    return None
+
+
 def why_no_pod(events: Iterable[Mapping[str, Any]]) -> str:
     """The last error of the Job controller in creating a pod, from the events of the Job; empty if
     there is no such event."""

@@ -35,14 +35,12 @@ from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.election import add_options
-from pipemorph_operator.cluster.fabric_map import Place
 from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
-from pipemorph_operator.ingest.fabric import FabricWatch, Part
 from pipemorph_operator.ingest.moving import LayerMoves
-from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats, number_of
+from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats
 from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.status.write_budget import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
@@ -83,13 +81,6 @@ def misdirected(reason: str, why: str, owner: str | None, counter: Counter) -> R
     the next may lead to the one that does."""
     counter.labels(reason=reason).inc()
     return Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{why}; connect again", owner=owner or None)
-
-
-def part_of(seats: Seats) -> Part:
-    """What this replica does of the work for all jobs."""
-    others = sorted(number_of(seat) for seat in seats.members if seat != seats.mine)
-    own = number_of(seats.mine) if seats.mine is not None else 0
-    return Part(seats.first, str(own), tuple(map(str, others)))
 
 
 def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
@@ -198,11 +189,6 @@ async def run(options: argparse.Namespace) -> None:
             on_over_budget=lambda key: OVER_BUDGET.labels(job_namespace=key[0]).inc(),
         )
         PLANS_WAITING.set_function(lambda: planner.waiting)
-        fabric: FabricWatch | None = None
-        if options.fabric_map is not None:
-            fabric = FabricWatch(
-                seated, store.jobs, options.fabric_map, options.rack_label, lambda: part_of(seats)
-            )
 
         def locate(namespace: str, job: str, counter: Counter = REFUSED) -> None:
             """Raises Refused for a job that this replica does not serve."""
@@ -295,8 +281,6 @@ async def run(options: argparse.Namespace) -> None:
                     group.create_task(store.listed(each.synced.wait() for each in jobs))
                     group.create_task(tick(server, store, ticked))
                     group.create_task(heap.freeze(lambda: len(store.keys)))
-                    if fabric is not None:
-                        group.create_task(fabric.run())
             finally:
                 # Before the seat is left to others, and with it the right to write.
                 await server.handler.persisted(PERSIST_SECONDS)
@@ -362,16 +346,6 @@ def parser() -> argparse.ArgumentParser:
         " jobs that it serves (default: they are not sent, and find it by the Service)",
     )
     made.add_argument(
-        "--fabric-map",
-        type=Place.of,
-        metavar="NAMESPACE/NAME",
-        help="ConfigMap in which to publish and keep what the links of all jobs tell about the"
-        " network (default: not watched)",
-    )
-    made.add_argument(
-        "--rack-label", default="", help="label of nodes that names their rack (default: none)"
-    )
-    made.add_argument(
         "--max-connections",
         type=whole_number(1),
         default=ConnectionLimits.in_all,
@@ -394,8 +368,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    if options.rack_label and options.fabric_map is None:
-        parser().error("--rack-label needs --fabric-map")
     try:
         level = log_level()
     except InputError as error:

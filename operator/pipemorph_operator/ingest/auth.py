@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from pipemorph.ingest import Identity, Refused
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, path, reason_of
+from pipemorph_operator.cluster.facts import made_by
 from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
@@ -264,13 +265,9 @@ def misplaced(pod: Mapping[str, Any], pod_uid: str, expected: Expected) -> str:
         return f"is a rank of attempt {attempt}; attempt {expected.attempt} is in progress"
     if expected.job_uid is None:
         return f"cannot be verified yet: attempt {expected.attempt} has no Job in status"
-    for owner in metadata.get("ownerReferences") or ():
-        if owner.get("controller") and owner.get("kind") == "Job":
-            made_by = owner.get("uid")
-            break
-    else:
-        made_by = None
-    return "" if made_by == expected.job_uid else f"was not created by the Job of attempt {attempt}"
+    if made_by(pod) != expected.job_uid:
+        return f"was not created by the Job of attempt {attempt}"
+    return ""
 
 
 def keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:

@@ -47,19 +47,22 @@ def note_nodes(
     return AttemptNodes(links=links, count=noted.count, others=max(0, noted.others - len(newly)))
 
 
-def suspects(noted: AttemptNodes, slow: Iterable[SlowLink], faults: Iterable[Fault]) -> set[str]:
-    """Nodes at both ends of the links in ``slow``, where both are known.
+def suspects(
+    noted: AttemptNodes, slow: Iterable[SlowLink], faults: Iterable[Fault]
+) -> dict[str, SlowLink]:
+    """Nodes at both ends of the links in ``slow``, where both are known, with the slowest of them.
 
     Ignores links within a node, which use no network, and links into which the job itself injects
     faults.
     """
     injected = {(fault.link, fault.replica) for fault in faults if fault.link is not None}
-    counted = {(link.link, link.replica) for link in slow} - injected
+    nodes = {(known.link, known.replica): known.nodes for known in noted.links}
     return {
-        node
-        for link in noted.links
-        if (link.link, link.replica) in counted and len(set(link.nodes)) == 2
-        for node in link.nodes
+        node: link
+        for link in sorted(slow, key=lambda link: link.delay_ms)
+        if (link.link, link.replica) not in injected
+        for node in nodes.get((link.link, link.replica), ())
+        if len(set(nodes[link.link, link.replica])) == 2
     }
 
 

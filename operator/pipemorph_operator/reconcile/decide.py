@@ -203,8 +203,6 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
         return draft.done()
     rule = (job.spec.placement or Placement()).node_exclusion
     excluded, unwanted = node_exclusion.avoided(draft.status.nodes, rule)
-    if rule.enabled:
-        unwanted = tuple(sorted({*unwanted, *config.suspect_nodes}))
     attempt = Attempt(job, draft.metadata["uid"], number, excluded, unwanted)
     try:
         draft.out.apply = objects(attempt, config)

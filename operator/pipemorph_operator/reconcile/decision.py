@@ -63,6 +63,8 @@ class Decision:
     again_in: float | None = None
     counts: list[str] = field(default_factory=list)
     """Metrics to increment: ``created``, ``successful``, ``failed``, ``restarted``."""
+    accused: dict[str, str] = field(default_factory=dict)
+    """Nodes at which links are slow, with what was measured."""
 
 
 class Draft:

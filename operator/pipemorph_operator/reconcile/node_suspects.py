@@ -1,4 +1,4 @@
-"""Records suspect nodes when an attempt ends: those at the ends of slow links."""
+"""Nodes at the ends of slow links: accused while they are slow, suspect when an attempt ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from pipemorph_operator.reconcile.decision import Draft
 
 
 def note_nodes(draft: Draft, job: PipeMorphJob) -> None:
-    """Note in status the nodes of links that are slow now. May request the pods, which name them.
+    """Note in status the nodes of links that are slow now, and accuse them. May request the pods,
+    which name them.
 
     While the attempt runs, because its pods may be gone when the operator sees its end.
     """
     slow = _slow_links(draft)
+    _note_new_links(draft, job, slow)
+    noted = draft.status.attempt_nodes
+    if noted is not None:
+        found = node_exclusion.suspects(noted, slow, job.spec.faults)
+        draft.out.accused = {node: _measured(link) for node, link in found.items()}
+
+
+def _note_new_links(draft: Draft, job: PipeMorphJob, slow: list[SlowLink]) -> None:
     noted = draft.status.attempt_nodes
     known = {(at.link, at.replica) for at in noted.links if len(at.nodes) == 2} if noted else set()
     if all((link.link, link.replica) in known for link in slow):
@@ -61,6 +70,13 @@ def record_suspects(draft: Draft, job: PipeMorphJob) -> None:
                 f"node {node.name} had slow links at the end of attempts"
                 f" {', '.join(map(str, node.attempts))}; the next attempt avoids it",
             )
+
+
+def _measured(link: SlowLink) -> str:
+    return (
+        f"{link.name or f'link {link.link}'} {link.direction}"
+        f" takes {link.delay_ms:.3g} ms more than normal"
+    )
 
 
 def _slow_links(draft: Draft) -> list[SlowLink]:

@@ -20,12 +20,13 @@ from pipemorph_operator.children import gang
 from pipemorph_operator.children.objects import secret
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
 from pipemorph_operator.cluster.events import emit
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, why_no_pod
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, made_by, why_no_pod
 from pipemorph_operator.cluster.job import current_name, dump, operator_part
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.metrics import JOBS
 from pipemorph_operator.reconcile.decide import decide, internal_error, objects_rejected
 from pipemorph_operator.reconcile.decision import Decision, Observed
+from pipemorph_operator.reconcile.node_accusations import NodeAccusations
 from pipemorph_operator.reconcile.plans import Plans
 
 log = logging.getLogger("pipemorph.operator")
@@ -65,6 +66,7 @@ class Reconciler:
         self._owned = owned
         self._plans = plans
         self._failed = failed
+        self.accusations = NodeAccusations()
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Reconcile one job. Returns the seconds until the next reconcile at the latest, if any.
@@ -137,7 +139,8 @@ class Reconciler:
                     raise
                 # Custom roles of an installation may not include reading events.
                 no_pod = f"see the events of Job {current.name}; {refused.message}"
-        facts = [PodFacts.of(pod) for pod in pods]
+        # Anybody who may create pods in the namespace can set these labels.
+        facts = [PodFacts.of(pod) for pod in pods if current is None or made_by(pod) == current.uid]
         return replace(
             seen,
             pods=[pod for pod in facts if not pod.replaced],
@@ -170,7 +173,19 @@ class Reconciler:
         for event in decision.events:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
             await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
+        await self._accuse_nodes(f"{namespace}/{metadata['name']}", decision.accused)
         return decision.again_in
+
+    async def _accuse_nodes(self, job: str, measured: Mapping[str, str]) -> None:
+        """Emit the events of nodes that several jobs accuse now."""
+        for node, event in self.accusations.add(job, measured).items():
+            log.warning("node %s: %s", node, event.message)
+            # Nodes have no namespace; their events are in this one, and name them by UID as the
+            # kubelet's do, so that the operator needs no right to read nodes.
+            about = {"name": node, "uid": node, "namespace": "default"}
+            await emit(
+                self._cluster, about, event, names.OPERATOR_OWNER, kind="Node", api_version="v1"
+            )
 
     async def _uncount(self, url: str, pod: PodFacts) -> None:
         """Take a lost pod from the Job controller before it counts the pod's end."""

@@ -8,12 +8,6 @@ from typing import Any
 
 from pipemorph.fabric.check.measure import Checked
 from pipemorph.fabric.check.verdict import Measured, Port, rate_text, time_text
-from pipemorph.fabric.findings import ACCUSED
-from pipemorph.fabric.memory import End, PairEvidence
-from pipemorph.fabric.triangulation import Suspect, suspects
-
-WEIGHT = 2.0
-"""Of a pair as evidence, where 1 is that of one job: what looks sick is measured again, alone."""
 
 
 def _round_trips(each: Measured) -> str:
@@ -50,31 +44,9 @@ def headline(result: Checked) -> str:
     )
 
 
-def accused(result: Checked) -> list[Suspect]:
-    """The hosts and ports that explain what is sick between several of them."""
-    sick = {(finding.source, finding.target) for finding in result.findings}
-    pairs: dict[tuple[End, End], bool] = {}
-    for each in result.measured:
-        first, second = sorted(End(port.host, port.rail) for port in (each.source, each.target))
-        was = pairs.get((first, second), False)
-        pairs[first, second] = was or (each.source, each.target) in sick
-    evidence = [
-        PairEvidence(ends, slow=WEIGHT * is_sick, healthy=WEIGHT * (not is_sick))
-        for ends, is_sick in pairs.items()
-    ]
-    return [each for each in suspects(evidence, {}) if each.confidence >= ACCUSED]
-
-
 def lines(result: Checked) -> list[str]:
-    """What is accused, then the findings."""
-    return [
-        *(
-            f"{each.part.kind} {each.part.name}: {each.slow} of {each.pairs} pairs of ports with it"
-            f" are sick (confidence {each.confidence:.2f})"
-            for each in accused(result)
-        ),
-        *(finding.line for finding in result.findings),
-    ]
+    """The findings."""
+    return [finding.line for finding in result.findings]
 
 
 def record(result: Checked) -> dict[str, Any]:
@@ -83,10 +55,6 @@ def record(result: Checked) -> dict[str, Any]:
         "ok": not result.findings,
         "hosts": {host: [asdict(rail) for rail in rails] for host, rails in result.rails.items()},
         "measured": [asdict(each) | _ends(each.source, each.target) for each in result.measured],
-        "accused": [
-            {"kind": each.part.kind, "name": each.part.name, "confidence": each.confidence}
-            for each in accused(result)
-        ],
         "findings": [
             {"kind": f.kind, "text": f.text} | _ends(f.source, f.target) for f in result.findings
         ],

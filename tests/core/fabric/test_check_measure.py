@@ -12,8 +12,7 @@ from fabric_plant import Plant, Way, rail, way
 
 from pipemorph.commands import fabric as command
 from pipemorph.fabric.check.measure import check, paired, rounds
-from pipemorph.fabric.check.report import accused, record
-from pipemorph.fabric.check.report import lines as told
+from pipemorph.fabric.check.report import record
 from pipemorph.fabric.check.verdict import Finding, Measured, Port, better, judge
 from pipemorph.pictures.matrix import render_matrix
 
@@ -127,23 +126,6 @@ def test_the_better_of_two_measurements():
     lost = replace(first, trouble="the host is gone")
     assert better(first, lost) == lost
     assert better(lost, first) == lost
-
-
-def test_the_port_that_most_of_it_has_in_common_is_accused():
-    sick = Way(rate=1e9)
-    ways = {way(1, other): sick for other in (0, 2)}
-    result = check(Plant(ways=ways).members())
-    (found,) = accused(result)
-    assert (found.part.name, found.slow, found.pairs) == ("h1/mlx5_0/1", 2, 2)
-    assert told(result)[0].startswith(
-        "port h1/mlx5_0/1: 2 of 2 pairs of ports with it are sick (confidence 0.9"
-    )
-    assert record(result)["accused"][0]["kind"] == "port"
-    ways |= {way(1, other, 1): sick for other in (0, 2)}
-    (found,) = accused(check(Plant(ways=ways).members()))
-    assert found.part == ("node", "h1")
-    # Between two ports alone, either may be it.
-    assert accused(check(Plant(ways={way(0, 1): sick}).members())) == []
 
 
 def test_reports():

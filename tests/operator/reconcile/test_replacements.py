@@ -133,6 +133,7 @@ class OnePod:
             "name": "gpt-0-1-x",
             "uid": "u1",
             "annotations": {names.COMPLETION_INDEX: "1"},
+            "ownerReferences": [{"kind": "Job", "controller": True, "uid": self.world.jobs[0].uid}],
             "finalizers": [names.JOB_FINALIZER, "example.com/other"],
         }
         ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}

@@ -13,6 +13,7 @@ import pytest
 from pipemorph_operator import __main__ as operator
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.metrics import RECONCILES
+from pipemorph_operator.reconcile.node_accusations import NodeAccusations
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 Key = tuple[str, str]
@@ -282,21 +283,17 @@ def test_a_turn_that_is_cancelled_is_over_and_has_failed() -> None:
     assert (played.ended, played.later) == ([("0", True)], [])
 
 
-@pytest.mark.parametrize("marks", [False, True])
-def test_a_leader_begins_with_all_jobs_and_leaves_no_work_behind(marks: bool) -> None:
+def test_a_leader_begins_with_all_jobs_and_leaves_no_work_behind() -> None:
     turns: list[str] = []
     waiting = asyncio.Event()
 
     class Reconciler:
+        accusations = NodeAccusations()
+
         async def reconcile(self, namespace: str, name: str) -> None:
             turns.append(name)
             if len(turns) == 3:
                 waiting.set()
-            await asyncio.Event().wait()
-
-    class Marks:
-        async def run(self) -> None:
-            turns.append("marks")
             await asyncio.Event().wait()
 
     async def scenario() -> None:
@@ -304,18 +301,16 @@ def test_a_leader_begins_with_all_jobs_and_leaves_no_work_behind(marks: bool) ->
         queue.close()
         jobs = [("team", name) for name in "abcd"]
         reconciler: Any = Reconciler()
-        marking: Any = Marks() if marks else None
-        workers = 2 if marks else 3
-        leading = asyncio.create_task(
-            operator.lead(queue, reconciler, lambda: jobs, workers, marking)
-        )
+        reconciler.accusations.add("team/a", {"node": "slow"})
+        leading = asyncio.create_task(operator.lead(queue, reconciler, lambda: jobs, 3))
         await waiting.wait()
-        assert sorted(turns) == (["a", "b", "marks"] if marks else ["a", "b", "c"])
+        assert sorted(turns) == ["a", "b", "c"]
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leading
         queue.add(("team", "e"))
         assert queue.overdue() == "" and await nothing_ready_for(queue, 600.0)  # type: ignore[arg-type]
+        assert reconciler.accusations.count("node") == 0
 
     with asyncio.Runner(loop_factory=QuickLoop) as runner:
         runner.run(scenario())

@@ -1,0 +1,20 @@
+{{/* Refuses values that an earlier version accepted, by name and with their replacement. */}}
+{{- define "pipemorph.refuseRemovedValues" -}}
+{{- $removed := dict
+  "fabric" "nodes that several jobs accuse get an event and a metric; a Prometheus alert replaces the taint"
+}}
+{{- range $path, $replacement := $removed }}
+{{- $found := $.Values }}
+{{- $given := true }}
+{{- range $key := splitList "." $path }}
+{{- if and $given (kindIs "map" $found) (hasKey $found $key) }}
+{{- $found = get $found $key }}
+{{- else }}
+{{- $given = false }}
+{{- end }}
+{{- end }}
+{{- if $given }}
+{{- fail (printf "%s: was removed; %s" $path $replacement) }}
+{{- end }}
+{{- end }}
+{{- end -}}
