@@ -4,43 +4,33 @@ One command: ``python benchmarks/pictures.py --out DIR``. Jobs of 4, 8 and 64 st
 healthy, have a slow link, have answered it, have recovered, and have failed. Plans are the
 planner's and ops the simulator's, states and times are given. A headless browser
 (tests/support/browser.py) draws the live page (light, dark, as wide as a phone), what its button
-saves, and the page of a replay, which is a real one; and the terminal of ``pipemorph top``,
-``links``, ``run`` and ``explain`` as rich exports it. ``DIR/index.html`` shows all of them.
+saves, and the page of a replay, which is a real one; and the terminal of ``pipemorph top`` and
+``explain``. ``DIR/index.html`` shows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
-import io
-import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
-
-from rich.console import Console
-from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
 
 from browser import Browser as WebBrowser  # noqa: E402
-from told_jobs import Fate, replayed, report_of, seen_of, told_job  # noqa: E402
-from watched_jobs import NOW, Case, Trace, watched  # noqa: E402
+from told_jobs import Fate, replayed, report_of, told_job  # noqa: E402
+from watched_jobs import Case, Trace, watched  # noqa: E402
 
 from pipemorph.explain import explain_report  # noqa: E402
+from pipemorph.explain.job_table import job_table  # noqa: E402
 from pipemorph.explain.of_status import story_of  # noqa: E402
-from pipemorph.local.progress import headline  # noqa: E402
 from pipemorph.replay.page import render_page as render_replay  # noqa: E402
-from pipemorph.top.browser import Browser as TopBrowser  # noqa: E402
-from pipemorph.top.job import job_page, links_part  # noqa: E402
-from pipemorph.top.page import Line, line  # noqa: E402
-from pipemorph.top.styled import styled  # noqa: E402
 from pipemorph.watch.build import Watched, watch_view, worst_column  # noqa: E402
 from pipemorph.watch.page import render_page  # noqa: E402
 
@@ -48,7 +38,7 @@ MICROBATCHES = {4: 12, 8: 24, 64: 128}
 CASES: tuple[Case, ...] = ("healthy", "slow", "adapted", "recovered", "failed")
 REPLICAS = 64
 LOOKS = {"light": (1200, False), "dark": (1200, True), "phone": (390, False)}
-WIDE, NARROW = 120, 80
+WIDE = 120
 """Columns of a terminal."""
 
 
@@ -75,17 +65,10 @@ class Drawer:
         shutil.move(self._browser.download("#png", self._scratch), self._out / f"{name}.png")
         self.made.append(name)
 
-    def terminal(self, name: str, shown: Sequence[Line] | str, width: int = WIDE) -> None:
-        console = Console(
-            record=True, width=width, file=io.StringIO(), force_terminal=True,
-            color_system="truecolor",
-        )  # fmt: skip
-        console.print(Text(shown) if isinstance(shown, str) else styled(shown))
-        # Its fonts would be loaded from elsewhere.
-        svg = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=name), flags=re.DOTALL)
+    def terminal(self, name: str, text: str) -> None:
         path = self._scratch / f"{name}.html"
-        path.write_text(f"<!doctype html><body style='margin:0'>{svg}")
-        self._browser.look(path.as_uri(), width=10 * width, height=60)
+        path.write_text(f"<!doctype html><meta charset=utf-8><pre>{html.escape(text)}</pre>")
+        self._browser.look(path.as_uri(), width=1200, height=60)
         self._take(name)
 
     def _take(self, name: str) -> None:
@@ -111,15 +94,6 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
         if case == "adapted":
             to.saved(f"saved-{name}", page)
         job = told_job(known)
-        to.terminal(f"top-{name}", job_page(job, seen_of(known), NOW, width=WIDE))
-        if case == "adapted":
-            narrow = job_page(job, seen_of(known), NOW, width=NARROW)
-            to.terminal(f"top-{name}-narrow", narrow, NARROW)
-        to.terminal(f"links-{name}", links_part(job, NOW, seen_of(known)))
-        here = told_job(known, namespace="")
-        seen = replace(seen_of(known), which="of the newest iterations")
-        run = [line(headline(known.job)), (), *job_page(here, seen, NOW, width=WIDE)]
-        to.terminal(f"run-{name}", run)
         told = {
             f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
             "pipemorph explain out": explain_report(report_of(known)),
@@ -154,15 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pictures-") as scratch, WebBrowser() as browser:
         to = Drawer(browser, options.out, Path(scratch))
-        top = TopBrowser("all namespaces")
         jobs = []
         for stages in options.stages:
             for case, known in draw(to, stages):
-                job = told_job(known, namespace=case)
-                jobs.append(job)
-        top.take(jobs, [])
-        to.terminal("top", top.page(NOW, WIDE, len(jobs) + 6))
-        to.terminal("top-narrow", top.page(NOW, NARROW, len(jobs) + 6), NARROW)
+                jobs.append(told_job(known, namespace=case))
+        to.terminal("top", job_table(jobs))
         if 64 in options.stages:
             known, traces = watched(64, 64, "adapted", replicas=REPLICAS)
             to.page(f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone"))

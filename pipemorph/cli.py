@@ -24,7 +24,6 @@ COMMANDS = {
     "doctor": "pipemorph.commands.doctor",
     "explain": "pipemorph.commands.explain",
     "fabric": "pipemorph.commands.fabric",
-    "links": "pipemorph.commands.cluster.links",
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",

@@ -18,7 +18,9 @@ VALUES: Mapping[tuple[str, str], str] = {}
 POLICIES: Mapping[str, str] = {}
 """Policies, in manifests and problems and on the command line."""
 
-COMMANDS: Mapping[str, str] = {}
+COMMANDS: Mapping[str, str] = {
+    "links": "use top JOB or explain JOB",
+}
 """Subcommands of ``pipemorph``, as in ``fabric check``."""
 
 ARGUMENTS: Mapping[str, str] = {}

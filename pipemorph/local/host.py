@@ -116,7 +116,6 @@ def run_job(
             moves=Moves(job.spec, progress.note, time.monotonic),
             hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
-        progress.tell = host.tell
         host.announce()
         page = None
         if listener is not None:

@@ -1,9 +1,8 @@
-"""Shows progress: a live page on a terminal (without rich one live line), plain lines elsewhere."""
+"""Shows progress: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
@@ -11,18 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.explain.story import duration
-from pipemorph.local.results.history import Journal, View
-from pipemorph.local.status import RunStatus
-from pipemorph.local.watch import Told
-from pipemorph.top.job import job_page
-from pipemorph.top.page import Line, bars_for, line
-from pipemorph.top.seen import MOST_TIMES, Seen
+from pipemorph.local.results.history import Journal
 from pipemorph.wire import (
     AdaptationRecord,
     IterationSample,
@@ -31,9 +25,6 @@ from pipemorph.wire import (
     StragglersView,
     TransportsView,
 )
-
-if TYPE_CHECKING:
-    from pipemorph.top.styled import LiveLines
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
@@ -154,10 +145,8 @@ class Progress:
     """Shows the journal's progress. Call :meth:`update` a few times a second.
 
     ``on_closed`` is called once when ``stream`` can no longer be written. ``who``: the command, for
-    its own errors. :attr:`tell`: how the ranks are; by default they train.
+    its own errors.
     """
-
-    tell: Callable[[], Told]
 
     def __init__(
         self,
@@ -191,18 +180,9 @@ class Progress:
         self._happened = -1
         self._message: str | None = None
         self._line = ""
-        self.tell = lambda: Told("training", "", ())
-        self._began = time.time()
-        self._page = _live_lines(stream) if self._live else None
-        self._status = RunStatus(job)
-        self._seen = Seen(deque(maxlen=MOST_TIMES), "of the newest iterations")
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""
-        if self._page is not None:
-            page = self._page
-            self._guard(lambda: page.note(text))
-            return
         erase = ERASE_LINE if self._line else ""
         self._line = ""
         self._write(f"{erase}{text}\n")
@@ -224,13 +204,8 @@ class Progress:
         if unseen:
             self._held = unseen[-1]
             self._newest.extend(unseen)
-            self._seen.times.extend(each.seconds for each in unseen)
         for record in view.adaptations:
             self._show_gain(record, final=final)
-        if self._page is not None:
-            page = self._page
-            self._guard(lambda: page.draw(self._lines(view, *page.room)))
-            return
         if self._held is None:
             return
         line = iteration_line(
@@ -252,31 +227,9 @@ class Progress:
             self._printed_at = self._clock()
             self._write(line + "\n")
 
-    def _lines(self, view: View, width: int, height: int) -> list[Line]:
-        """The page of the job."""
-        now, told = time.time(), self.tell()
-        self._status.held = self.layers
-        if not self._newest and told.state == "starting":
-            return [line(f"{self._job.metadata.name}  the ranks start", "faint")]
-        job = self._status.job(
-            view,
-            told,
-            self._newest,
-            changes=self._journal.change_count(),
-            goodput=self._journal.useful.goodput(now - self._began),
-            now=now,
-        )
-        if job.status is not None and job.status.training is not None:
-            self._seen.look_at_links(job.status.training)
-        bars = bars_for(self._stream)
-        return [(), *job_page(job, self._seen, now, width=width, bars=bars, height=height - 1)]
-
     def close(self) -> None:
-        """Show the last iteration and end the live page or line. What is noted later is below."""
+        """Show the last iteration and end the live line. What is noted later is below."""
         self.update(final=True)
-        if self._page is not None:
-            page, self._page = self._page, None
-            self._guard(page.close)
         if self._line:
             self._line = ""
             self._write("\n")
@@ -335,15 +288,6 @@ class Progress:
                 with contextlib.suppress(OSError):  # stderr may be the same closed terminal
                     print(f"{self._who}: {why}; stopping", file=sys.stderr)
             self._on_closed()
-
-
-def _live_lines(stream: TextIO) -> LiveLines | None:
-    """What draws a page on a terminal; None on a dumb one, and without rich."""
-    if os.environ.get("TERM", "dumb") == "dumb" or importlib.util.find_spec("rich") is None:
-        return None
-    from pipemorph.top.styled import LiveLines
-
-    return LiveLines(stream)
 
 
 def _columns(stream: TextIO) -> int:

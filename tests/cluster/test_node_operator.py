@@ -328,27 +328,13 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
     namespace = node_jobs.namespace
     make_account(nodes, namespace)
     shell, job = Shell(viewer(nodes, namespace), folder), f"{namespace}/{name}"
-    slow = r"link 2 \(stage 2 to 3\) +\+\d+ ms (forward|backward) +\d\d:\d\d:\d\d \([^)]+\) "
 
     (row,) = shell.run(f"kubectl pipemorph top -n {namespace}").splitlines()[1:]
     assert re.match(rf"{name} +Running +4/4 .* link 2 \+\d+ ms", row), row
 
     told = shell.run(f"kubectl pipemorph top {job}")
-    for expected in (
-        rf"^{job}  Running  4 stages  4/4 pods ready  EMULATED$",
-        r"^plan       v\d+ since iteration \d+: ",
-        r"^because    \S",
-        r"^gain       promised \d+%, measured ",
-        r"^worth      the plan changes saved .* \(± .*\), .* rank-hours, against the plan of the",
-        r"^links      \d+ slow links?,?( the first)? since .* UTC \(",
-        slow,
-        r"^to do      check the network between the hosts of the slow link",
-    ):
-        assert re.search(expected, told, re.MULTILINE), f"no {expected} in\n{told}"
-
-    told = shell.run(f"kubectl pipemorph links {job}")
-    assert told.startswith("links      ") and re.search(slow, told), told
-    assert "worth" not in told and "plan " not in told, told
+    assert re.search(rf"^{namespace} +{name} +Running +4/4 ", told, re.MULTILINE), told
+    assert re.search(r"^outcome  ", told, re.MULTILINE), told
 
     told = shell.run(f"kubectl pipemorph explain {job}")
     assert len(told.splitlines()) <= 10, told

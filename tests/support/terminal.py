@@ -1,4 +1,4 @@
-"""What is on the screen of a terminal that was sent so much: as much of one as rich uses."""
+"""What is on the screen of a terminal that was sent so much: as much of one as the commands use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ PARTS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
 
 
 class Screen:
-    """``lines``: what is on it, from the top; ``scrolled``: what has left it there; ``colours``:
-    codes of those that anything was written in; ``wrapped``: lines that were longer than it is
-    wide. Raises :class:`ValueError` for what it does not know."""
+    """``lines``: what is on it, from the top; ``scrolled``: lines above it; ``wrapped``: lines that
+    were longer than it is wide. Raises :class:`ValueError` for an unknown sequence."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows, self.columns = rows, columns
         self.lines = [""] * rows
         self.scrolled: list[str] = []
-        self.colours: set[int] = set()
         self.wrapped: list[str] = []
-        self.cursor_shown = True
         self._at = (0, 0)
         self._rest = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -38,7 +35,7 @@ class Screen:
 
     @property
     def whole(self) -> list[str]:
-        """All lines that were ever shown for good."""
+        """All lines, also those above the screen."""
         return [*self.scrolled, *str(self).split("\n")]
 
     def feed(self, sent: bytes) -> None:
@@ -64,18 +61,13 @@ class Screen:
             raise ValueError(f"no such sequence: {text[at : at + 12]!r}")
 
     def _obey(self, command: str, given: str) -> None:
-        row, column = self._at
-        number = int(given) if given.isdigit() else 1
-        match command:
-            case "A":
-                self._at = max(0, row - number), column
-            case "K" if given == "2":
-                self.lines[row] = ""
-            case "m":
-                codes = {int(code) for code in given.split(";") if code}
-                self.colours |= {code for code in codes if 30 <= code < 50 or 90 <= code < 108}
-            case "h" | "l" if given == "?25":
-                self.cursor_shown = command == "h"
+        match command, given:
+            case "H", "":
+                self._at = 0, 0
+            case "J", "2":
+                self.lines = [""] * self.rows
+            case "K", "2":
+                self.lines[self._at[0]] = ""
             case _:
                 raise ValueError(f"no such sequence: ESC[{given}{command}")
 
@@ -109,7 +101,7 @@ class Terminal:
         self.screen = Screen(rows, columns)
         self._master, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+        kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.program = subprocess.Popen(
             command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
             env={**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},

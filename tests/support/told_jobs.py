@@ -4,23 +4,23 @@ replays of what happened to them."""
 from __future__ import annotations
 
 import json
-from collections import deque
 from typing import Any, Literal
 
+from cluster_jobs import at, found
 from watched_jobs import LATE, NOW, SLOW_AT, WELL_AT, WIRE
 
+from pipemorph.api.status import AdaptationSummary, JobStatus, TrainingStatus
+from pipemorph.api.status_links import SlowLink
 from pipemorph.control.observed.links import Health
-from pipemorph.explain.cluster_job import ClusterJob
+from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.report import AttemptRecord, Recovery, RunRecord
-from pipemorph.local.status import RunStatus
-from pipemorph.local.watch import Told
 from pipemorph.planning import Link, Problem, StageTimes
 from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import LinkTrace, parse_trace
-from pipemorph.top.seen import MOST_DELAYS, MOST_TIMES, Seen
 from pipemorph.watch.build import Watched
+from pipemorph.wire import AdaptationRecord
 
 BEGAN = NOW - 75
 GOODPUT = 0.97
@@ -54,27 +54,64 @@ def _recoveries(known: Watched) -> list[Recovery]:
 
 
 def told_job(known: Watched, namespace: str = "team") -> ClusterJob:
-    """The job with its status. ``namespace``: empty on no cluster."""
-    told = Told(known.state, known.reason, _recoveries(known))
-    job = RunStatus(known.job).job(
-        _view(known), told, known.samples[-5:], changes=len(known.changes), goodput=GOODPUT, now=NOW
+    """The job with the status that a table and an explanation need."""
+    view, newest = _view(known), known.samples[-1]
+    slow = [link for link in view.links if link.health is Health.SLOW]
+    conditions = [
+        found("LinksHealthy", "False", "SlowLinks", f"{len(slow)} slow", 60)
+        if slow
+        else found("LinksHealthy", "True", "LinksHealthy", "all links healthy", 60)
+    ]
+    if known.state == "failed":
+        conditions.append(found("Failed", "True", "RanksFailed", known.reason, 5))
+    status = JobStatus(
+        state="Failed" if known.state == "failed" else "Running",
+        conditions=conditions,
+        goodput=GOODPUT,
+        training=TrainingStatus(
+            iteration=newest.index + 1,
+            iteration_seconds=newest.seconds,
+            routes=[route.value for route in view.routes],
+            applied_plan_version=view.plan_version,
+            wanted_plan_version=view.wanted_version,
+            slow_link_count=len(slow),
+            slow_links=[
+                SlowLink(
+                    link=each.link,
+                    replica=each.replica,
+                    direction=each.direction,
+                    delay_ms=1e3 * each.delay,
+                    wire_time_ms=1e3 * each.wire_time,
+                    confidence=each.confidence,
+                )
+                for each in slow
+            ],
+            adaptations=len(known.changes),
+            saved_seconds=view.worth.seconds,
+            saved_error_seconds=view.worth.error,
+            last_adaptation=_summary(known.changes[-1]) if known.changes else None,
+        ),
     )
-    metadata = job.metadata.model_copy(update={"namespace": namespace})
-    return job.model_copy(update={"metadata": metadata})
+    content = known.job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    content["metadata"]["namespace"] = namespace
+    return read_job(content | {"status": status.model_dump(mode="json", by_alias=True)})
 
 
-def seen_of(known: Watched) -> Seen:
-    """The iterations that who looks has seen, and the delays of links in the newest of them: each
-    somewhat different, as they are measured."""
-    seen = Seen()
-    seen.times.extend(each.seconds for each in known.samples[-MOST_TIMES:])
-    for sample in known.samples[-MOST_DELAYS:]:
-        for link in known.lanes.at(sample.index + 1):
-            if link.health is Health.SLOW:
-                key = link.link, link.replica
-                delays = seen.delays.setdefault(key, deque(maxlen=MOST_DELAYS))
-                delays.append(1e3 * link.delay * (1 - 0.05 * (sample.index % 4)))
-    return seen
+def _summary(record: AdaptationRecord) -> AdaptationSummary:
+    return AdaptationSummary(
+        plan_version=record.plan_version,
+        kind=record.kind,
+        reason=record.reason,
+        detected_at=at(60),
+        detected_at_iteration=record.detected_at_iteration,
+        applied_at_iteration=record.applied_at_iteration,
+        warmup_before=list(record.warmup_before),
+        warmup_after=list(record.warmup_after),
+        iteration_seconds_before=record.iteration_seconds_before,
+        iteration_seconds_after=record.iteration_seconds_after,
+        promised=record.promised,
+        measured=record.measured,
+    )
 
 
 def report_of(known: Watched) -> dict[str, Any]:

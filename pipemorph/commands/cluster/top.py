@@ -1,36 +1,32 @@
-"""``pipemorph top``: the jobs of a cluster, or one of them, as they are now."""
+"""``pipemorph top``: a table of the jobs of a cluster, or of one job, that refreshes."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from pipemorph.commands.cluster import kubectl
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.top.browser import Browser
-from pipemorph.top.job import job_page
-from pipemorph.top.jobs import jobs_table, ordered
-from pipemorph.top.page import Line, bars_for, fact, line, plain
-from pipemorph.top.seen import Seen
+from pipemorph.explain.job_table import job_table
+from pipemorph.explain.of_status import story_of
 
 LEAST_EVERY, EVERY = 1.0, 5.0
+CLEAR = "\x1b[H\x1b[2J"
+"""Control sequence that clears a terminal."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "top",
         help="watch the jobs of a cluster: which links are slow, what was done, what it saved",
-        description="Watch the PipeMorphJobs of a cluster, or one of them. kubectl reads them."
-        " Keys: up and down, enter opens a job, b goes back, s sorts, r reverses, q quits. Without"
-        " a terminal, or on a dumb one, print once. Exit status: 0, or 2 for"
-        " invalid input.",
+        description="Print a table of the PipeMorphJobs of a cluster, or of one of them with its"
+        " explanation, and refresh it until interrupted. kubectl reads the jobs. Without a"
+        " terminal, or on a dumb one, print once. Exit status: 0, or 2 for invalid input.",
     )
     parser.add_argument(
         "job", metavar="JOB", nargs="?", help="[NAMESPACE/]NAME of one job (default: all jobs)"
@@ -39,13 +35,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-A", "--all-namespaces", action="store_true", help="jobs of all namespaces"
     )
-    parser.add_argument("--once", action="store_true", help="print once, as plain text")
+    parser.add_argument("--once", action="store_true", help="print once")
     parser.add_argument(
         "--every",
         metavar="SECONDS",
         type=float,
         default=EVERY,
-        help=f"how often to ask the cluster, at least {LEAST_EVERY:g} (default: {EVERY:g})",
+        help=f"time between two refreshes, at least {LEAST_EVERY:g} (default: {EVERY:g})",
     )
 
 
@@ -55,26 +51,23 @@ def run(args: argparse.Namespace) -> int:
     if args.all_namespaces and (args.job or args.namespace):
         raise InputError("--all-namespaces: does not go with a job or --namespace; give one")
     what, arguments = _target(args)
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if args.once or not terminal or os.environ.get("TERM", "dumb") == "dumb":
-        _once(args, kubectl.Query(what, arguments, args.context).answer())
+    text = _text(args, what, arguments)
+    if args.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        emit(text.encode(), None)
         return 0
-    if importlib.util.find_spec("rich") is None:
-        raise InputError(
-            "a live view needs rich: pip install 'pipemorph[top]'; --once prints without it"
-        )
-    from pipemorph.top.screen import show
-
-    poll = _Poll(what, arguments, args)
-    try:
-        show(poll.browser, poll)
-    finally:
-        poll.close()
-    return 0
+    read_at, note = time.gmtime(), ""
+    while True:
+        head = f"pipemorph top  {what}  {time.strftime('%H:%M:%S', read_at)} UTC\n{note}\n"
+        emit((CLEAR + _fitted(head + text)).encode(), None)
+        time.sleep(args.every)
+        try:
+            text, read_at, note = _text(args, what, arguments), time.gmtime(), ""
+        except InputError as error:
+            note = f"! {error}; the table is of {time.strftime('%H:%M:%S', read_at)} UTC\n"
 
 
 def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """What is asked for, in words and for kubectl."""
+    """The target in words, and as arguments of kubectl."""
     if args.job is None:
         if args.all_namespaces:
             return "all namespaces", ["--all-namespaces"]
@@ -87,9 +80,22 @@ def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
     return args.job, arguments
 
 
-def jobs_of(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob], list[str]]:
-    """The jobs of an object or list, and what is wrong with those that cannot be read. ``only``:
-    raise :class:`InputError` for it."""
+def _text(args: argparse.Namespace, what: str, arguments: list[str]) -> str:
+    """The table, with the explanation if there is one job, and the jobs that cannot be read."""
+    content = kubectl.Query(what, arguments, args.context).answer()
+    jobs, notes = _read_jobs(content, only=args.job is not None)
+    if args.job is not None:
+        return job_table(jobs) + "".join(map(_explanation, jobs))
+    if jobs:
+        text = job_table(jobs, namespaced=args.all_namespaces)
+    else:
+        text = "" if notes else "no PipeMorphJob was found\n"
+    return text + "".join(f"! {note}\n" for note in notes)
+
+
+def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob], list[str]]:
+    """The jobs of an object or list, and the errors of those that cannot be read. ``only``: raise
+    :class:`InputError` for such a job."""
     jobs, notes = [], []
     for each in content.get("items", [content]):
         try:
@@ -99,65 +105,19 @@ def jobs_of(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob], l
             note = f"{metadata.get('namespace')}/{metadata.get('name')}: {error}"
             if only:
                 raise InputError(note) from None
-            notes.append(note)
+            notes.append(one_line(note))
     return jobs, notes
 
 
-def _once(args: argparse.Namespace, content: dict[str, Any]) -> None:
-    jobs, notes = jobs_of(content, only=args.job is not None)
-    width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
-    lines: list[Line] = []
-    if args.job is not None:
-        lines += [each for job in jobs for each in job_page(job, Seen(), time.time(), width=width)]
-    elif jobs:
-        found = ordered(jobs, "name")
-        lines += jobs_table(found, {}, width=width, namespaced=args.all_namespaces)
-    elif not notes:
-        lines.append(line("no PipeMorphJob was found"))
-    lines += [each for note in notes for each in fact("!", note, width)]
-    emit(plain(lines).encode(), None)
+def _explanation(job: ClusterJob) -> str:
+    try:
+        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+        return "\n" + story_of(job).text(width)
+    except InputError as error:
+        return f"\n{error}\n"
 
 
-class _Poll:
-    """Asks the cluster again and again, without waiting for it but the first time.
-
-    Raises :class:`InputError` if that fails; later the last answer stays, with a note.
-    """
-
-    def __init__(self, what: str, arguments: list[str], args: argparse.Namespace) -> None:
-        self._ask: Callable[[], kubectl.Query] = lambda: kubectl.Query(
-            what, arguments, args.context
-        )
-        self._every = args.every
-        self.browser = Browser(
-            what,
-            only=args.job is not None,
-            namespaced=args.all_namespaces,
-            bars=bars_for(sys.stdout),
-        )
-        self._query: kubectl.Query | None = None
-        self._begun, self._answered = time.monotonic(), time.time()
-        self._take(self._ask())
-
-    def __call__(self) -> None:
-        try:
-            if self._query is None:
-                if time.monotonic() - self._begun >= self._every:
-                    self._begun = time.monotonic()
-                    self._query = self._ask()
-            elif self._query.ended():
-                query, self._query = self._query, None
-                self._take(query)
-        except InputError as error:
-            ago = time.strftime("%H:%M:%S", time.gmtime(self._answered))
-            self.browser.notes = [f"{error}; what is shown is of {ago} UTC"]
-
-    def _take(self, query: kubectl.Query) -> None:
-        content = query.answer()
-        self._answered = time.time()
-        self.browser.take(*jobs_of(content, only=self.browser.only))
-
-    def close(self) -> None:
-        """End the query in progress."""
-        if self._query is not None:
-            self._query.close()
+def _fitted(text: str) -> str:
+    """The part of a text that the terminal has room for, without a line end below it."""
+    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    return "\n".join(line[:columns] for line in text.splitlines()[: max(rows, 1)])

@@ -152,11 +152,6 @@ class Journal:
         with self._lock:
             return [self._changes[version] for version in sorted(self._changes)]
 
-    def change_count(self) -> int:
-        """How many changes of plan there were."""
-        with self._lock:
-            return len(self._changes)
-
     def lanes(self) -> LaneLog:
         """What each link was like so far."""
         with self._lock:
