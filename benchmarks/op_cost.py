@@ -10,10 +10,6 @@ so other load on the machine changes it less than a time on the clock.
 With ``--against`` that revision is checked out and built below ``~/.cache/pipemorph/revisions``,
 runs in turn with this one, and the ratio is printed. Exits 1 if it is above 0.5 on the direct
 route, or above 0.4 on the delegated one.
-
-``--floor`` prints what is left if all our code took no time: the processor time per op of the calls
-without which there is no direct message, in a loop that never sleeps. They are torch's send, and of
-the note that goes with it the send, the wake-up and the receive.
 """
 
 from __future__ import annotations
@@ -23,15 +19,12 @@ import gc
 import inspect
 import json
 import os
-import select
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import venv
 from collections.abc import Callable
 from functools import partial
@@ -88,46 +81,6 @@ def rank_main(route: str, iterations: int) -> None:
         print(json.dumps(found.tolist()), flush=True)
 
 
-def floor_main(messages: int) -> None:
-    """What every rank runs for ``--floor``. Rank 0 prints as :func:`rank_main` does."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    rank = dist.get_rank()
-    message = torch.zeros(1, WIDTH)
-
-    def receive() -> None:
-        into = torch.zeros(1, WIDTH)
-        for _ in range(messages):
-            dist.recv(into, 1 - rank)
-
-    receiver = threading.Thread(target=receive)
-    receiver.start()
-    note, here, there = bytes(64), *socket.socketpair()
-    arrivals = select.poll()
-    arrivals.register(there, select.POLLIN)
-    took = 0.0
-    for _ in range(messages):
-        began = thread_time()
-        work = dist.isend(message, 1 - rank)
-        here.send(note)
-        arrivals.poll()
-        there.recv(len(note))
-        took += thread_time() - began
-        assert work is not None
-        work.wait()
-    receiver.join()
-    found = torch.zeros(STAGES, dtype=torch.float64)
-    # A rank sends and receives one message per F, B and W.
-    found[rank] = took / (3 * messages) * 1e6
-    dist.all_reduce(found)
-    if rank == 0:
-        print(json.dumps(found.tolist()), flush=True)
-    dist.destroy_process_group()
-
-
 def built(revision: str) -> Path:
     """The interpreter of an environment with ``revision`` of this project, and otherwise what is
     installed here. Built once.
@@ -174,30 +127,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30, help="per route and round")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--floor", action="store_true", help="only the calls of a direct message")
-    parser.add_argument("--rank", choices=(*ROUTES, "floor"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", choices=ROUTES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank == "floor":
-        floor_main(MICROBATCHES * args.iterations)
-        return 0
     if args.rank:
         rank_main(args.rank, args.iterations)
         return 0
     # Not on the path of another revision.
     from ranks import run_ranks
 
-    if args.floor:
-        flags = ["floor", "--iterations", str(args.iterations)]
-        rounds = [
-            statistics.fmean(json.loads(run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS)))
-            for _ in range(args.rounds)
-        ]
-        print(
-            f"the calls of a direct message alone: {statistics.median(rounds):.0f} µs per op"
-            f" ({min(rounds):.0f}–{max(rounds):.0f}; {os.cpu_count()} cores, load"
-            f" {os.getloadavg()[0]:.1f})"
-        )
-        return 0
     contenders = {"this revision": Path(sys.executable)}
     if args.against:
         contenders[args.against] = built(args.against)

@@ -1,6 +1,6 @@
 """How near the optimum plans are, and how long planning takes.
 
-One command: ``python benchmarks/planner.py [--json FILE] [--plot FILE]``. Two minutes, one core,
+One command: ``python benchmarks/planner.py [--json FILE]``. Two minutes, one core,
 nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
 
 1. Distance to the proven optimum on the problems of ``planner_problems.py`` (270: S 2–8, N 6–24;
@@ -16,8 +16,7 @@ nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
    plan to the tight lower bound, as ``pipemorph plan`` prints it; beside it that to the quick
    bound, which the planner itself begins with. ``--large`` prints these alone.
 
-``--plot`` draws both; without it the picture lands beside the JSON. Exits 1 if a promise of
-docs/benchmarks.md is not kept.
+Exits 1 if a promise of docs/benchmarks.md is not kept.
 """
 
 from __future__ import annotations
@@ -244,54 +243,6 @@ def prove(seconds: float) -> None:
     print(f"{sum(fact['proven'] for fact in facts.values())} of {len(facts)} proven, in {FACTS}")
 
 
-def draw(path: Path, rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
-    """Sorted gaps per planner, and time over S·N."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for axes, capped in ((left, False), (middle, True)):
-        chosen = [row for row in rows if (row["cap"] != "none") is capped]
-        for planner in chosen[0]["gaps"]:
-            values = sorted(row["gaps"][planner] for row in chosen)
-            share = [100 * (k + 1) / len(values) for k in range(len(values))]
-            axes.plot(share, values, drawstyle="steps-post", label=planner)
-        axes.set_yscale("symlog", linthresh=0.1)
-        axes.set_ylim(0, None)
-        axes.set_xlabel("% of problems")
-        axes.set_ylabel("% above the optimum")
-        axes.set_title("in-flight cap 2S or S+2" if capped else "no cap")
-        axes.grid(alpha=0.3)
-    left.legend()
-    for shape, marker in zip(SHAPES, "os^", strict=True):
-        for cap, colour in zip(CAPS, ("tab:blue", "tab:orange", "tab:red"), strict=True):
-            chosen = [row for row in times if (row["shape"], row["cap"]) == (shape, cap)]
-            size = [row["stages"] * row["microbatches"] for row in chosen]
-            median = [row["ms"]["pipemorph"] for row in chosen]
-            label = f"{shape}, cap {cap}"
-            right.loglog(size, median, marker=marker, color=colour, label=label)
-    for name, style in zip([each for each in PLANNERS if each != "pipemorph"], ("-", "--", ":"),
-                           strict=True):  # fmt: skip
-        sizes = sorted({row["stages"] * row["microbatches"] for row in times})
-        median = [
-            statistics.median(
-                row["ms"][name] for row in times if row["stages"] * row["microbatches"] == size
-            )
-            for size in sizes
-        ]
-        right.loglog(sizes, median, color="grey", linestyle=style, label=f"{name}, Python")
-    right.set_xlabel("stages × microbatches")
-    right.set_ylabel("CPU ms to plan")
-    right.set_title("time to plan, one core")
-    right.grid(alpha=0.3, which="both")
-    right.set_ylim(0.05, None)  # room for the legend
-    right.legend(fontsize=7, ncols=2, loc="lower right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
     kept = []
     for name, (mean, worst) in PROMISED_GAPS.items():
@@ -396,7 +347,6 @@ def show_large(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw them (PNG)")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -447,10 +397,6 @@ def main() -> int:
         print(f"{'ok ' if holds else 'NO '} {text}")
     if args.json:
         args.json.write_text(json.dumps(found | {"problems": rows}, indent=1) + "\n")
-    plot = args.plot or (args.json.with_suffix(".png") if args.json else None)
-    if plot:
-        draw(plot, rows, times)
-        print(f"\ndrawn: {plot}")
     return 0 if all(holds for _, holds in kept) else 1
 
 

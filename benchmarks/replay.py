@@ -1,9 +1,11 @@
 """What the control loop makes of what could be had: replayed traces of link delays.
 
-One command: ``python benchmarks/replay.py [--json FILE] [--quick|--only TEXT]``. Eight stages with
-the op times of a 14B model, 24 microbatches. *Nine faults*: 1-3 links slow by 20-60 ms, 70
-iterations each. *Narrow*: links of 2.5 and 5 Gb/s. *Redrawn*: the delay of one link is drawn anew
-every 50-400 ms. *Varying bandwidth*: so is the rate of one link, 3 to 12 Gb/s, every 100-400 ms.
+    python benchmarks/replay.py [--json FILE] [--quick|--only TEXT] [--seeds N]
+
+Eight stages with the op times of a 14B model, 24 microbatches. *Nine faults*: 1-3 links slow by
+20-60 ms, 70 iterations each. *Narrow*: links of 2.5 and 5 Gb/s. *Redrawn*: the delay of one link is
+drawn anew every 50-400 ms. *Varying bandwidth*: so is the rate of one link, 3 to 12 Gb/s, every
+100-400 ms.
 *Congestion*: a link is slow by 60 ms in runs of 50-400 ms, with pauses as long.
 *Flapping*: a link is slow by 30 ms, with pauses, for 8 iterations each. *Dead port*: a direct route
 is down, then another one while the delegated route is slow and jitters.
@@ -11,6 +13,8 @@ Real detector, controller and planner; trainer and wire times are simulated. Pri
 what an oracle gains over schedule and routes that never change; the oracle knows the trace and
 changes at once, to the best plan for the mean delay of the iteration that begins. Beside it is the
 share of what an oracle gets that learns of a fault from the iteration in which it begins.
+*Random*: N traces of each kind of delay that varies (:data:`RANDOM`), with each dispatch, with and
+without an in-flight limit; 0: none.
 
 Exits 1 if a goal is not reached, and says which.
 """
@@ -19,7 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, get_args
 
 from pipemorph.planning import Dispatch, Problem
@@ -95,6 +102,94 @@ CASES = (
 )
 
 
+# --- delays that vary, at random -----------------------------------------------------------------
+
+ITERATIONS, BEGINS, ENDS = 55, 2.0, 45.0
+"""Of a random trace: iterations, and seconds at which its delay begins and ends to vary."""
+LINKS = (6, 3, 5)
+"""Link that is slow, by seed."""
+DISPATCHES: tuple[DispatchChoice, ...] = (Dispatch.STATIC, "auto", Dispatch.ONLINE)
+LEAST_GAIN, SLOWER = 0.95, 1.01
+"""Goals: mean share of the oracle's gain, and time of auto over that of the best dispatch."""
+
+Delays = Iterator[tuple[float, float]]
+"""Seconds at which a delay begins, and its milliseconds."""
+
+
+def redrawn(rng: random.Random, sigma: float, least: float, most: float) -> Delays:
+    now = BEGINS
+    while now < ENDS:
+        yield now, max(1.0, rng.gauss(30, sigma))
+        now += rng.uniform(least, most)
+
+
+def runs(rng: random.Random, delay: float, pause: float, least: float, most: float) -> Delays:
+    now, slow = BEGINS, True
+    while now < ENDS:
+        yield now, delay if slow else 0.0
+        now += rng.uniform(least, most) * (1 if slow else pause)
+        slow = not slow
+
+
+RANDOM: dict[str, Callable[[random.Random], Delays]] = {
+    "N(30, 10) ms, 50-400 ms": lambda rng: redrawn(rng, 10, 0.05, 0.4),
+    "N(30, 20) ms, 50-400 ms": lambda rng: redrawn(rng, 20, 0.05, 0.4),
+    "N(30, 15) ms, 0.5-3 s": lambda rng: redrawn(rng, 15, 0.5, 3),
+    "runs of 60 ms, pauses as long": lambda rng: runs(rng, 60, 1, 0.05, 0.4),
+    "runs of 60 ms, longer pauses": lambda rng: runs(rng, 60, 2, 0.05, 0.3),
+    "runs of 40 ms, pauses as long": lambda rng: runs(rng, 40, 1, 0.05, 0.3),
+    "long runs of 60 ms": lambda rng: runs(rng, 60, 1, 0.3, 2),
+}
+
+
+def random_trace(kind: str, seed: int) -> LinkTrace:
+    link = str(LINKS[seed % len(LINKS)])
+    lines = (
+        {
+            "at_seconds": round(at, 3),
+            "links": {link: {"delay_ms": round(delay, 2)}} if delay else {},
+        }
+        for at, delay in RANDOM[kind](random.Random(seed))
+    )
+    return parse_trace("\n".join(map(json.dumps, lines)), 7)
+
+
+def run_random(seeds: int) -> tuple[list[str], list[dict[str, object]]]:
+    """Goals missed, and a row per trace."""
+    problem = load_problem(str(TRACES / "problem.yaml"))
+    seconds: dict[DispatchChoice, list[float]] = {each: [] for each in DISPATCHES}
+    shares: dict[DispatchChoice, list[float]] = {each: [] for each in DISPATCHES}
+    rows: list[dict[str, object]] = []
+    print(f"{'':32} {'limit':>5} {'seconds: static, auto, online':>30} {'of the gain':>20} changes")
+    for kind, cap, seed in ((k, c, s) for k in RANDOM for c in (None, CAP) for s in range(seeds)):
+        found: list[Replay] = []
+        for dispatch in DISPATCHES:
+            found.append(
+                replay(
+                    with_cap(problem, cap), random_trace(kind, seed), telemetry="python",
+                    dispatch=dispatch, iterations=ITERATIONS, known=found[0] if found else None,
+                )
+            )  # fmt: skip
+            seconds[dispatch].append(found[-1].seconds["adaptive"] or 0.0)
+            shares[dispatch].append(found[-1].share("adaptive") or 0.0)
+        took = ", ".join(f"{each.seconds['adaptive']:.1f}" for each in found)
+        parts = ", ".join(f"{each.share('adaptive') or 0.0:.0%}" for each in found)
+        changes = ", ".join(str(len(each.changes)) for each in found)
+        print(f"{kind:32} {cap or '':>5} {took:>30} {parts:>20} {changes}", flush=True)
+        rows.append({"case": kind, "cap": cap, "seed": seed, "seconds": took})
+    means, missed = {dispatch: fmean(each) for dispatch, each in seconds.items()}, []
+    for dispatch, gains in shares.items():
+        print(
+            f"random, dispatch {dispatch}: {means[dispatch]:.2f} s per trace, {fmean(gains):.1%} of"
+            f" the oracle's gain on average, {min(gains):.1%} at least"
+        )
+        if fmean(gains) < LEAST_GAIN:
+            missed.append(f"NO dispatch {dispatch}: {fmean(gains):.1%}, goal {LEAST_GAIN:.0%}")
+    if means["auto"] > SLOWER * min(means.values()):
+        missed.append(f"NO dispatch auto takes {means['auto']:.2f} s, more than the best and 1%")
+    return missed, rows
+
+
 def run(case: Case, known: Replay | None = None) -> Replay:
     """``known``: of a case with the same conditions."""
     problem, trace = _given(case)
@@ -154,6 +249,7 @@ def main() -> int:
         metavar="TEXT",
         help="cases with TEXT in their name; none: healthy only",
     )
+    parser.add_argument("--seeds", type=int, default=3, help="random traces of each kind and limit")
     args = parser.parse_args()
     cases = CASES[:1] if args.quick else [case for case in CASES if args.only in str(case)]
     missed, rows = [], []
@@ -201,6 +297,9 @@ def main() -> int:
         print(f"1,000 iterations without a fault, {telemetry} telemetry: {count} changes of plan")
         if count:
             missed.append(f"NO change without a fault, {telemetry} telemetry: {count}")
+    if args.seeds and not args.quick:
+        missed_randomly, random_rows = run_random(args.seeds)
+        missed, rows = missed + missed_randomly, rows + random_rows
     print("\n".join(missed) or "all goals reached")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -383,8 +383,7 @@ def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> Non
 
 def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
     """The other's reports wait at most twice as long as without, measured in turn: a machine that
-    is busy is so in both. Of p99, that is held by ``benchmarks/attacks.py``: here the flood comes
-    from the process that measures."""
+    is busy is so in both. The flood comes from the process that measures."""
     for name in ("storm", "calm"):
         jobs.apply(manifest(name, stages=2))
     storm = Ranks.of(jobs, "storm", jobs.run("storm", 2)[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import re
@@ -14,10 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
-
-from pipemorph.api.mesh import MeshShape
-from pipemorph.manifest import parse_job
 
 pytestmark = pytest.mark.full
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -53,79 +48,6 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, bool]:
     assert found, done.stdout[-3000:]
     assert done.returncode == (0 if all(found.values()) else 1), done.stdout[-3000:]
     return found
-
-
-# --- a change of plan to all ranks ----------------------------------------------------------
-
-
-def test_every_played_rank_gets_its_part() -> None:
-    sizes = ("--stages", 8, "--replicas", 4, "--microbatches", 12, "--check")
-    done = run(BENCHMARKS / "plan_handout.py", *sizes)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "32 ranks, connected" in done.stdout
-    assert "at most 20 MB: holds" in done.stdout
-
-
-def test_an_agent_whose_host_refuses_it_fails_the_benchmark() -> None:
-    bench = load("plan_handout")
-
-    class Ended(bench.Scripted):  # type: ignore[misc, name-defined]
-        """A job whose next attempt is in progress."""
-
-        asked = 0
-
-        @property
-        def attempt(self) -> int:
-            self.asked += 1
-            return 7
-
-    async def run() -> None:
-        job = Ended()
-        async with asyncio.timeout(60), bench.hosted(job, MeshShape(2)):
-            while job.asked < 4:
-                await asyncio.sleep(0.01)
-
-    with pytest.raises(RuntimeError, match=r"answered the agent with errors .* 403"):
-        asyncio.run(run())
-
-
-# --- what reports cost ------------------------------------------------------------------------
-
-
-def test_reports_of_a_job_cost_its_host_next_to_nothing() -> None:
-    done = run(BENCHMARKS / "observer_cost.py", "--only", "4x1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| 4 × 1 |")]
-    assert [row.split("|")[2].strip() for row in rows] == ["healthy", "onset", "fault"]
-    assert float(rows[0].split("|")[3]) == 1.0, "reports a second"
-
-
-# --- planning as a service ---------------------------------------------------------------------
-
-
-def test_a_monopoly_of_the_planners_is_held_to_the_same_asks_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = load("planning_service")
-    found = {
-        "alone, pool": {2: [0.01] * 9 + [0.1], 64: [1.0]},
-        "flood, pool": {2: [0.01] * 9 + [0.39], 64: [4.1]},
-        "alone again, pool": {2: [0.01] * 9 + [0.3], 64: [3.0]},
-    }
-    assert bench.ratios(found) == {2: pytest.approx((0.2, 1.95)), 64: pytest.approx((2.0, 2.05))}
-
-    async def measured(_: float) -> Any:
-        return found
-
-    monkeypatch.setattr(bench, "measure", measured)
-    for arguments, status in ((["--check"], 1), ([], 0)):
-        monkeypatch.setattr(sys, "argv", ["planning_service.py", *arguments])
-        assert bench.main() == status
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.rpartition(": ")[2] for line in lines[1:]] == [
-            "1.95 × holds",
-            "2.05 × DOES NOT HOLD",
-        ]
 
 
 # --- all of them ---------------------------------------------------------------------------
@@ -165,7 +87,7 @@ def test_bench_is_content_where_every_goal_holds(bench: Path) -> None:
         name for name in arguments if '"--check"' in (BENCHMARKS / f"{name}.py").read_text()
     }
     assert checked == with_goals and "engine" in checked
-    assert (bench / "out" / "split.md").read_text() == "a table of split\nok  what split promises\n"
+    assert (bench / "out" / "scale.md").read_text() == "a table of scale\nok  what scale promises\n"
 
 
 def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None:
@@ -173,26 +95,26 @@ def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None
     slow = "NO  S=8, N=32: 31.0 ms median (at most 10)"
     stub(bench, "planner", f"ok  no cap\n{slow}", 1)
     stub(bench, "engine", f"a table\n{lost}", 1)
-    stub(bench, "engine_idle", "1 × tcp idle: 4.0% DOES NOT HOLD")  # and exits 0
-    stub(bench, "gpt_losses", "no verdict", 1)
+    stub(bench, "scale", "agent ≤ 0.15 processors: 0.2 DOES NOT HOLD")  # and exits 0
+    stub(bench, "detector", "no verdict", 1)
     done = run(bench / "all.py", "--out", bench / "out")
     assert done.returncode == 1
     assert len(called(bench)) == len(load("all").NAMES), "all of them run, whatever the first says"
     end = done.stdout[done.stdout.index("\ngoals that do not hold") :].splitlines()
     assert end == [
         "",
-        "goals that do not hold: planner, engine, engine_idle",
+        "goals that do not hold: planner, engine, scale",
         f"  planner: {slow}",
         f"  engine: {lost}",
-        "  engine_idle: 1 × tcp idle: 4.0% DOES NOT HOLD",
+        "  scale: agent ≤ 0.15 processors: 0.2 DOES NOT HOLD",
         "",
-        "failed: gpt_losses (exit 1)",
+        "failed: detector (exit 1)",
     ]
-    for alone in ("engine_idle", "gpt_losses"):
+    for alone in ("scale", "detector"):
         assert run(bench / "all.py", "--out", bench / "out", alone).returncode == 1, alone
 
 
-@pytest.mark.parametrize("name", ["engine", "engine_idle"])
+@pytest.mark.parametrize("name", ["engine", "scale"])
 def test_those_that_hold_their_goals_only_when_asked_to_take_the_flag(name: str) -> None:
     assert "--check" in run(BENCHMARKS / f"{name}.py", "--help").stdout
 
@@ -234,48 +156,23 @@ def test_planner_prints_both_tables_for_all_planners_and_its_verdicts(tmp_path: 
     assert len(harder) == 6 and harder[0][:3] == ["8", "32", "nothing else"]
     found: dict[str, Any] = json.loads(report.read_text())
     assert len(found["times"]) == len(times) and set(found["times"][0]["ms"]) == set(planners)
-    assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_traces_prints_its_table_and_its_verdicts(tmp_path: Path) -> None:
-    report = tmp_path / "traces.json"
-    done = run(
-        BENCHMARKS / "traces.py", "--simulated", 1, "--no-emulation", "--json", report
-    )  # fmt: skip
-    assert len(verdicts(done)) == 3
-    traces = load("traces")
-    table = rows(done.stdout, "| 8 stages, 24 microbatches |")
-    assert [cells[0] for cells in table] == [variant.name for variant in traces.VARIANTS]
-    for cells in table:
-        assert re.fullmatch(r"\d+ ms \(\d+–\d+\)", cells[1])
-        assert re.fullmatch(r"\d\.\d\d×", cells[2]) and cells[3] == "not run"
-    assert len(json.loads(report.read_text())) == len(table)
-    assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_jobs_that_traces_runs_are_manifests() -> None:
-    """Running them takes minutes; that they are taken shows at once."""
-    traces = load("traces")
-    for variant in traces.VARIANTS:
-        text = yaml.safe_dump(traces.manifest(variant, traces.Trace.random(0)))
-        job = parse_job(text)
-        assert job.spec.adaptation.enabled is variant.adaptive
-        assert len(job.spec.faults) == traces.DRAWS
-
-
-def test_traces_reads_what_an_emulated_run_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_random_traces_of_varying_delays_are_replayed_with_each_dispatch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    traces = load("traces")
-    smallest = {"STAGES": 2, "SLOW_LINK": 0, "MICROBATCHES": 4, "ITERATIONS": 3, "SETTLE": 1}
-    for name, value in smallest.items():
-        monkeypatch.setattr(traces, name, value)
-    row = traces.Row(traces.BOTH.name)
-    traces.emulate(traces.BOTH, traces.Trace.random(0), tmp_path, row)
-    assert len(row.emulated_iterations) == 3
-    # F, B and W of four microbatches at least; a delay of 1 ms or more each way was held up.
-    assert row.emulated > 4 * sum(traces.TIMES_MS.values())
-    assert 0 < row.bubble < 1
+    bench = load("replay")
+    kind = "runs of 40 ms, pauses as long"
+    monkeypatch.setattr(bench, "RANDOM", {kind: bench.RANDOM[kind]})
+    monkeypatch.setattr(bench, "ITERATIONS", 6)
+    monkeypatch.setattr(bench, "LEAST_GAIN", 10.0)
+    missed, found = bench.run_random(1)
+    assert [(row["case"], row["cap"]) for row in found] == [(kind, None), (kind, 16)]
+    assert all(len(row["seconds"].split(", ")) == 3 for row in found)
+    said = capsys.readouterr().out
+    for dispatch in ("static", "auto", "online"):
+        assert f"random, dispatch {dispatch}: " in said
+        assert any(line.startswith(f"NO dispatch {dispatch}: ") for line in missed)
 
 
 # --- against torch's schedules ---------------------------------------------------------------

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pipemorph.wire import AdaptationRecord
 
 LEAST_ERROR = 0.15
-"""Part of what was saved that is never certain: as far as ``benchmarks/saved.py`` has seen it from
-the truth, since how long a plan takes that does not run is only predicted."""
+"""Part of what was saved that is never certain: how long a plan takes that does not run is only
+predicted. The counter was that far from the difference to a run that does not adapt."""
 
 
 @dataclass(frozen=True)

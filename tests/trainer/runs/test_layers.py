@@ -372,7 +372,7 @@ def test_layers_of_ranks_that_share_a_stage(tmp_path: Path, mesh: dict[str, int]
 
 def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
     """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
-    is: ``benchmarks/relayout.py`` measures it."""
+    is, and is not judged here."""
     job = manifest(
         parallelism={"stages": 4, "layers": 16},
         schedule={"microbatches": 6},

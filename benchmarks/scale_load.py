@@ -1,0 +1,650 @@
+"""Played agents and ranks for scale.py, in processes of their own.
+
+:func:`running` starts ``python benchmarks/scale_load.py``, sends a JSON object to its standard
+input and returns its figures. Two kinds of load exist:
+
+agents  one agent per job: reports and a long poll over TLS (:class:`AgentsLoad`)
+pods    the ranks and pods of one large job, connected to its real agent (:class:`PodsLoad`)
+
+The product's own observer makes every report, from played telemetry in virtual time. A report is
+recorded once per kind and sent with other numbers, so that the load leaves the processors to what
+is measured. HTTP is written by hand for the same reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import random
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.observer import HEARTBEAT_SECONDS, REPORT_SECONDS, Observer
+from pipemorph.planning import Route
+from pipemorph.wire import (
+    DirectiveEnvelope,
+    IterationSample,
+    LinkSample,
+    StageProfile,
+    WireTime,
+)
+from pipemorph.wire.parts import PartAnswer
+from pipemorph_trainer.agent import frames, lines
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.uplinks.to_ingest import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
+
+ITERATION = REPORT_SECONDS
+"""Seconds of an undisturbed iteration."""
+Kind = Literal["first", "quiet", "alarm", "slow"]
+"""first: all states; quiet: an iteration; alarm: a link turned slow; slow: an iteration since."""
+NORMAL, SLOW, OP = 0.002, (0.04, 0.12), 0.01
+"""Seconds: wire time, of a slow link (drawn), and of an op."""
+WINDOW, SETTLED, MOST = 0.05, 60, 80
+"""Seconds of a window; windows before the first report, and at most until the next kind."""
+OPENED_AT_A_TIME = 32
+BEGAN = "began"
+"""Printed to standard error once everything is connected: the load's time begins."""
+DEADLINE = 900.0
+
+_NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
+_SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003, 900_000_004
+_OBSERVED, _SECONDS, _NONE = 900_000_005, 1234.5, '"iterations":[]'
+"""Placeholders in a recorded report for what differs from report to report."""
+
+
+# --- telemetry and reports -----------------------------------------------------------------------
+
+
+def telemetry(
+    draw: random.Random, mesh: MeshShape, rank: int, slow: Mapping[int, float], *, finished: bool
+) -> RankTelemetry:
+    """Telemetry of one window of a rank. ``slow``: wire times of slow links, seconds;
+    ``finished``: whether an iteration has just ended."""
+    stage, column = divmod(rank, mesh.world_size // mesh.stages)
+    received = [(stage - 1, "forward"), (stage, "backward")]
+    ops = {
+        name: draw.gauss(OP, OP / 100) for name in ("forward", "backward_input", "backward_weight")
+    }
+    return RankTelemetry(
+        rank=rank, stage=stage, replica=column, state="training", iteration=_ITERATION,
+        applied_plan_version=_VERSION, prepared_plan_version=_VERSION, ports=0,
+        links=[
+            _window(draw, link, column, direction, slow)
+            for link, direction in received
+            if 0 <= link < mesh.stages - 1
+        ],
+        profile=StageProfile(
+            stage=stage, replica=column, split="module", peak_memory=2**34 + rank, **ops
+        )
+        if finished
+        else None,
+        finished_iteration=IterationSample(
+            index=_INDEX, seconds=_SECONDS, loss=draw.uniform(2, 3), plan_version=_VERSION,
+            bubble_fraction=draw.uniform(0.1, 0.2),
+        )
+        if finished and rank == 0
+        else None,
+    )  # fmt: skip
+
+
+def _window(
+    draw: random.Random, link: int, column: int, direction: str, slow: Mapping[int, float]
+) -> LinkSample:
+    usual = slow.get(link, NORMAL)
+    least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
+    wire = WireTime(count=5, exact=5, min=least, p50=middle, p99=most, mean=middle)
+    return LinkSample(
+        link=link, replica=column, direction=direction, route=Route.DIRECT,  # type: ignore[arg-type]
+        transport="gloo", iteration=_ITERATION, bytes=5 << 24, queue_p50=1e-5, wire=wire,
+    )  # fmt: skip
+
+
+def recorded(
+    mesh: MeshShape, ranks: range, draw: random.Random, slow: Mapping[int, float], **part: int
+) -> dict[Kind, str]:
+    """A report of each kind, by the observer of ``ranks``. ``part``: number of the part; none for
+    a job's agent. Raises RuntimeError if the reports never come to rest."""
+    merger = TelemetryMerger(ranks)
+    observer = Observer(mesh, job=_NAME, namespace=_NAMESPACE, attempt=0, **part)
+    now, texts = 1.7e9, {}
+
+    def observe(links: Mapping[int, float], *, finished: bool = False) -> None:
+        nonlocal now
+        now += WINDOW
+        for rank in ranks:
+            merger.add(telemetry(draw, mesh, rank, links, finished=finished))
+        observer.observe(merger.take(), now, refresh=finished)
+
+    def report() -> Any:
+        made = observer.report(_SEQUENCE, now, _OBSERVED)
+        if part:
+            observer.told(made)
+        else:
+            observer.delivered(made, DirectiveEnvelope(memory="it"), now)
+        return made
+
+    if part:
+        observer.take(PartAnswer(memory="it"), now)
+    for window in range(SETTLED):
+        observe({}, finished=window % 4 == 3)
+    texts["first"] = report()
+    for _ in range(MOST):
+        observe({}, finished=True)
+        texts["quiet"] = report()
+        if texts["quiet"].is_progress:
+            break
+    else:
+        raise RuntimeError(f"{mesh}, ranks {ranks}: the reports of well links never come to rest")
+    for _ in range(MOST):
+        observe(slow)
+        if observer.due(now) and (alarm := report()).directions:
+            texts["alarm"] = alarm
+            break
+    observe(slow, finished=True)
+    texts["slow"] = report()
+    return {kind: each.body().decode() for kind, each in texts.items()}
+
+
+class Reports:
+    """Bodies of the reports of one job of ``stages`` stages. ``seed``: of its op times, of which
+    link turns slow, and of its delay."""
+
+    def __init__(self, stages: int, seed: int = 0) -> None:
+        draw = random.Random(f"{stages} {seed}")
+        slow = {draw.randrange(stages - 1): draw.uniform(*SLOW)}
+        texts = recorded(MeshShape(stages), range(stages), draw, slow)
+        self._texts = {kind: _without_iteration(text) for kind, text in texts.items()}
+
+    def body(
+        self, namespace: str, job: str, sequence: int, observed: int, kind: Kind, *,
+        applied: int | None = None, iteration: int | None = None, finished: int = 1,
+        seconds: float = ITERATION,
+    ) -> str:  # fmt: skip
+        """Report number ``sequence``. ``observed``, ``applied``: plan versions; ``iteration``: the
+        one in progress (default: one per report); ``finished``: iterations of ``seconds`` each that
+        it reports, if its kind does."""
+        text, sample = self._texts[kind]
+        at = sequence % 2**31 + 1 if iteration is None else iteration
+        if sample:
+            took = str(round(seconds * random.gauss(1, 0.01), 6))
+            one = sample.replace(str(_SECONDS), took)
+            rows = [one.replace(str(_INDEX), str(at - i)) for i in range(finished, 0, -1)]
+            text = text.replace(_NONE, f'"iterations":[{",".join(rows)}]')
+        numbers = {
+            _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence, _ITERATION: at,
+            _OBSERVED: observed, _VERSION: observed if applied is None else applied,
+        }  # fmt: skip
+        for placeholder, value in numbers.items():
+            text = text.replace(str(placeholder), str(value))
+        return text
+
+
+def _without_iteration(text: str) -> tuple[str, str]:
+    """A report without the iteration that it has, and that iteration; empty if it has none."""
+    report = json.loads(text)
+    compact = json.JSONEncoder(separators=(",", ":")).encode
+    if not (samples := report.get("iterations")):
+        return text, ""
+    return compact(report | {"iterations": []}), compact(samples[0])
+
+
+reports_of = cache(Reports)
+
+
+# --- one agent per job ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that reports. ``slow_at``: seconds after which its link turns slow; ``slow_iteration``:
+    seconds of an iteration from then until another plan is in effect."""
+
+    namespace: str
+    name: str
+    token: str
+    stages: int = 2
+    seed: int = 0
+    slow_at: float | None = None
+    slow_iteration: float = ITERATION
+
+
+@dataclass(frozen=True)
+class AgentsLoad:
+    """All jobs report once per ``period`` or as seldom as the ingest asks, for ``seconds``.
+    ``gone_at``: seconds after which the ingest may be away; before that, an agent that is refused
+    ends the load. ``first``: sequence number of the first reports."""
+
+    port: int
+    server_name: str
+    ca_file: str
+    jobs: list[dict[str, Any]]
+    period: float
+    seconds: float
+    gone_at: float = math.inf
+    first: int = 1
+
+
+@dataclass
+class Figures:
+    """What the agents saw, in seconds. ``directives``: stages, when the link turned slow, and from
+    the alarm to the directive. ``back``: from ``gone_at`` until a report was answered again, per
+    job. ``unasked``: directives before the alarm, by when that was due. ``twice``: versions that
+    came with two different plans. ``wall``, ``own_cpu``: until ``gone_at``."""
+
+    reports: int = 0
+    wall: float = 0.0
+    own_cpu: float = 0.0
+    late: float = 0.0
+    reconnects: int = 0
+    answers: list[float] = field(default_factory=list)
+    directives: list[tuple[int, float, float]] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
+    unasked: list[float] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """The ingest answered with an error."""
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError("the ingest hung up"))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, found, rest = self._buffer.partition(b"\r\n\r\n")
+        if not found or self._answer is None:
+            return
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        if len(rest) >= length:
+            self._buffer = b""
+            self._answer.set_result((int(head[9:12]), rest[:length]))
+
+    async def request(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        if self._transport is None:
+            raise ConnectionError("the ingest hung up")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+
+class Reporter:
+    """The agent of one job: a connection for reports, and one for the long poll."""
+
+    def __init__(
+        self, load: AgentsLoad, trust: ssl.SSLContext, job: Job, address: str, out: Figures
+    ) -> None:
+        self._load, self._trust, self.job, self._address, self._out = load, trust, job, address, out
+        reports_of(job.stages, job.seed)  # Recorded before anything is timed.
+        self._base = f"/v1/jobs/{job.namespace}/{job.name}"
+        self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
+        self._sequence = load.first - 1
+        self._iteration = self._sequence % 2**31
+        self._memory = b""
+        self._complete = False
+        """Whether the ingest has all states of the job."""
+        self._plans: dict[int, bytes] = {}
+        self.observed = self._before_alarm = 0
+        self._slow_reported = False
+        self.again = asyncio.Event()
+        """Set when a poll fails: an agent reports at once then."""
+        self.pause = load.period
+        """Seconds until the next report, as the ingest asks."""
+        self.alarm_sent: float | None = None
+
+    async def connect(self) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, "127.0.0.1", self._load.port, ssl=self._trust,
+            server_hostname=self._load.server_name, ssl_handshake_timeout=120,
+            local_addr=(self._address, 0),
+        )  # fmt: skip
+        return connection
+
+    async def send(self, connection: Connection, *, slow: bool = False) -> float:
+        """Send the next report. Seconds to the answer."""
+        kind: Kind = "first" if not self._complete else "slow" if slow else "quiet"
+        if slow and self.alarm_sent is None and self._complete:
+            kind = "alarm"
+        request = self._request(kind)
+        started = time.monotonic()
+        if kind == "alarm":
+            self.alarm_sent, self._before_alarm = started, self.observed
+        answer = self._take(*await connection.request(request))
+        took = time.monotonic() - started
+        # Each iteration is reported as it finishes while a link is slow.
+        urgent = slow or b'"attentive":true' in answer
+        self.pause = self._load.period if urgent else float(_field(answer, b'"seldom":', b","))
+        # Another ingest remembers nothing: the next report has all states.
+        memory = _field(answer, b'"memory":"', b'"')
+        self._complete = kind == "first" or memory == self._memory
+        self._memory = memory
+        return took
+
+    def _request(self, kind: Kind) -> bytes:
+        self._sequence += 1
+        # The iteration in which a link turns slow ends under the plan before.
+        first = kind == "slow" and not self._slow_reported
+        self._slow_reported |= first
+        applied = self._before_alarm if first else self.observed
+        slow = kind == "slow" and applied == self._before_alarm
+        finished = 0 if kind == "alarm" else round(self.pause / self._load.period)
+        self._iteration += finished
+        body = reports_of(self.job.stages, self.job.seed).body(
+            self.job.namespace, self.job.name, self._sequence, self.observed, kind,
+            applied=applied, iteration=self._iteration, finished=finished,
+            seconds=self.job.slow_iteration if slow else ITERATION,
+        )  # fmt: skip
+        return (
+            f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        ).encode()
+
+    async def poll(self, connection: Connection) -> None:
+        """Wait for a directive, as long as a poll may."""
+        query = f"attempt=0&after={self.observed}&wait=25"
+        request = f"GET {self._base}/directive?{query} HTTP/1.1\r\n{self._end}\r\n"
+        self._take(*await connection.request(request.encode()))
+
+    def _take(self, status: int, body: bytes) -> bytes:
+        if status != 200:
+            raise Refused(f"{self.job.name} was answered {status}: {body!r}")
+        if b'"plan_version"' in body:
+            directive = json.loads(body)["directive"]
+            version = directive["plan_version"]
+            plan = hashlib.sha256(json.dumps(directive["plan"]).encode()).digest()
+            if self._plans.setdefault(version, plan) != plan:
+                self._out.twice.append(f"{self.job.name}: version {version}")
+            self.observed = max(self.observed, version)
+        return body
+
+
+def _field(body: bytes, name: bytes, end: bytes) -> bytes:
+    return body.partition(name)[2].partition(end)[0]
+
+
+class Agents:
+    """The agents of all jobs."""
+
+    def __init__(self, load: AgentsLoad, reporters: list[Reporter], out: Figures) -> None:
+        self._load, self._reporters, self._out = load, reporters, out
+        self._all_connected = asyncio.Barrier(len(reporters))
+        self._opening = asyncio.Semaphore(OPENED_AT_A_TIME)
+        self._began = self._cpu = 0.0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, reporter in enumerate(self._reporters):
+                tasks.create_task(self._report(number, reporter))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    async def _report(self, number: int, reporter: Reporter) -> None:
+        load, out = self._load, self._out
+        async with self._opening:
+            connection = await reporter.connect()
+            await reporter.send(connection)
+            polling = asyncio.create_task(self._poll(reporter))
+        await self._all_connected.wait()
+        if not self._began:
+            self._began, self._cpu = time.monotonic(), time.process_time()
+            print(BEGAN, file=sys.stderr, flush=True)
+        due, backoff, away = load.period * number / len(self._reporters), 0.0, False
+        while due < load.seconds:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reporter.again.wait(), max(0.0, due - self._now()))
+            reporter.again.clear()
+            now = self._now()
+            due, slow_at = min(due, now), reporter.job.slow_at
+            if now < load.gone_at:
+                out.late = max(out.late, now - due)
+                out.wall, out.own_cpu = now, time.process_time() - self._cpu
+            try:
+                took = await reporter.send(connection, slow=slow_at is not None and now >= slow_at)
+            except (OSError, Refused) as error:
+                away = self._now() >= load.gone_at
+                if isinstance(error, Refused) and not away:
+                    raise
+                backoff = min(max(2 * backoff, FIRST_BACKOFF_SECONDS), LAST_BACKOFF_SECONDS)
+                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                with contextlib.suppress(OSError):
+                    async with self._opening:
+                        connection = await reporter.connect()
+                    out.reconnects += not away
+                due = self._now()
+                continue
+            backoff = 0.0
+            if now < load.gone_at:
+                out.reports += 1
+                out.answers.append(took)
+            elif away:
+                away = False
+                out.back.append(self._now() - load.gone_at)
+            due += reporter.pause
+            if slow_at is not None and reporter.alarm_sent is None:
+                due = min(due, max(slow_at, self._now()))  # The alarm is sent at once.
+        polling.cancel()
+        for error in await asyncio.gather(polling, return_exceptions=True):
+            if isinstance(error, Exception):
+                raise error
+
+    async def _poll(self, reporter: Reporter) -> None:
+        connection, backoff, seen = await reporter.connect(), FIRST_BACKOFF_SECONDS, False
+        while True:
+            try:
+                await reporter.poll(connection)
+                backoff = FIRST_BACKOFF_SECONDS
+            except (OSError, Refused) as error:
+                if isinstance(error, Refused) and self._now() < self._load.gone_at:
+                    raise
+                if backoff == FIRST_BACKOFF_SECONDS:
+                    reporter.again.set()
+                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+                with contextlib.suppress(OSError):
+                    async with self._opening:
+                        connection = await reporter.connect()
+            if not reporter.observed or seen:
+                continue
+            seen = True
+            job, sent = reporter.job, reporter.alarm_sent
+            if sent is None or job.slow_at is None:
+                self._out.unasked.append(job.slow_at or 0.0)
+            else:
+                self._out.directives.append((job.stages, job.slow_at, time.monotonic() - sent))
+
+
+def play_agents(load: AgentsLoad) -> dict[str, Any]:
+    trust, out = ssl.create_default_context(cafile=load.ca_file), Figures()
+    reporters = [
+        Reporter(load, trust, Job(**job), f"127.1.{1 + i // 250}.{1 + i % 250}", out)
+        for i, job in enumerate(load.jobs)
+    ]
+    asyncio.run(Agents(load, reporters, out).run())
+    return asdict(out)
+
+
+# --- the pods of one large job -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PodsLoad:
+    """Connections of a large job to its agent at ``port``: the ranks of its first pod, and an agent
+    per other pod. Links are well for ``healthy`` seconds, then link 0 is slow, and after another
+    ``fault`` seconds half of all links are, for as long."""
+
+    port: int
+    secret: str
+    stages: int
+    replicas: int
+    pod_ranks: int
+    healthy: float
+    fault: float
+    namespace: str
+    job: str
+
+
+class Pods:
+    def __init__(self, load: PodsLoad) -> None:
+        self._load, self._mesh = load, MeshShape(load.stages, load.replicas)
+        self._parts = range(1, self._mesh.world_size // load.pod_ranks)
+        self._settings = dict.fromkeys(self._parts, "")
+        self._sequence = dict.fromkeys(self._parts, 0)
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._slow: dict[int, float] = {}
+        self.sent = self.answered = 0
+        half = dict.fromkeys(range(load.stages // 2), sum(SLOW) / 2)
+        self._recorded = {
+            part: recorded(self._mesh, self._ranks(part), random.Random(part), half, part=part)
+            for part in self._parts
+        }
+
+    def _ranks(self, part: int) -> range:
+        first = part * self._load.pod_ranks
+        return range(first, first + self._load.pod_ranks)
+
+    async def run(self) -> None:
+        gate, load = asyncio.Semaphore(OPENED_AT_A_TIME), self._load
+
+        async def connect(side: frames.Side, number: int) -> asyncio.StreamWriter:
+            async with gate:
+                reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
+                await lines.introduce(reader, writer, bytes.fromhex(load.secret), side, number)
+            part = number if side == "part" else None
+            self._tasks.append(asyncio.create_task(self._receive(reader, part)))
+            return writer
+
+        ranks = await asyncio.gather(*(connect("rank", rank) for rank in self._ranks(0)))
+        found = await asyncio.gather(*(connect("part", part) for part in self._parts))
+        self._writers = dict(zip(self._parts, found, strict=True))
+        self._tasks.append(asyncio.create_task(self._train(ranks)))
+        self._tasks += [asyncio.create_task(self._beat(part)) for part in self._parts]
+        print(BEGAN, file=sys.stderr, flush=True)
+        await asyncio.sleep(load.healthy)
+        for links in (1, load.stages // 2):
+            self._slow = dict.fromkeys(range(links), sum(SLOW) / 2)
+            for part in self._parts:
+                if self._ranks(part).start // load.replicas <= links:
+                    self._send(part, "alarm")
+            await asyncio.sleep(load.fault)
+        for task in self._tasks:
+            if task.done():
+                task.result()  # Raises: a connection was lost.
+
+    async def _receive(self, reader: asyncio.StreamReader, part: int | None) -> None:
+        while True:
+            payload = await lines.read(reader)
+            self.answered += len(payload)
+            if part is not None and b'"answer":{' in payload:
+                settings = json.loads(payload)["answer"].get("settings") or {}
+                self._settings[part] = settings.get("revision", self._settings[part])
+
+    async def _beat(self, part: int) -> None:
+        """Send all states, then a heartbeat as often as a pod's agent does."""
+        self._send(part, "first")
+        await asyncio.sleep(random.Random(part).uniform(0, HEARTBEAT_SECONDS))
+        while True:
+            self._send(part, "quiet")
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _send(self, part: int, kind: Kind) -> None:
+        self._sequence[part] += 1
+        report = json.loads(self._recorded[part][kind]) | {
+            "sequence": self._sequence[part], "settings": self._settings[part], "iteration": 1,
+            "namespace": self._load.namespace, "job": self._load.job,
+            "observed_plan_version": 0, "applied_plan_version": 0,
+        }  # fmt: skip
+        data = frames.frame(json.dumps(report).encode())
+        self._writers[part].write(data)
+        self.sent += len(data)
+
+    async def _train(self, writers: list[asyncio.StreamWriter]) -> None:
+        """Send the telemetry of the first pod's ranks: each window, and each iteration's end."""
+        draw, began, turn = random.Random(0), time.monotonic(), 0
+        while True:
+            turn += 1
+            iteration, rest = divmod(turn, round(ITERATION / WINDOW))
+            for rank, writer in zip(self._ranks(0), writers, strict=True):
+                made = telemetry(draw, self._mesh, rank, self._slow, finished=rest == 0)
+                text = made.body().decode().replace(str(_ITERATION), str(iteration))
+                for placeholder, value in ((_INDEX, iteration), (_VERSION, 0), (_SECONDS, 1.0)):
+                    text = text.replace(str(placeholder), str(value))
+                writer.write(frames.frame(text.encode()))
+            await asyncio.sleep(max(0.0, began + turn * WINDOW - time.monotonic()))
+
+
+def play_pods(load: PodsLoad) -> dict[str, Any]:
+    pods = Pods(load)
+    asyncio.run(pods.run())
+    return {"sent": pods.sent, "answered": pods.answered}
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(kind: str, **load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Run a load in a process of its own. Entered once all is connected; yields a function that
+    waits for its figures. Raises RuntimeError if the process fails."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, kind],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    try:
+        process.stdin.write(json.dumps(load))
+        process.stdin.close()
+        process.stdin = None
+        if (line := process.stderr.readline()).strip() != BEGAN:
+            raise RuntimeError(f"scale_load.py: {line}{process.stderr.read()[-2000:]}")
+
+        def figures() -> dict[str, Any]:
+            out, errors = process.communicate(timeout=DEADLINE)
+            if process.returncode != 0:
+                raise RuntimeError(f"scale_load.py: {errors[-2000:]}")
+            found: dict[str, Any] = json.loads(out)
+            return found
+
+        yield figures
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    load = json.load(sys.stdin)
+    found = (
+        play_agents(AgentsLoad(**load)) if sys.argv[1] == "agents" else play_pods(PodsLoad(**load))
+    )
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
