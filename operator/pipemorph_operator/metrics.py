@@ -99,24 +99,12 @@ PERSIST_SECONDS = Histogram(
 PLAN_SECONDS = Histogram(
     "pipemorph_ingest_plan_seconds",
     "Time to make a decision, without queueing.",
-    ["size", "urgent"],
     buckets=_FAST,
 )
 PLAN_WAIT_SECONDS = Histogram(
     "pipemorph_ingest_plan_wait_seconds",
     "Time a decision waits for a planner process.",
-    ["size", "urgent"],
     buckets=_FAST,
-)
-DECISIONS = Counter(
-    "pipemorph_ingest_decisions_total",
-    "Decisions: planned, shared with an equal one in progress, or known.",
-    ["how"],
-)
-OVER_BUDGET = Counter(
-    "pipemorph_ingest_planning_over_budget_total",
-    "Times a job used its processor time for decisions and had to wait.",
-    _BY_NAMESPACE,
 )
 PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for a process.")
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])

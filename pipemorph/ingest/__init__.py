@@ -21,9 +21,14 @@ from pipemorph.ingest.interfaces import (
     Refused,
 )
 from pipemorph.ingest.plan_versions import Versions
-from pipemorph.ingest.planner_pool import Decided, Planner, PlannerPool, Search, search_here
-from pipemorph.ingest.planner_processes import FirstPlanner, PlannerLost
-from pipemorph.ingest.processors import most_planners
+from pipemorph.ingest.planner_pool import (
+    FirstPlanner,
+    Planner,
+    PlannerLost,
+    PlannerPool,
+    Search,
+    search_here,
+)
 from pipemorph.ingest.watch.desk import Followed, WatchDesk, WatchStore
 from pipemorph.ingest.watch.process import WatchProcess, WatchProcessLost
 
@@ -33,7 +38,6 @@ __all__ = [
     "BearerAuthenticator",
     "ConnectionLimits",
     "ControlledJob",
-    "Decided",
     "FirstPlanner",
     "Followed",
     "GenerationDesk",
@@ -59,6 +63,5 @@ __all__ = [
     "WatchProcessLost",
     "WatchStore",
     "make_app",
-    "most_planners",
     "search_here",
 ]

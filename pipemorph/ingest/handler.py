@@ -46,8 +46,7 @@ from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
-from pipemorph.ingest.planner_pool import Planner, plan_here
-from pipemorph.ingest.planner_processes import PlannerLost
+from pipemorph.ingest.planner_pool import Planner, PlannerLost, plan_here
 from pipemorph.ingest.token_bucket import TokenBucket
 from pipemorph.planning import Policy
 from pipemorph.wire import (

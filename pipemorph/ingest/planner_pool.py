@@ -1,111 +1,143 @@
-"""Makes the decisions of all jobs of a host: in turn, in as many processes as it has processors.
+"""Makes the decisions of all jobs of a host in worker processes, so that reports are answered
+meanwhile.
 
-- Whose decision is next says :class:`~pipemorph.ingest.fair_queue.FairQueue`.
-- A short decision that is urgent does not wait behind others: one more process makes only such. It
-  has the priority of its host: on busy processors a nicer one waits for longer than it plans.
-- Equal problems are planned once: what was asked before is remembered, and what is being planned is
-  shared (:mod:`pipemorph.ingest.memo`).
-- Searches for another split of a job's layers have their turn among the decisions of all jobs.
+Namespaces take turns, and the decisions of one are made in the order in which they were requested.
+One worker more than a namespace may use is there for the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
-from pipemorph.control.decide.cost import MAY_WAIT, estimated_seconds
+from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.layouts import moves, relayout
 from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.planner_worker import answer
+from pipemorph.control.first_plan import (
+    FirstSchedule,
+    check_schedule,
+    planning_rules,
+    schedule_for_others,
+)
+from pipemorph.control.planner_worker import Argument, Result, begin, call
 from pipemorph.errors import InputError
-from pipemorph.ingest.fair_queue import Entry, FairQueue, Key
-from pipemorph.ingest.memo import Memo, comparable, digest
-from pipemorph.ingest.planner_processes import Answer, PlannerLost, PlannerProcesses
 
 log = logging.getLogger("pipemorph.ingest")
 
+Key = tuple[str, str]
+"""Namespace and name of a job."""
 Planner = Callable[[Key, Replan], Awaitable[Proposal]]
 """Makes a proposal for a job. Raises :class:`PlannerLost` if the caller should retry."""
-
 Search = Callable[[Key, moves.Question], Awaitable["relayout.Proposal | None"]]
 """Searches for another layout of a job. Raises :class:`PlannerLost` if the caller should retry, and
 :class:`~pipemorph.errors.InputError` if it failed."""
 
 LIMIT_SECONDS = 60.0
-"""Time limit of a plan: after this the network has probably changed."""
-SHORT_SECONDS = 0.3
-"""Estimated processor time up to which a decision is short: of 8 stages with the thorough search,
-of 64 stages with the quick one."""
-BUDGET_SECONDS = 20.0
-"""Processor time of the decisions of one job in a minute."""
-MEMO_BYTES = 64 << 20
-WARM = {"any": 2, "short": 1}
-"""Processes that are started at once; the others when needed."""
+"""Time limit of a decision: after this the network has probably changed. The spec limits its
+size."""
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
-async def plan_here(key: Key, asked: Replan) -> Proposal:
+class PlannerLost(Exception):
+    """A worker process died twice, or a first plan exceeded its time limit."""
+
+
+async def plan_here(key: Key, request: Replan) -> Proposal:
     """A :data:`Planner` that plans in this process, for a host of one job."""
-    return _proposal(answer(propose, asked))
+    try:
+        return call(propose, request)
+    except InputError as error:
+        return no_plan(str(error))
 
 
-async def search_here(key: Key, asked: moves.Question) -> relayout.Proposal | None:
+async def search_here(key: Key, request: moves.Question) -> relayout.Proposal | None:
     """A :data:`Search` in this process."""
-    return _found(answer(moves.search, asked))
+    return call(moves.search, request)
 
 
-def _proposal(found: Proposal | Exception) -> Proposal:
-    return found if isinstance(found, Proposal) else Proposal(None, None, (NoPlan(str(found)),))
+def no_plan(why: str) -> Proposal:
+    """A proposal to keep the plan in effect."""
+    return Proposal(None, None, (NoPlan(why),))
 
 
-def _found(found: relayout.Proposal | Exception | None) -> relayout.Proposal | None:
-    if isinstance(found, Exception):
-        raise InputError(str(found))
-    return found
+class PlannerProcess:
+    """A worker process that is started when needed. Close it when done."""
 
+    def __init__(self) -> None:
+        self._executor: ProcessPoolExecutor | None = None
+        self.pid: int | None = None
 
-class Decided(NamedTuple):
-    """How a decision was made. ``short``: by its estimated time; ``urgent``: by its cause. ``how``:
-    in a process of its own, in that of an equal one, or from memory. ``waited``, ``planned``:
-    seconds."""
+    async def run(
+        self, function: Callable[[Argument], Result], argument: Argument, limit: float
+    ) -> Result:
+        """The function's result. If the process dies, another one is started, once.
 
-    short: bool
-    urgent: bool
-    how: Literal["planned", "shared", "known"]
-    waited: float
-    planned: float
+        Raises TimeoutError after ``limit`` seconds, :class:`PlannerLost`, and InputError.
+        """
+        async with asyncio.timeout(limit):
+            for _ in range(2):
+                try:
+                    if self._executor is None:
+                        # One worker each: an executor of several cannot end one of them.
+                        self._executor = ProcessPoolExecutor(1, SPAWN, begin)
+                        self.pid = await self._submit(os.getpid)
+                    return await self._submit(call, function, argument)
+                except InputError:
+                    raise
+                except BrokenProcessPool:
+                    log.warning("planner process %s died", self.pid)
+                    self.pid = None  # Another process may have the number by now.
+                    await self.close()
+                except BaseException:
+                    await self.close()  # It would go on with what nobody waits for.
+                    raise
+        raise PlannerLost("the planner process died twice")
+
+    async def close(self) -> None:
+        """Kill the process. A call in progress fails."""
+        executor, pid = self._executor, self.pid
+        self._executor = self.pid = None
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if executor is not None:
+            await asyncio.to_thread(executor.shutdown, cancel_futures=True)
+
+    async def _submit(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        assert self._executor is not None
+        return await asyncio.wrap_future(self._executor.submit(function, *arguments))
 
 
 @dataclass(eq=False)
-class _Run:
-    """A decision that waits or is being made, for all jobs that asked for it. ``function`` answers
-    what is ``asked`` in a process; ``estimate``: its processor time, seconds; ``result``: the
-    answer, or the exception for which there is none; ``waiting``: the jobs' entries in the
-    queue."""
+class _Request:
+    """A decision that waits for a worker."""
 
-    mark: bytes
+    namespace: str
     function: Callable[[Any], Any]
-    asked: Replan | moves.Question
-    estimate: float
+    argument: Any
     result: asyncio.Future[Any]
-    waiting: set[Entry[_Run]] = field(default_factory=set)
-    started_at: float | None = None
-
-    @property
-    def short(self) -> bool:
-        return self.estimate <= SHORT_SECONDS
+    requested_at: float
 
 
 class PlannerPool:
-    """A :data:`Planner` with ``processes`` worker processes, and one more for short decisions that
-    are urgent.
+    """A :data:`Planner` with ``processes`` workers for each namespace, and one more for the others.
 
-    ``on_decided`` is called for every decision, ``on_over_budget`` once for a job that has used its
-    budget and waits. Close it when done.
+    ``on_decided`` receives the seconds that a decision waited for a worker, and those that it took.
+    Use it in one event loop, and close it when done.
     """
 
     def __init__(
@@ -113,188 +145,130 @@ class PlannerPool:
         processes: int,
         *,
         limit_seconds: float = LIMIT_SECONDS,
-        budget_seconds: float = BUDGET_SECONDS,
-        memo_bytes: int = MEMO_BYTES,
-        on_decided: Callable[[Decided], None] = lambda _: None,
-        on_over_budget: Callable[[Key], None] = lambda _: None,
+        on_decided: Callable[[float, float], None] = lambda waited, took: None,
     ) -> None:
+        self._most_each = processes
         self._limit = limit_seconds
-        self._budget = budget_seconds
-        self._free = {"any": processes, "short": 1}
-        """Processes that may be used now, by the decisions that they make."""
-        self.processes = {"any": PlannerProcesses(), "short": PlannerProcesses(nice=0)}
-        self._queue: FairQueue[_Run] = FairQueue(budget_seconds)
-        self._memo = Memo(memo_bytes)
-        self._runs: dict[bytes, _Run] = {}
-        self._searches = count()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
         self._on_decided = on_decided
-        self._on_over_budget = on_over_budget
+        self._queues: dict[str, deque[_Request]] = {}
+        """Decisions that wait, by namespace: the one whose turn is next comes first."""
+        self._running: Counter[str] = Counter()
+        """Decisions that are being made, by namespace."""
+        self._workers = [PlannerProcess() for _ in range(processes + 1)]
+        self._idle = [*self._workers]
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
         """Decisions that wait for a process."""
-        return len(self._queue)
+        return sum(not each.result.done() for each in chain(*self._queues.values()))
 
     @property
-    def running(self) -> list[asyncio.subprocess.Process]:
+    def pids(self) -> list[int]:
         """The current worker processes."""
-        return [process for each in self.processes.values() for process in each.running]
+        return [each.pid for each in self._workers if each.pid is not None]
 
-    async def __call__(self, key: Key, asked: Replan) -> Proposal:
-        """If the caller is cancelled, and nobody else waits for the decision, it is dropped unless
-        a process works on it."""
-        asked = comparable(asked)
-        mark = digest(asked)
-        known = self._memo.get(mark)
-        run = self._runs.get(mark)
-        urgent = asked.cause not in MAY_WAIT
-        if known is not None:
-            found = _proposal(Answer[Proposal](known, 0.0).read())
-            short = estimated_seconds(asked) <= SHORT_SECONDS
-            self._on_decided(Decided(short, urgent, "known", 0.0, 0.0))
-            return found
-        now, shares = self._now(), run is not None
-        if run is None:
-            run = self._new_run(mark, propose, asked, estimated_seconds(asked))
-        proposal = _proposal(await self._wait(key, run, urgent=urgent))
-        started = run.started_at if run.started_at is not None else now
-        how: Literal["planned", "shared"] = "shared" if shares else "planned"
-        waited, planned = max(0.0, started - now), self._now() - max(now, started)
-        self._on_decided(Decided(run.short, urgent, how, waited, planned))
-        return proposal
-
-    async def search(self, key: Key, asked: moves.Question) -> relayout.Proposal | None:
-        """A :data:`Search`: long, and not urgent. No two jobs ask for the same one."""
-        mark = b"search %d" % next(self._searches)
-        run = self._new_run(mark, moves.search, asked, relayout.SEARCH_SECONDS)
-        return _found(await self._wait(key, run, urgent=False))
-
-    def _new_run(
-        self,
-        mark: bytes,
-        function: Callable[[Any], Any],
-        asked: Replan | moves.Question,
-        estimate: float,
-    ) -> _Run:
-        result = asyncio.get_running_loop().create_future()
-        # Also if nobody waits any more when it fails.
-        result.add_done_callback(lambda done: done.cancelled() or done.exception())
-        run = self._runs[mark] = _Run(mark, function, asked, estimate, result)
-        return run
-
-    async def _wait(self, key: Key, run: _Run, *, urgent: bool) -> Any:
-        """What a process has answered. See :meth:`__call__`."""
-        entry = None
-        if run.started_at is None:
-            # Every job that asks has its turn: the first that comes up is for all.
-            cost = self._queue.cost(key, run.estimate)
-            entry = self._queue.put(key, run, cost, self._now(), urgent=urgent)
-            run.waiting.add(entry)
-            self._start_some()
+    async def __call__(self, key: Key, request: Replan) -> Proposal:
+        """If the caller is cancelled, the decision is dropped unless a process works on it."""
         try:
-            return await asyncio.shield(run.result)
-        finally:
-            if entry in run.waiting:
-                self._give_up(run, entry)
+            return await self._request(key, propose, request)
+        except InputError as error:
+            return no_plan(str(error))
+
+    async def search(self, key: Key, request: moves.Question) -> relayout.Proposal | None:
+        """A :data:`Search`."""
+        return await self._request(key, moves.search, request)
 
     async def warm_up(self) -> None:
-        """Start some processes now, so that the first decisions are not delayed."""
-        await asyncio.gather(
-            *(
-                each.warm_up(min(WARM[lane], self._free[lane]))
-                for lane, each in self.processes.items()
-            )
-        )
+        """Start the processes now, so that the first decisions are not delayed."""
+        starts = (each.run(bool, None, self._limit) for each in self._workers)
+        await asyncio.gather(*starts)
 
     async def close(self) -> None:
-        """Kill the processes. Decisions in progress fail."""
-        self._free = dict.fromkeys(self._free, 0)
-        if self._timer is not None:
-            self._timer.cancel()
+        """Kill the processes. Decisions that wait or are being made are cancelled."""
+        self._idle.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for run in self._runs.values():
-            run.result.cancel()
-        for each in self.processes.values():
-            await each.close()
+        for request in chain(*self._queues.values()):
+            request.result.cancel()
+        await asyncio.gather(*(each.close() for each in self._workers))
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+    async def _request(
+        self, key: Key, function: Callable[[Argument], Result], argument: Argument
+    ) -> Result:
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        request = _Request(key[0], function, argument, future, time.monotonic())
+        self._queues.setdefault(key[0], deque()).append(request)
+        self._start_next()
+        return await future
 
-    def _give_up(self, run: _Run, entry: Entry[_Run]) -> None:
-        """Drop a decision that nobody waits for."""
-        run.waiting.discard(entry)
-        self._queue.drop(entry)
-        if not run.waiting:
-            del self._runs[run.mark]
-            run.result.cancel()
+    def _start_next(self) -> None:
+        """Start as many decisions as workers are idle."""
+        while self._idle and (request := self._take_next()) is not None:
+            task = asyncio.create_task(self._make(request, self._idle.pop()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _start_some(self) -> None:
-        """Give what waits to the processes that are free."""
-        now = self._now()
-        for lane, longest in (("short", SHORT_SECONDS), ("any", float("inf"))):
-            while self._free[lane]:
-                entry = self._queue.take(now, longest, urgent=lane == "short")
-                if entry is None:
-                    break
-                self._free[lane] -= 1
-                run = entry.item
-                run.started_at = now
-                for other in run.waiting - {entry}:
-                    self._queue.drop(other)
-                run.waiting.clear()
-                task = asyncio.create_task(self._make(entry, lane))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-        for key in self._queue.newly_over_budget(now):
-            log.warning(
-                "%s/%s: its decisions took more than %g s of a processor in a minute; the next ones"
-                " wait, at most a minute each",
-                *key, self._budget,
-            )  # fmt: skip
-            self._on_over_budget(key)
-        due = self._queue.due(now)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = asyncio.get_running_loop().call_later(due, self._start_some)
+    def _take_next(self) -> _Request | None:
+        """The decision whose turn it is; None if none may start."""
+        for namespace in [*self._queues]:
+            if self._running[namespace] >= self._most_each:
+                continue
+            queue = self._queues.pop(namespace)
+            while queue:
+                request = queue.popleft()
+                if not request.result.done():  # Its caller waits for it.
+                    if queue:
+                        self._queues[namespace] = queue  # Behind the other namespaces.
+                    self._running[namespace] += 1
+                    return request
+        return None
 
-    async def _make(self, entry: Entry[_Run], lane: str) -> None:
-        """Let a process make a decision."""
-        run = entry.item
-        assert run.started_at is not None
-        used: float | None = None
+    async def _make(self, request: _Request, worker: PlannerProcess) -> None:
+        began = time.monotonic()
+        result = request.result
         try:
-            made = await self.processes[lane].answer(run.function, run.asked, self._limit)
-            used = made.seconds
-            found = made.read()
-            if isinstance(found, Proposal):
-                self._memo.put(run.mark, made.pickled)
-            self._settle(run, found)
+            found = await worker.run(request.function, request.argument, self._limit)
+            if not result.done():
+                result.set_result(found)
         except TimeoutError:
-            self._settle(run, InputError(f"it took longer than {self._limit:g} s"))
-        except (PlannerLost, OSError) as error:
-            self._lose(run, error)
+            if not result.done():
+                result.set_exception(InputError(f"it took longer than {self._limit:g} s"))
+        except (InputError, PlannerLost, OSError) as error:
+            if not result.done():
+                result.set_exception(error)
         finally:
-            now = self._now()
-            if used is None:
-                used = now - run.started_at
-            self._queue.settle(entry, run.estimate, used, now)
-            self._free[lane] += 1
-            self._runs.pop(run.mark, None)
-            run.result.cancel()  # If none of the above.
-        self._start_some()
+            result.cancel()  # Unless one of the above has ended it.
+            self._idle.append(worker)
+            self._running[request.namespace] -= 1
+            self._on_decided(began - request.requested_at, time.monotonic() - began)
+        self._running += Counter()  # Without namespaces that have none.
+        self._start_next()
 
-    @staticmethod
-    def _settle(run: _Run, found: object) -> None:
-        if not run.result.done():
-            run.result.set_result(found)
 
-    @staticmethod
-    def _lose(run: _Run, error: Exception) -> None:
-        if not run.result.done():
-            run.result.set_exception(error)
+class FirstPlanner:
+    """Makes the first plans of jobs in a process of its own, one after the other: they must not
+    delay decisions for running jobs. Close it when done."""
+
+    def __init__(self, *, limit_seconds: float) -> None:
+        self._limit = limit_seconds
+        self._turn = asyncio.Lock()
+        self._process = PlannerProcess()
+
+    async def __call__(self, spec: JobSpec, *, wanted: bool = True) -> FirstSchedule | None:
+        """A job's initial schedule; None if not ``wanted``, to check only that one exists. Raises
+        :class:`~pipemorph.errors.InputError` if the spec allows none, and :class:`PlannerLost` if
+        the caller should retry."""
+        make: Callable[[JobSpec], FirstSchedule | None] = (
+            schedule_for_others if wanted else check_schedule
+        )
+        try:
+            async with self._turn:
+                return await self._process.run(make, planning_rules(spec), self._limit)
+        except TimeoutError:
+            raise PlannerLost(f"no plan was found within {self._limit:g} s") from None
+
+    async def close(self) -> None:
+        """Kill the process. Requests in progress fail."""
+        await self._process.close()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from hashlib import sha256
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -136,11 +135,6 @@ class Schedule:
     @property
     def stage_count(self) -> int:
         return len(self.stages)
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal for equal valid schedules only. Kept, since large ones have millions of ops."""
-        return sha256(f"{self.microbatches}:{','.join(self.encode())}".encode()).hexdigest()
 
     def warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""

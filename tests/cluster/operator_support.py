@@ -160,11 +160,9 @@ class Installation:
         kube: Path | None = None,
         *,
         seats: int = 1,
-        module: str = "pipemorph_operator.ingest",
     ) -> tuple[Program, int]:
         """A replica of the ingest, and its port. One that starts again has its seat at once.
-        ``kube``: its way to the API server, if not the usual one; ``module``: what is run, which
-        may be beside the tests."""
+        ``kube``: its way to the API server, if not the usual one."""
         port = free_port()
         arguments = [
             f"--port={port}",
@@ -176,7 +174,7 @@ class Installation:
             "--address=127.0.0.1",
         ]
         kube = kube or self.account(f"{FULL_NAME}-ingest")
-        return Program(identity, module, arguments, self.folder, kube), port
+        return Program(identity, "pipemorph_operator.ingest", arguments, self.folder, kube), port
 
     def replica(self, identity: str, kube: Path, *, lease_seconds: int = 6) -> Program:
         """A replica of the operator. One that starts again has its Lease at once."""

@@ -63,7 +63,6 @@ ACCUSED = of("operator", "pipemorph_node_accusing_jobs", node="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
 CONFIRMED = of("operator", "pipemorph_watch_confirmed_timestamp_seconds", kind="Job", pod="i-0")
 FALLBACKS = f'pipemorph_rank_link_fallbacks_total{{{JOB},link="1"}}'
-OVER = of("ingest", "pipemorph_ingest_planning_over_budget_total", job_namespace="team")
 PROVOKED = {
     "PipeMorphLinkSlow": Provoked(
         {f"pipemorph_job_slow_links{{{JOB}}}": "1x30"},
@@ -146,12 +145,6 @@ PROVOKED = {
         {refused("silent"): "0+1x20", viewers_refused("crowded"): "0+60x20"},
         15,
         {"reason": "silent"},
-    ),
-    "PipeMorphPlanningOverBudget": Provoked(
-        {OVER: "_x5 1x15"},
-        {OVER: "3x20"},
-        16,
-        {"job_namespace": "team"},
     ),
 }  # fmt: skip
 

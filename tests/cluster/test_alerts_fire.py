@@ -147,9 +147,7 @@ def scene(
     before = installation.ingest, installation.port
     installation.ingest.process.stop()
     installation.operator.restart()
-    installation.ingest, installation.port = installation.ingest_replica(
-        "frugal", module="frugal_ingest"
-    )
+    installation.ingest, installation.port = installation.ingest_replica("alerts")
     rank = RankMetrics("sick", 1, 0)
     with ExitStack() as stack:
         namespace = stack.enter_context(installation.cluster.namespace())
@@ -321,22 +319,6 @@ def test_connections_that_say_nothing(scene: Scene) -> None:
     scene.follow(alarm)
     log = scene.installation.ingest.process.log.read_text()
     assert re.search(r"connections not served: .*from 127\.0\.0\.1", log)
-
-
-def test_a_job_that_plans_too_much(scene: Scene) -> None:
-    scene.jobs.apply(manifest("flaps"))
-    ranks = Ranks.of(scene.jobs, "flaps", scene.jobs.run("flaps", 4)[0])
-    ranks.run(4)
-    for link in (0, 2):
-        ranks.delays = [0.0] * 3
-        ranks.delays[link] = SLOW * (1 + link)
-        ranks.until("LinksHealthy=False")
-        ranks.run(6)
-    said = f"{scene.namespace}/flaps: its decisions took"
-    log = scene.installation.ingest.process.log
-    wait_for(said, lambda: said in log.read_text() or ranks.run(1), DEADLINE, interval=0.0)
-    alarm = scene.expect("PipeMorphPlanningOverBudget", job_namespace=scene.namespace)
-    assert "flaps" in scene.follow(alarm)["pipemorph top"]
 
 
 def test_jobs_that_cannot_be_reconciled(scene: Scene) -> None:

@@ -110,11 +110,9 @@ def serve_platform() -> None:
     metrics.REPORT_SECONDS.observe(0.002)
     metrics.REFUSED.labels("silent").inc()
     metrics.VIEWERS_REFUSED.labels("token").inc()
-    metrics.PLAN_SECONDS.labels("small", "yes").observe(0.1)
-    metrics.PLAN_WAIT_SECONDS.labels("small", "yes").observe(0.01)
-    metrics.DECISIONS.labels("planned").inc()
+    metrics.PLAN_SECONDS.observe(0.1)
+    metrics.PLAN_WAIT_SECONDS.observe(0.01)
     metrics.STATUS_WRITES.labels("written").inc()
-    metrics.OVER_BUDGET.labels("team").inc()
     metrics.NODE_ACCUSING_JOBS.labels("n7").set(2)
     for gauge in metrics.LEADS.values():
         gauge.set(1)

@@ -90,10 +90,10 @@ def test_who_may_read_metrics_is_a_list_of_objects(
 
 
 def test_what_is_not_given_has_a_default() -> None:
-    """Without a number of planners the processors decide, without a host all addresses are used."""
+    """Without a host all addresses are used."""
     parser, needed = INGEST
     found = parser().parse_args(needed)
-    assert (found.planners, found.host, found.address) == (None, None, "")
+    assert (found.planners, found.host, found.address) == (2, None, "")
     assert (found.seats, found.lease_seconds, found.plain_http) == (1, 6, False)
     parser, needed = OPERATOR
     found = parser().parse_args(needed)

@@ -47,14 +47,13 @@ MODULES = (
     "pipemorph.local",
     "pipemorph.local.serve",
     "pipemorph.pictures",
-    "pipemorph.control.planner_worker",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "numpy.random",
 )
 RUN = (
     "pipemorph_trainer.launcher.__main__", "pipemorph_trainer.agent.__main__", "pipemorph.cli",
-    "pipemorph.control.planner_worker", "torch.distributed.run",
+    "torch.distributed.run",
 )  # fmt: skip
 """Programs among them, which are imported again when they are run."""
 FIRST_OWN_DESCRIPTOR = 500

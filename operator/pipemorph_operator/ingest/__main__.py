@@ -20,7 +20,6 @@ from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import (
     ConnectionLimits,
-    Decided,
     FirstPlanner,
     GenerationDesk,
     IngestServer,
@@ -29,7 +28,6 @@ from pipemorph.ingest import (
     Watch,
     WatchDesk,
     WatchProcess,
-    most_planners,
 )
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
@@ -46,8 +44,6 @@ from pipemorph_operator.ingest.status.write_budget import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.viewers import ViewerAuthenticator
 from pipemorph_operator.metrics import (
-    DECISIONS,
-    OVER_BUDGET,
     PLAN_SECONDS,
     PLAN_WAIT_SECONDS,
     PLANS_WAITING,
@@ -160,13 +156,10 @@ def count_response(kind: str, status: int, seconds: float) -> None:
         REPORT_SECONDS.observe(seconds)
 
 
-def count_decision(decided: Decided) -> None:
-    """Count a decision in the metrics. Only a planned one has taken a process."""
-    DECISIONS.labels(how=decided.how).inc()
-    if decided.how == "planned":
-        kind = "short" if decided.short else "long", "yes" if decided.urgent else "no"
-        PLAN_WAIT_SECONDS.labels(*kind).observe(decided.waited)
-        PLAN_SECONDS.labels(*kind).observe(decided.planned)
+def count_decision(waited: float, took: float) -> None:
+    """Count a decision in the metrics."""
+    PLAN_WAIT_SECONDS.observe(waited)
+    PLAN_SECONDS.observe(took)
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -182,12 +175,7 @@ async def run(options: argparse.Namespace) -> None:
         seated = cluster.permitted(seats.permit)
         store = ClusterStore(seated, first_plan=first)
         share = Share(cluster, store, seats.serves)
-        processes = options.planners or most_planners()
-        planner = PlannerPool(
-            processes,
-            on_decided=count_decision,
-            on_over_budget=lambda key: OVER_BUDGET.labels(job_namespace=key[0]).inc(),
-        )
+        planner = PlannerPool(options.planners, on_decided=count_decision)
         PLANS_WAITING.set_function(lambda: planner.waiting)
 
         def locate(namespace: str, job: str, counter: Counter = REFUSED) -> None:
@@ -240,7 +228,6 @@ async def run(options: argparse.Namespace) -> None:
         async def warm_up() -> None:
             """Beside what is served: agents need their answers before another plan."""
             await planner.warm_up()
-            log.info("%d planner processes, and one for short decisions", processes)
             await stop.wait()
 
         loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
@@ -360,8 +347,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--planners",
         type=whole_number(1),
-        help="processes that plan, beside one for short decisions (default: as many as processors"
-        " that this process may use, within a third of its memory limit)",
+        default=2,
+        help="processes that plan for one namespace at a time; one more plans for the others"
+        " (default: %(default)s)",
     )
     return made
 

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipemorph.control.planner_worker import HEADER_BYTES, frame
-from pipemorph.ingest import worker_process
+from pipemorph.ingest.watch import pipes
 from pipemorph.ingest.watch.messages import Failed, Look, Sight
+from pipemorph.ingest.watch.pipes import HEADER_BYTES, frame
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -129,7 +129,7 @@ class WatchProcess:
         process, self._process = self._process, None
         if process is not None:
             self._lose()
-            await worker_process.end(process)
+            await pipes.end(process)
 
     def stop(self) -> None:
         """Start no other, and tell those who wait that it is lost."""
@@ -143,12 +143,12 @@ class WatchProcess:
             await asyncio.wait([self._starting])
         await self.end()
         for process, reader in list(self._readers.items()):
-            await worker_process.end(process)
+            await pipes.end(process)
             await asyncio.wait([reader])
 
     async def _start(self) -> None:
         try:
-            process = await worker_process.start(self._module, NICE)
+            process = await pipes.start(self._module, NICE)
         except OSError as error:
             log.error("the process that makes pages cannot be started: %s", error)
             raise WatchProcessLost("pages cannot be made now; ask again") from None
@@ -186,7 +186,7 @@ class WatchProcess:
         if unasked:
             self._process = None
             self._lose()
-        await worker_process.end(process)
+        await pipes.end(process)
         del self._readers[process]
         if unasked:
             log.error(

@@ -31,7 +31,6 @@ from pydantic import ValidationError
 from pipemorph.api.sections.template import gpus
 from pipemorph.api.spec import JobSpec, PipeMorphJob
 from pipemorph.control.decide.forecast import Outlook, Rules
-from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest.watch.messages import (
     Begin,
     ChangeKey,
@@ -50,6 +49,7 @@ from pipemorph.ingest.watch.messages import (
     Told,
     Verdict,
 )
+from pipemorph.ingest.watch.pipes import HEADER_BYTES, frame
 from pipemorph.log_level import log_level
 from pipemorph.planning import Plan
 from pipemorph.watch.build import (

@@ -96,14 +96,9 @@ class _Choice(NamedTuple):
 
 def has_variants(problem: Problem) -> bool:
     """Whether the problem allows offload or recomputation, or gains from fused backwards."""
-    return allows_variants(problem.stages)
-
-
-def allows_variants(stages: Sequence[StageTimes]) -> bool:
-    """:func:`has_variants` of a problem with these stages."""
     return any(
         stage.device_limit is not None or stage.may_recompute or stage.fusing_pays
-        for stage in stages
+        for stage in problem.stages
     )
 
 
@@ -269,13 +264,9 @@ def _toggled(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
 
 
 def _steps(problem: Problem) -> int:
+    """How many changes are tried."""
     cells = problem.microbatches * problem.stage_count
-    return steps(cells, RECOMPUTE_TIMES if any(problem.recompute()) else 1)
-
-
-def steps(cells: int, times: int = 1) -> int:
-    """Changes that are tried of a problem of so many stages × microbatches. ``times``: so many
-    times as many."""
+    times = RECOMPUTE_TIMES if any(problem.recompute()) else 1
     return max(2, times * min(STEPS, STEP_OPS // (3 * cells)))
 
 

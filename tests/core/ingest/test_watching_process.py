@@ -25,13 +25,13 @@ from watch_site import (
 from watched_jobs import record
 
 from pipemorph.control import JobController
-from pipemorph.control.planner_worker import HEADER_BYTES, frame
 from pipemorph.ingest import (
     WatchProcessLost,
 )
 from pipemorph.ingest.watch import desk as watching
 from pipemorph.ingest.watch import process as watch_process
 from pipemorph.ingest.watch.messages import Check, Forget, Look, Marks, Sight, Verdict
+from pipemorph.ingest.watch.pipes import HEADER_BYTES, frame
 from pipemorph.watch.access import HEADER
 from pipemorph.watch.document import WatchView
 

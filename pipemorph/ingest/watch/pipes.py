@@ -1,15 +1,23 @@
-"""Starts and ends the worker processes of a host: children that it talks to over pipes."""
+"""Starts and ends the process that makes pages, and frames what is sent to it over pipes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import sys
 
 READ_BYTES = 1 << 20
-"""Of a worker's output that is kept before the pipe waits: twice as much."""
+"""Output of the process that is buffered before its pipe blocks: twice as much."""
+HEADER_BYTES = 8
+
+
+def frame(value: object) -> bytes:
+    """A pickled value, preceded by its length."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 async def start(module: str, nice: int) -> asyncio.subprocess.Process:
