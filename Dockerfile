@@ -62,10 +62,6 @@ ARG TORCH_INDEX=
 RUN python3 -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || (apt-get update \
  && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers \
  && rm -rf /var/lib/apt/lists/*)
-# And libfabric where the kernel shows an EFA device, or when a job asks for it; EFA's installer brings its own.
-RUN python3 -c "import ctypes; ctypes.CDLL('libfabric.so.1')" 2>/dev/null || (apt-get update \
- && apt-get install -y --no-install-recommends libfabric1 \
- && rm -rf /var/lib/apt/lists/*)
 # It authenticates by OpenSSL's libcrypto, which a Python with a copy of its own may lack beside it.
 RUN python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.3')" 2>/dev/null \
  || python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.1.1')" 2>/dev/null || (apt-get update \

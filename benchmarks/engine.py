@@ -1,7 +1,7 @@
 """The transfer engine against iperf3, gloo and memcpy: 16 MB messages between two processes.
 
     python benchmarks/engine.py [--size 16777216] [--messages 12] [--window 4] [--rounds 21]
-                                [--pings 1000] [--libfabric] [--json FILE] [--check]
+                                [--pings 1000] [--json FILE] [--check]
 
 What is counted. The bytes of the payloads, over the time from the moment the receiver says "go"
 until the last message is delivered to it. *Delivered* means: in a torch tensor of the user's own.
@@ -11,9 +11,7 @@ there into the tensor. gloo names that tensor ahead (`irecv`), and so do the row
 the slot, from where a stage on a GPU copies to its device. The sender's tensors are the user's as
 well: nobody gets to place or register them. Every payload byte over TCP carries a CRC32C, checked
 on arrival; gloo has none. Rows called "mac" have a MAC in its place (AES-256-GCM), also in shared
-memory, and "aead" is encrypted by it as well. "libfabric" is the engine over endpoints of
-libfabric's provider for TCP, or of the one that FI_PROVIDER names. It is loaded only if asked for,
-since that may change a process (see docs/decisions/0043).
+memory, and "aead" is encrypted by it as well.
 
 Streaming keeps up to `window` messages under way, on both sides and for every contender alike
 (isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
@@ -62,7 +60,6 @@ import engine_iperf
 import torch
 from engine_side import (
     CONTENDERS,
-    FABRIC,
     FROM_TENSOR,
     HAND,
     HANDOVERS,
@@ -138,8 +135,6 @@ def measure(
         return seconds, cpu
 
     wanted = options.only.split("/") if options.only else [*CONTENDERS]
-    if not options.libfabric:
-        wanted = [name for name in wanted if name != FABRIC]
     names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo"), *IPERF]
     latencies: Times = {name: [] for name in LATENCIES}
     for name in names:
@@ -194,7 +189,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=21, help="at least 2")
     parser.add_argument("--pings", type=int, default=1000, help="4 KiB messages per round")
     parser.add_argument("--only", help="contenders beside gloo, iperf3 and memcpy, separated by /")
-    parser.add_argument("--libfabric", action="store_true", help="the engine over libfabric, too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()
@@ -203,8 +197,6 @@ def main() -> int:
         parser.error("--rounds must be at least 2, the other numbers at least 1")
     if options.only and (unknown := set(options.only.split("/")) - set(CONTENDERS)):
         parser.error(f"no contender {', '.join(sorted(unknown))}; there are {'/'.join(CONTENDERS)}")
-    if options.libfabric:
-        os.environ.setdefault("FI_PROVIDER", "tcp")
     try:
         times, cpu, latencies, handovers, copied = measure(options)
     except engine_iperf.IperfError as error:

@@ -30,7 +30,6 @@ Times = dict[str, list[float]]
 RAW = ("raw TCP", "raw Unix socket")
 KEYED = ("tcp mac", "tcp aead", "shm mac")
 """Transports, and what proves their payloads. In shared memory, aead is the same as mac."""
-FABRIC = "libfabric"
 
 
 def raw_unix(pid: int) -> str:
@@ -72,7 +71,7 @@ class Side:
                 integrity=name.partition(" ")[2] or "crc",
                 sockets=SOCKETS,
             )
-            for name in ("tcp", "shm", *KEYED, *([FABRIC] if options.libfabric else []))
+            for name in ("tcp", "shm", *KEYED)
         }
         listeners: dict[str, socket.socket] = {}
         if rank == 1:
@@ -105,8 +104,6 @@ class Side:
             else:
                 self.links[name] = engine.accept(peer_rank=0, link_id=0, timeout=TIMEOUT)
                 self.links[name].reserve(0, options.window, options.size)
-        if options.libfabric:
-            self.wait_for_fabric()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
@@ -140,14 +137,6 @@ class Side:
             )
             self.incoming.reserve(options.window, self.batch, 1)
 
-    def wait_for_fabric(self) -> None:
-        """Until then, TCP carries for it."""
-        deadline = time.monotonic() + TIMEOUT
-        while (stats := self.links[FABRIC].stats()).transport != FABRIC:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no endpoint of libfabric carries: {stats.trouble or stats}")
-            time.sleep(0.01)
-
     def copied(self) -> int:
         """Bytes that the engine has moved from memory to memory over shared memory, here."""
         stats = self.links["shm"].stats()
@@ -177,7 +166,6 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
     "shm, posted": ("shm", False, "posted"),
     "shm, view": ("shm", False, "view"),
     "shm, mac": ("shm mac", False, "copied"),
-    FABRIC: (FABRIC, False, "copied"),
     "gloo, one at a time": ("gloo", True, ""),
     "tcp, one at a time": ("tcp", True, "copied"),
     "shm, one at a time": ("shm", True, "copied"),
@@ -200,8 +188,6 @@ def play(side: Side, contender: str) -> None:
         act(side.tensors, side.count, window, 1 - side.rank)
         return
     link = side.links[kind]
-    if kind == FABRIC and (carries := link.stats().transport) != FABRIC:
-        raise RuntimeError(f"libfabric was lost, and {carries} carries: {link.stats().trouble}")
     if side.rank == 0:
         transfers.engine_send(link, side.round, side.tensors, side.count, window)
         return

@@ -12,7 +12,9 @@ FIELDS: Mapping[str, str] = {}
 """Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
 keeps them without a type, so that the operator receives and refuses them."""
 
-VALUES: Mapping[tuple[str, str], str] = {}
+VALUES: Mapping[tuple[str, str], str] = {
+    ("spec.transport.engine", "libfabric"): "use auto, or tcp on hosts with EFA devices",
+}
 """Values of a field of a manifest, by its path and the value."""
 
 POLICIES: Mapping[str, str] = {}

@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -157,9 +156,7 @@ Transport to_transport(const std::string& name) {
     if (name == "tcp") return Transport::tcp;
     if (name == "shm") return Transport::shm;
     if (name == "rdma") return Transport::rdma;
-    if (name == "libfabric") return Transport::libfabric;
-    throw nb::value_error(
-        ("transport must be auto, tcp, shm, rdma or libfabric, not '" + name + "'").c_str());
+    throw nb::value_error(("transport must be auto, tcp, shm or rdma, not '" + name + "'").c_str());
 }
 
 uint32_t bounded(int64_t value, const char* name, int64_t least, int64_t most) {
@@ -211,7 +208,6 @@ class PyEngine {
         c.rdma.traffic_class =
             static_cast<uint8_t>(bounded(traffic_class, "traffic_class", 0, 255));
         c.rdma.service_level = static_cast<uint8_t>(bounded(service_level, "service_level", 0, 15));
-        if (const char* provider = std::getenv("FI_PROVIDER")) c.fabric_provider = provider;
         c.rdma.queue_pairs = bounded(queue_pairs, "queue_pairs", 1, kMaxRails);
         if (flight_bytes < 0) throw nb::value_error("flight_bytes must not be negative");
         c.flight_bytes = static_cast<uint64_t>(flight_bytes);
@@ -280,14 +276,6 @@ NB_MODULE(_engine, m) {
     nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
     nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
 
-    m.def("libfabric_devices", [] {
-        const char* provider = std::getenv("FI_PROVIDER");
-        const FabricSearch found = find_fabric_devices(provider == nullptr ? "" : provider);
-        nb::list devices;
-        for (const FabricOffer& each : found.offers)
-            devices.append(nb::make_tuple(each.provider, each.device, each.unused));
-        return nb::make_tuple(found.version, found.trouble, devices);
-    });
     m.def("crypto_library", [] { return crypto().version; });
 
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));

@@ -292,25 +292,17 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         return;
     }
     HelloReply reply;
-    const bool same_fabric = !runtime_->fabrics.empty() && h.fabrics > 0 &&
-                             h.fabric == runtime_->fabrics.front()->provider();
-    if (same_host && !either(Transport::tcp) && !either(Transport::rdma) &&
-        !either(Transport::libfabric)) {
+    if (same_host && !either(Transport::tcp) && !either(Transport::rdma)) {
         reply.transport = Transport::shm;
         reply.unix_name = unix_name_;
-    } else if (pairs > 0 && !either(Transport::tcp) && !either(Transport::libfabric)) {
+    } else if (pairs > 0 && !either(Transport::tcp)) {
         reply.transport = Transport::rdma;
-    } else if (same_fabric && !either(Transport::tcp) && !either(Transport::rdma)) {
-        reply.transport = Transport::libfabric;
     }
-    // Also beside shared memory, which the dialler may find that it cannot reach.
-    if (same_fabric && !either(Transport::tcp) && !either(Transport::rdma))
-        reply.fabrics = static_cast<uint8_t>(std::min<size_t>(h.fabrics, runtime_->fabrics.size()));
     reply.sockets =
         require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
-    if (pairs > 0 && !either(Transport::tcp) && !either(Transport::libfabric))
-        reply.rails = runtime_->rail_gids();
+    // Also with shared memory, which the dialler may find that it cannot reach.
+    if (pairs > 0 && !either(Transport::tcp)) reply.rails = runtime_->rail_gids();
 
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
@@ -318,7 +310,6 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}};
     terms.address = greeting->from().with_port(h.listen_port);
     if (!reply.rails.empty()) terms.rails.resize(pairs);
-    terms.fabrics = reply.fabrics;
     link->set_terms(std::move(terms));
     link->on_settled = [this, weak = std::weak_ptr(link)](const std::string& why) {
         if (const auto settled = weak.lock()) link_settled(settled, why);

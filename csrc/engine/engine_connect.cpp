@@ -78,8 +78,6 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.sockets = static_cast<uint16_t>(c.sockets);
             h.rails = static_cast<uint16_t>(runtime_->rail_numbers());
             h.require_rdma = c.require_rdma;
-            h.fabrics = static_cast<uint16_t>(runtime_->fabrics.size());
-            if (h.fabrics > 0) h.fabric = runtime_->fabrics.front()->provider();
             h.listen_port = runtime_->listen_port;
             // A parked connection waits for accept(), so one attempt may use all the time left. It
             // ends by itself then, and only it knows what it was waiting for.
@@ -155,14 +153,10 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     std::string error;
     Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
     if (!reply.rails.empty()) terms.rails = pair_rails(runtime_->rail_gids(), reply.rails);
-    terms.fabrics =
-        static_cast<uint32_t>(std::min<size_t>(reply.fabrics, runtime_->fabrics.size()));
     if (transport == Transport::shm) {
         const Fd probe = start_connect(abstract_unix(reply.unix_name));
         if (!probe) {
-            transport = !terms.rails.empty() ? Transport::rdma
-                        : terms.fabrics > 0  ? Transport::libfabric
-                                             : Transport::tcp;
+            transport = terms.rails.empty() ? Transport::tcp : Transport::rdma;
             if (runtime_->config.transport == Transport::shm)
                 error =
                     "refused: shm is required, but the peer's unix socket cannot be reached "

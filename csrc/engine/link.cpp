@@ -131,13 +131,9 @@ void Link::make_paths() {
     const bool shm = terms_.transport == Transport::shm;
     const size_t others =
         shm ? std::min<size_t>(terms_.sockets, runtime_->data_threads()) : terms_.sockets;
-    decltype(terms_.rails) rails;
-    if (terms_.transport == Transport::rdma) rails = terms_.rails;
-    if (terms_.transport == Transport::libfabric)
-        for (uint32_t i = 0; i < terms_.fabrics; ++i) rails.emplace_back(i, i);
-    const Transport kind =
-        terms_.transport == Transport::libfabric ? Transport::libfabric : Transport::rdma;
-    core_.assign_paths(rails, shm ? Transport::shm : Transport::tcp, others, kind);
+    core_.assign_paths(
+        terms_.transport == Transport::rdma ? terms_.rails : decltype(terms_.rails){},
+        shm ? Transport::shm : Transport::tcp, others);
     held_ = std::vector<Held>(core_.paths().size());
 }
 

@@ -145,7 +145,6 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         // Of the peer's engine. The acceptor dials it only to see whether anybody is left.
         Address address;
         std::string unix_name;
-        uint32_t fabrics = 0;  // endpoints of libfabric, each on the device of its number
     };
     void set_terms(Terms terms);
     // A control connection is authenticated; `peer_received` says where to resume.
@@ -328,8 +327,6 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     RdmaPath::Settings rdma_settings() const;
     std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
                                         const ConnectionKeys& keys);
-    std::shared_ptr<DataPath> make_fabric_path(uint32_t index, uint32_t epoch, Fd fd,
-                                               const ConnectionKeys& keys);
     std::string without_name(const std::string& why) const;
     void drop_memory();  // no lock; it may take a while
     struct Ending;

@@ -289,9 +289,8 @@ void Link::confirmed(Transport transport) {
     }
     if (transport != this->transport()) {
         // The dialler could not reach our shared memory after all (another network namespace).
-        const bool offered = transport == Transport::tcp ||
-                             (transport == Transport::rdma && !terms_.rails.empty()) ||
-                             (transport == Transport::libfabric && terms_.fabrics > 0);
+        const bool offered =
+            transport == Transport::tcp || (transport == Transport::rdma && !terms_.rails.empty());
         const bool agreed = terms_.transport == Transport::shm &&
                             runtime_->config.transport != Transport::shm && offered;
         if (!agreed) {

@@ -5,7 +5,6 @@
 #include "engine/link.hpp"
 #include "os/clock.hpp"
 #include "os/socket.hpp"
-#include "path/fabric_path.hpp"
 #include "path/shm_path.hpp"
 #include "path/tcp_path.hpp"
 
@@ -56,9 +55,7 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
                 core_.dial_failed(path, epoch, e.what(), steady_ns());
                 return;
             }
-            // Over libfabric a message has to be taken first.
-            const bool carries = kind != Transport::libfabric;
-            if (!core_.attach(path, epoch, local_thread, steady_ns(), carries)) return;
+            if (!core_.attach(path, epoch, local_thread, steady_ns())) return;
             held_[path].connections.push_back(now);
             act();
         }
@@ -69,7 +66,6 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
 std::shared_ptr<DataPath> Link::make_path(uint32_t path, uint32_t epoch, Fd fd,
                                           const ConnectionKeys& keys) {
     const Transport kind = core_.paths()[path].kind;
-    if (kind == Transport::libfabric) return make_fabric_path(path, epoch, std::move(fd), keys);
     Reactor& reactor = runtime_->data(path);
     if (kind == Transport::shm)
         return std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
@@ -77,16 +73,6 @@ std::shared_ptr<DataPath> Link::make_path(uint32_t path, uint32_t epoch, Fd fd,
     set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
     return std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd), keys,
                                      runtime_->config.integrity);
-}
-
-std::shared_ptr<DataPath> Link::make_fabric_path(uint32_t path, uint32_t epoch, Fd fd,
-                                                 const ConnectionKeys& keys) {
-    set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
-    const FabricPath::Settings settings{runtime_->config.chunk_bytes,
-                                        runtime_->peer_deadline_ns / 4};
-    return std::make_shared<FabricPath>(
-        runtime_->data(path), *runtime_->fabric_setup, shared_from_this(), path, epoch,
-        std::move(fd), keys, runtime_->config.integrity, runtime_->fabrics[path], settings);
 }
 
 void Link::kick_paths() {

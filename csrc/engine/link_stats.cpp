@@ -16,7 +16,6 @@ PathStats Link::describe(uint32_t index) const {
     PathStats s;
     s.kind = name_of(p.kind);
     if (p.kind == Transport::rdma) s.rail = runtime_->rail(p.our_rail)->describe();
-    if (p.kind == Transport::libfabric) s.rail = runtime_->fabrics[index]->describe();
     s.state = name_of(p.machine.state());
     s.trouble = p.trouble;
     s.epoch = p.machine.epoch();

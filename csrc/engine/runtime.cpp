@@ -8,7 +8,6 @@
 #include <fstream>
 
 #include "base/error.hpp"
-#include "base/text.hpp"
 #include "os/clock.hpp"
 #include "os/numa.hpp"
 #include "os/processors.hpp"
@@ -51,7 +50,7 @@ void Config::check() const {
     require(integrity == Integrity::crc || transport != Transport::rdma,
             "integrity " + std::string(name_of(integrity)) +
                 " contradicts transport rdma, whose payloads have no MAC: use integrity crc, or "
-                "transport auto, shm, tcp or libfabric");
+                "transport auto, shm or tcp");
     require(rdma.queue_pairs >= 1 && rdma.queue_pairs <= kMaxRails,
             "queue_pairs must be between 1 and " + std::to_string(kMaxRails));
     require(rdma.service_level <= 15, "service_level must be between 0 and 15");
@@ -69,8 +68,6 @@ const char* name_of(Transport transport) {
             return "shm";
         case Transport::rdma:
             return "rdma";
-        case Transport::libfabric:
-            return "libfabric";
     }
     return "?";
 }
@@ -95,16 +92,6 @@ Runtime::Runtime(Config c)
         rails_trouble = "payloads over RDMA have no MAC, and integrity is " +
                         std::string(name_of(config.integrity));
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
-    // Only to load the library may change a process (see docs/decisions/0043), so where nobody has
-    // asked for it there has to be a device that nothing else can use.
-    if (config.transport == Transport::libfabric ||
-        (config.transport == Transport::any && rails.empty() && has_efa("/sys"))) {
-        FabricSearch found = find_fabric_devices(config.fabric_provider);
-        fabrics = std::move(found.devices);
-        if (fabrics.size() > kMaxRails) fabrics.resize(kMaxRails);
-        if (fabrics.empty()) rails_trouble = before_more(rails_trouble) + found.trouble;
-        if (!fabrics.empty()) fabric_setup = std::make_unique<Reactor>("pm-fabric-setup");
-    }
     place();
     if (config.require_rdma && rails.empty())
         throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +
@@ -147,7 +134,6 @@ std::vector<GidBytes> Runtime::rail_gids() const {
 void Runtime::on_failure(const Reactor::Failed& failed) {
     control.on_failure(failed);
     for (auto& reactor : data_) reactor->on_failure(failed);
-    if (fabric_setup) fabric_setup->on_failure(failed);
     for (const auto& rail : rails) {
         rail->reactor().on_failure(failed);
         rail->setup().on_failure(failed);
@@ -157,7 +143,6 @@ void Runtime::on_failure(const Reactor::Failed& failed) {
 void Runtime::stop() {
     control.stop();
     for (auto& reactor : data_) reactor->stop();
-    if (fabric_setup) fabric_setup->stop();
     for (const auto& rail : rails) rail->stop();
 }
 

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "libfabric/device.hpp"
 #include "os/reactor.hpp"
 #include "verbs/rail.hpp"
 #include "wire/handshake.hpp"
@@ -31,9 +30,7 @@ struct Config {
     uint64_t flight_bytes = uint64_t{512} << 20;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
-    // Whose devices transport libfabric uses. Empty: EFA's, which auto uses, too.
-    std::string fabric_provider;
-    int numa_node = -1;  // of the GPU whose tensors travel; -1: not known
+    int numa_node = -1;         // of the GPU whose tensors travel; -1: not known
 
     void check() const;  // throws EngineError naming the setting
 };
@@ -77,10 +74,7 @@ class Runtime {
     std::string boot_id;       // empty: cannot be read, so "same host" cannot be proved
     uint16_t listen_port = 0;  // told to authenticated peers only
     std::vector<std::shared_ptr<Rail>> rails;
-    // Devices of libfabric, where links may use them.
-    std::vector<std::shared_ptr<FabricDevice>> fabrics;
-    std::unique_ptr<Reactor> fabric_setup;  // opens and closes their endpoints
-    std::string rails_trouble;  // why there are none of either, or fewer than there could be
+    std::string rails_trouble;  // why there are none, or fewer than there could be
     int memory_node = -1;       // NUMA node of slots and data threads; -1: wherever they fall
 
     Reactor control;

@@ -181,15 +181,15 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
 // --- Paths ---------------------------------------------------------------------------------------
 
 bool LinkCore::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
-                      int64_t now, bool carries) {
+                      int64_t now) {
     if (!paths_.may_attach(path, epoch)) {
         // Given up by the peer before we had it: who dialled it has to dial another.
         paths_.dial_failed(path, epoch, "the peer gave the connection up at once", now);
         return false;
     }
     replace(path);
-    if (carries) count_remade(path);
-    paths_.attach(path, epoch, local_thread, now, carries);
+    count_remade(path);
+    paths_.attach(path, epoch, local_thread, now);
     // A new socket may have to show them again: it cannot be known which the old one delivered.
     if (path == 0) segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
     return true;

@@ -86,8 +86,8 @@ class LinkCore {
 
     // --- Setting up ---
     void assign_paths(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
-                      size_t count, Transport kind = Transport::rdma) {
-        paths_.assign(rails, others, count, kind);
+                      size_t count) {
+        paths_.assign(rails, others, count);
     }
     void start(int64_t now_ns) { paths_.start(now_ns); }
     void send(const Frame& frame);
@@ -153,9 +153,9 @@ class LinkCore {
         paths_.dial_failed(path, epoch, why, now_ns);
     }
     // A connection that carries from now on. `local_thread`: its thread, if it is a socket between
-    // two processes of one host. `carries`: not before `path_up`. False: it is of no use.
-    bool attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread, int64_t now_ns,
-                bool carries = true);
+    // two processes of one host. False: it is of no use.
+    bool attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
+                int64_t now_ns);
     // It can write nowhere any more. False: that was known.
     bool path_lost(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns);
     // After `Actions::retire`, for the epochs that could be.

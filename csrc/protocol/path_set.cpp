@@ -13,21 +13,17 @@ constexpr int64_t kHeadStart = 2 * kSecond;
 constexpr int64_t kRateAge = kSecond;
 constexpr int64_t kLongestPause = kSecond;
 constexpr int64_t kLongestPauseOfRail = 2 * kSecond;
-// An endpoint of libfabric takes a domain and memory of its own, and while it gets them the sockets
-// on its thread stand still.
-constexpr int64_t kLongestPauseOfFabric = 30 * kSecond;
 
 }  // namespace
 
 void PathSet::assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
-                     size_t count, Transport kind) {
+                     size_t count) {
     paths_.clear();
     rails_ = static_cast<uint32_t>(rails.size());
     for (const auto& [ours, theirs] : rails) {
         Path& p = paths_.emplace_back();
-        p.kind = kind;
-        p.machine =
-            PathMachine(kind == Transport::libfabric ? kLongestPauseOfFabric : kLongestPauseOfRail);
+        p.kind = Transport::rdma;
+        p.machine = PathMachine(kLongestPauseOfRail);
         p.our_rail = ours;
         p.peer_rail = theirs;
     }
@@ -58,13 +54,13 @@ void PathSet::dial_failed(uint32_t path, uint32_t epoch, const std::string& why,
 }
 
 void PathSet::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
-                     int64_t now, bool carries) {
+                     int64_t now) {
     Path& p = paths_[path];
     if (p.machine.epoch() != epoch) p.machine.take(epoch);
     p.current = true;
     p.local_thread = local_thread;
     begin(p);
-    if (carries) p.machine.connected(epoch, now);
+    p.machine.connected(epoch, now);
 }
 
 // What is known of the connection before is not known of this one.

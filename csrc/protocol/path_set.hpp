@@ -56,9 +56,8 @@ class PathSet {
         : chunk_bytes_(chunk_bytes), most_under_way_(most_under_way) {}
 
     // Rails first. The acceptor does not know yet which rail is whose.
-    // `kind`: of the rails, rdma or libfabric.
     void assign(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
-                size_t count, Transport kind = Transport::rdma);
+                size_t count);
     // The link is up for the first time: its rails get a head start.
     void start(int64_t now_ns);
 
@@ -81,9 +80,8 @@ class PathSet {
     bool may_attach(uint32_t path, uint32_t epoch) const {
         return !paths_[path].machine.is_fenced(epoch) && epoch >= paths_[path].machine.epoch();
     }
-    // `carries`: it is up; else `connected` will say so.
-    void attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread, int64_t now_ns,
-                bool carries = true);
+    void attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
+                int64_t now_ns);
     // The current connection, if there is one, is to be retired. Returns its epoch.
     std::optional<uint32_t> replace(uint32_t path);
     // A queue pair of the current epoch: a connection that is not up yet.

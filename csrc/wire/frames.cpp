@@ -69,7 +69,7 @@ bool valid(const auto&) {
     return true;
 }
 bool valid(const ConfirmFrame& f) {
-    return f.transport >= Transport::tcp && f.transport <= Transport::libfabric;
+    return f.transport >= Transport::tcp && f.transport <= Transport::rdma;
 }
 bool valid(const AckFrame& f) {
     return std::all_of(f.slots.begin(), f.slots.end(),

@@ -25,7 +25,7 @@ struct FrameHeader {
     uint64_t acknowledged = 0;
 };
 
-enum class Transport : uint8_t { any = 0, tcp = 1, shm = 2, rdma = 3, libfabric = 4 };
+enum class Transport : uint8_t { any = 0, tcp = 1, shm = 2, rdma = 3 };
 
 // The dialler's last word in the handshake: what the link will use. The link is up after it.
 struct ConfirmFrame {

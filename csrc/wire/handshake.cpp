@@ -8,12 +8,11 @@ namespace pipemorph {
 namespace {
 
 constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
-constexpr uint16_t kVersion = 8;
+constexpr uint16_t kVersion = 9;
 constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
 constexpr size_t kMaxHello = 1024;
 constexpr size_t kMaxReply = 1024;
 constexpr size_t kMaxJob = 512;
-constexpr size_t kMaxFabricName = 64;
 constexpr size_t kMacBytes = 32;
 
 Bytes as_bytes(std::string_view s) {
@@ -36,7 +35,7 @@ std::vector<uint8_t> opening(Purpose purpose, const Nonce& nonce) {
 void fields(auto& io, Is<Hello> auto& h) {
     io(h.purpose, h.resume, h.job, h.from_rank, h.to_rank, h.link, h.session, h.path, h.epoch,
        h.transport, h.integrity, h.host_proof, h.sockets, h.listen_port, h.received, h.rails,
-       h.require_rdma, h.fabric, h.fabrics);
+       h.require_rdma);
 }
 
 std::vector<uint8_t> encode_hello(const Hello& h) {
@@ -51,8 +50,8 @@ std::optional<Hello> decode_hello(Bytes data) {
     Hello h;
     fields(io, h);
     if (!io.complete() || h.purpose < Purpose::control || h.purpose > Purpose::data ||
-        h.transport > Transport::libfabric || h.integrity < Integrity::crc ||
-        h.integrity > Integrity::aead || h.job.size() > kMaxJob || h.fabric.size() > kMaxFabricName)
+        h.transport > Transport::rdma || h.integrity < Integrity::crc ||
+        h.integrity > Integrity::aead || h.job.size() > kMaxJob)
         return std::nullopt;
     return h;
 }
@@ -67,7 +66,6 @@ std::vector<uint8_t> encode_reply(const HelloReply& reply) {
     w.u64(reply.received);
     w.u8(static_cast<uint8_t>(reply.rails.size()));
     for (const auto& gid : reply.rails) w.raw(gid);
-    w.u8(reply.fabrics);
     return out;
 }
 
@@ -82,9 +80,7 @@ std::optional<HelloReply> decode_reply(Bytes data) {
     const size_t rails = r.u8();
     if (rails > kMaxRails) return std::nullopt;
     for (size_t i = 0; i < rails; ++i) reply.rails.push_back(r.fixed<16>());
-    reply.fabrics = r.u8();
-    if (!r.complete() || transport < 1 || transport > 4 || reply.fabrics > kMaxRails)
-        return std::nullopt;
+    if (!r.complete() || transport < 1 || transport > 3) return std::nullopt;
     reply.transport = static_cast<Transport>(transport);
     return reply;
 }

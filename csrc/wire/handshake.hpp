@@ -47,9 +47,6 @@ struct Hello {
     uint64_t received = 0;      // last control frame received: where to resume
     uint16_t rails = 0;         // how many the dialler could use; their addresses come later
     bool require_rdma = false;  // it will not fall back to TCP
-    // The provider of libfabric whose devices the dialler could use, and how many it has.
-    std::string fabric;
-    uint16_t fabrics = 0;
 };
 
 constexpr size_t kMaxRails = 16;
@@ -61,7 +58,6 @@ struct HelloReply {
     uint16_t listen_port = 0;
     uint64_t received = 0;
     std::vector<std::array<uint8_t, 16>> rails;  // their GIDs, to pair them by
-    uint8_t fabrics = 0;                         // endpoints of libfabric that it may have
 };
 
 std::vector<uint8_t> encode_hello(const Hello& hello);

@@ -239,7 +239,7 @@ class TrainingStatus(StatusModel):
     )
     transports: list[str] = at_most(
         MAX_STAGES,
-        "Transport of each link, as reported: gloo, nccl, tcp, shm, rdma or libfabric; joined "
+        "Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
         "by + if replicas or directions differ, empty if unknown.",
     )
     fallen_link_count: int = number("Links that fell back from the agreed transport.")

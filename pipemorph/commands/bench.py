@@ -16,7 +16,7 @@ from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-TRANSPORTS = ("tcp", "shm", "rdma", "libfabric", "gloo")
+TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
 PORT = 29600
 DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

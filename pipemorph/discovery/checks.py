@@ -262,8 +262,6 @@ def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
         "ok" if trainer["engine"] else lacking("engine"),
         "" if trainer["engine"] else "links stay direct; install from source with a C++ compiler",
     )
-    if trainer["libfabric"] is not None:
-        yield _libfabric(trainer["libfabric"])
     gpus = [f"{g['name']} ({size(g['bytes'])}, {g['pci']})" for g in trainer["gpus"]]
     yield Check(
         "GPUs",
@@ -271,19 +269,6 @@ def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
         "ok" if gpus else lacking("gpu"),
         "" if gpus else "stages run on the CPU; in a pod request nvidia.com/gpu",
     )
-
-
-def _libfabric(found: dict[str, Any]) -> Check:
-    """Its devices are an option, so their absence is no fault."""
-    if not found["version"]:
-        return Check("libfabric", "not in use", "absent", found["trouble"])
-    used = [f"{provider} {device}" for provider, device, why in found["offers"] if not why]
-    # One line per provider, however many interfaces it has.
-    others = dict.fromkeys(provider for provider, _, why in found["offers"] if why)
-    text = f"{found['version']}: {', '.join(used) or 'no device that links use'}"
-    if others:
-        text += f"; also offers {', '.join(others)}"
-    return Check("libfabric", text, "ok" if used else "absent", found["trouble"])
 
 
 def size(n: int) -> str:

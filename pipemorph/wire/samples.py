@@ -38,7 +38,7 @@ class LinkSample(WireModel):
     replica: Count = 0
     direction: Literal["forward", "backward"]
     route: Route
-    transport: Literal["gloo", "nccl", "tcp", "shm", "rdma", "libfabric"]
+    transport: Literal["gloo", "nccl", "tcp", "shm", "rdma"]
     iteration: Count
     """Iteration in which the window's last message was sent."""
     bytes: Count
@@ -174,10 +174,10 @@ class TransportSample(WireModel):
     link: Count
     replica: Count = 0
     direction: Literal["forward", "backward"]
-    agreed: Literal["tcp", "shm", "rdma", "libfabric"]
+    agreed: Literal["tcp", "shm", "rdma"]
     """Transport that both ends agreed on when they connected."""
-    transport: Literal["tcp", "shm", "rdma", "libfabric"]
-    """Transport in use now: tcp if a link over rdma or libfabric fell back."""
+    transport: Literal["tcp", "shm", "rdma"]
+    """Transport in use now: tcp if a link over rdma fell back."""
     fallbacks: Count
     failbacks: Count
     """``fallbacks``: times the last rail was lost; ``failbacks``: times a rail recovered."""

@@ -191,63 +191,6 @@ TEST(link_all_sizes_shm) {
     all_sizes(Transport::shm);
 }
 
-TEST(link_all_sizes_libfabric) {
-    if (has_libfabric()) all_sizes(Transport::libfabric);
-}
-
-TEST(link_storm_libfabric) {
-    if (has_libfabric()) storm(Transport::libfabric, 3);
-}
-
-// The messages of the whole go on over TCP while the endpoint is made again, and then over that.
-TEST(link_over_libfabric_falls_back_to_tcp_and_comes_back) {
-    if (!has_libfabric()) return;
-    Two two(Transport::libfabric);
-    two.accepted->reserve(0, 4, 1 << 20);
-    const auto transport = [&] { return two.dialled->stats().transport; };
-    int64_t i = 0;
-    const auto pass = [&] {
-        send(*two.dialled, {0, 0, i, 0, 0}, 300'000);
-        check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), 300'000);
-        ++i;
-    };
-    for (uint64_t round = 1; round <= 3; ++round) {
-        until("the endpoint carries", [&] {
-            const auto paths = two.dialled->stats().paths;
-            return paths.at(0).kind == "libfabric" && paths.at(0).state == "UP" &&
-                   two.accepted->stats().paths.at(0).state == "UP";
-        });
-        pass();
-        CHECK(transport() == "libfabric");
-        const uint64_t before = two.dialled->stats().paths.at(1).chunks;
-        two.dialled->sever_data_path(0);
-        // Until it is back, as TCP's sockets carry.
-        for (;;) {
-            pass();
-            const LinkStats s = two.dialled->stats();
-            uint64_t over_tcp = 0;
-            for (size_t p = 1; p < s.paths.size(); ++p) over_tcp += s.paths[p].chunks;
-            if (s.failbacks == round) break;
-            CHECK(s.failbacks < round && over_tcp >= before);
-        }
-        CHECK(two.dialled->stats().fallbacks == round);
-    }
-    CHECK(two.dialled->stats().paths.at(0).times_lost == 3);
-}
-
-// It is for devices that nothing else can use, or where somebody asks for it.
-TEST(link_does_not_use_libfabric_unasked) {
-    Two any(config(0, Transport::any), config(1, Transport::any));
-    CHECK(any.dialled->transport() == Transport::shm);
-    Two other(config(0, Transport::any), config(1, Transport::libfabric));
-    CHECK(other.dialled->transport() == Transport::tcp);
-    Config without = config(1, Transport::libfabric);
-    without.fabric_provider = "nobody";
-    Two half(config(0, Transport::libfabric), std::move(without));
-    CHECK(half.dialled->transport() == Transport::tcp);
-    CHECK(half.high.rails_trouble().find("libfabric") != std::string::npos);
-}
-
 TEST(link_storm_tcp) {
     storm(Transport::tcp, 1);
 }

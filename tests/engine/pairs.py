@@ -1,7 +1,6 @@
 """Two engines for the tests: in one process, or with the peer in a process of its own."""
 
 import contextlib
-import ctypes.util
 import hashlib
 import inspect
 import multiprocessing
@@ -28,27 +27,7 @@ HEAR_TIMEOUT = 3 * TIMEOUT
 """For a process to say what it is to say, be it after it has been started from a cold disk."""
 
 
-def have_libfabric() -> bool:
-    """Whether the library is here, for links over it."""
-    return ctypes.util.find_library("fabric") is not None
-
-
-os.environ.setdefault("FI_PROVIDER", "tcp")
-"""Whose devices links over libfabric use here: those of its own provider for TCP."""
-TRANSPORTS = pytest.mark.parametrize(
-    "transport",
-    [
-        "tcp",
-        "shm",
-        pytest.param(
-            "libfabric",
-            marks=pytest.mark.skipif(
-                not have_libfabric(),
-                reason="libfabric is not installed: `make testbeds` (Debian: libfabric-dev)",
-            ),
-        ),
-    ],
-)
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 Key = tuple[int, int, int, int, int]
 

@@ -590,6 +590,33 @@ TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
     CHECK(two.dialled->stats().transport == "rdma");
 }
 
+// Messages go on over TCP until the queue pair is made again, and then over that.
+TEST(rdma_link_falls_back_to_tcp_and_comes_back) {
+    Pair two;
+    two.linked();
+    two.accepted->reserve(0, 4, 5 * kChunk);
+    int64_t microbatch = 0;
+    const auto pass = [&] {
+        send(*two.dialled, key(microbatch), 5 * kChunk);
+        receive_right(*two.accepted, key(microbatch), 5 * kChunk);
+        ++microbatch;
+    };
+    for (uint64_t round = 1; round <= 3; ++round) {
+        two.rails_up();
+        pass();
+        CHECK(two.dialled->stats().transport == "rdma");
+        two.dialled->sever_data_path(0);
+        for (;;) {
+            pass();
+            const LinkStats s = two.dialled->stats();
+            if (s.failbacks == round) break;
+            CHECK(s.failbacks < round);
+        }
+        CHECK(two.dialled->stats().fallbacks == round);
+    }
+    CHECK(two.dialled->stats().paths.at(0).times_lost == 3);
+}
+
 // While paths break and are fenced, and with each message in a slot of its size.
 TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
     Pair two;

@@ -8,10 +8,8 @@ import pytest
 
 from pipemorph_trainer._engine import EngineError
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
-
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_destination_for_the_next_message_of_a_key_waits_until_the_first_is_received(transport):
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, 2, 100)
@@ -28,7 +26,7 @@ def test_a_destination_for_the_next_message_of_a_key_waits_until_the_first_is_re
         assert (first, second) == (b"AAAA", b"BBBB")
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 @pytest.mark.parametrize("integrity", ["crc", "mac"])
 def test_what_is_written_into_a_lease_is_received(transport, integrity):
     with pairs.in_process(transport=transport, integrity=integrity) as p:
@@ -81,7 +79,7 @@ def test_a_message_is_held_by_whatever_shows_its_memory():
             memoryview(message)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_destination_is_held_by_whatever_shows_it(transport):
     key, into = (0, 0, 0, 0, 0), bytearray(100)
     with pairs.in_process(transport=transport) as p:
@@ -118,8 +116,6 @@ COPIES = {
     ("shm", "mac"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
     ("tcp", "crc"): (0, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
     ("tcp", "aead"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
-    # Into memory of the endpoint, and from there into the slot or the destination.
-    ("libfabric", "crc"): (1, {"leased": 1, "view": 1, "copy_into": 2, "move_to": 2, "posted": 1}),
 }
 
 
@@ -127,8 +123,6 @@ COPIES = {
 def test_what_the_engine_copies_is_counted(transport, integrity):
     out, ways = COPIES[transport, integrity]
     size = 300_000
-    if transport == "libfabric" and not pairs.have_libfabric():
-        pytest.skip("libfabric is not installed (Debian: libfabric-dev)")
     with pairs.in_process(transport=transport, integrity=integrity) as p:
         p.accepted.reserve(0, 2, size)
         pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
@@ -162,7 +156,7 @@ def test_what_the_engine_copies_is_counted(transport, integrity):
             pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_a_lease_that_is_over_shows_no_memory_and_is_not_sent_again(transport):
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, 2, 100)
@@ -197,7 +191,7 @@ def test_a_lease_that_is_over_shows_no_memory_and_is_not_sent_again(transport):
             p.dialled.lease((0, 0, 4, 0, 0), -1)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_tens_of_thousands_of_slots_can_be_reserved_at_once(transport):
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, 32_000, 64)
@@ -223,7 +217,7 @@ def sent(link, key, data):
     return True
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 @pytest.mark.parametrize("shapes", PAGES)
 def test_slots_for_shapes_that_change_for_ever_stay_in_proportion(transport, shapes):
     pages, times = PAGES[shapes]
@@ -255,7 +249,7 @@ class Owner:
         self.address = ctypes.addressof(self.memory)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 def test_memory_is_sent_and_received_by_its_address(transport):
     key, size = (0, 0, 0, 0, 0), 100_000
     data = pairs.payload(1, size)
@@ -283,7 +277,7 @@ def test_memory_is_sent_and_received_by_its_address(transport):
         pairs.eventually(let_go)
 
 
-@TRANSPORTS
+@pairs.TRANSPORTS
 @pytest.mark.parametrize("released", range(1, 6))
 def test_a_grant_that_may_wait_is_not_forgotten(transport, released):
     """Though nothing else is sent."""

@@ -11,9 +11,6 @@ import pytest
 import suite_build as suite
 
 SCHEDULES = {"asan": 10_000, "tsan": 500}
-LIBFABRIC = "fabric_"
-"""In the names of tests of libfabric. Its provider has three seconds to open an endpoint, and takes
-longer under ThreadSanitizer, beside other parts."""
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -25,10 +22,4 @@ def test_simulation(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_but_the_simulation(name):
-    slow = [f"-{LIBFABRIC}"] if name == "tsan" else []
-    suite.build_and_run(name, f"-{suite.SIMULATION}", f"-{suite.TIMED}", *slow, least=200)
-
-
-@pytest.mark.soak
-def test_libfabric_under_the_thread_sanitizer():
-    suite.build_and_run("tsan", LIBFABRIC, least=9)
+    suite.build_and_run(name, f"-{suite.SIMULATION}", f"-{suite.TIMED}", least=200)

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstring>
-#include <iostream>
 #include <random>
 #include <thread>
 
@@ -23,15 +22,7 @@ inline Config config(uint32_t rank, Transport transport) {
     c.transport = transport;
     c.chunk_bytes = 64 << 10;
     c.peer_deadline = 20.0;
-    c.fabric_provider = "tcp";
     return c;
-}
-
-// Whether libfabric is installed. Without it links that ask for it use TCP.
-inline bool has_libfabric() {
-    const FabricSearch found = find_fabric_devices("tcp");
-    if (found.version.empty()) std::cout << "skipped: " << found.trouble << "\n";
-    return !found.version.empty();
 }
 
 struct Two {

@@ -20,14 +20,6 @@ def crypto_library() -> str:
     Raises :class:`EngineError` if there is none, as :class:`Engine` does, and says what to install.
     """
 
-def libfabric_devices() -> tuple[str, str, list[tuple[str, str, str]]]:
-    """Version of libfabric (empty: it cannot be loaded), why links can use none of its devices
-    (empty: they can), and (provider, device, why links do not use it) of each that it offers.
-
-    Loads the library, which some distributions build with parts that change the process: ask in a
-    process of its own.
-    """
-
 @final
 class Message(Buffer):
     """A complete message that has arrived. It occupies a slot until it is released.
@@ -92,7 +84,7 @@ class PathStats:
     """Current state of one data path of a link."""
 
     kind: str
-    """``tcp``, ``shm``, ``rdma`` or ``libfabric``."""
+    """``tcp``, ``shm`` or ``rdma``."""
     rail: str
     """Device and port, such as ``rxe0 port 1``; empty for other kinds."""
     state: str
@@ -120,7 +112,7 @@ class LinkStats:
     """Counters since the link was made; telemetry since the last ``drain_telemetry``."""
 
     state: str
-    transport: Literal["tcp", "shm", "rdma", "libfabric"]
+    transport: Literal["tcp", "shm", "rdma"]
     """The current transport: ``tcp`` on a link that fell back from its rails."""
     paths: list[PathStats]
     fallbacks: int
@@ -133,7 +125,7 @@ class LinkStats:
     bytes_received: int
     bytes_copied_out: int
     """Bytes of payloads that the engine copied from memory to memory before they left: into a slot
-    (``shm``), into memory of a rail or an endpoint (``rdma``, ``libfabric``), or to encrypt them.
+    (``shm``), into memory of a rail (``rdma``), or to encrypt them.
     What the kernel or a device moves does not count, nor what the application has written into a
     :class:`Lease`."""
     bytes_copied_in: int
@@ -173,7 +165,7 @@ class Link:
     def link_id(self) -> int: ...
     @property
     def transport(self) -> str:
-        """``tcp``, ``shm``, ``rdma`` or ``libfabric``, as agreed when the link was made."""
+        """``tcp``, ``shm`` or ``rdma``, as agreed when the link was made."""
     @property
     def alive(self) -> bool: ...
     @property
@@ -280,9 +272,8 @@ class Engine:
         flight_bytes: int = 512 << 20,
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else
-        libfabric where both have a device of EFA, else tcp) | tcp | shm | rdma | libfabric (EFA, or
-        the provider that ``FI_PROVIDER`` names; tcp without a device). ``job``: name of job and
-        attempt; a peer with another one is refused.
+        tcp) | tcp | shm | rdma. ``job``: name of job and attempt; a peer with another one is
+        refused.
         ``peer_deadline``: seconds a control connection may stay down before the link is dead.
 
         ``require="rdma"``: never fall back to TCP. EngineError if one of the ends has no usable
@@ -309,7 +300,7 @@ class Engine:
         ``counters`` and ``hw_counters`` in sysfs. Which there are depends on the driver."""
     @property
     def rails_trouble(self) -> str | None:
-        """Why there are no rails or devices of libfabric, or fewer than possible; for logs."""
+        """Why there are no rails, or fewer than possible; for logs."""
     @property
     def memory_node(self) -> int | None:
         """NUMA node of the slots: ``numa_node``, else the one of all rails' cards; None if neither

@@ -37,8 +37,7 @@ def own_device(local_rank: int, *, share: bool = False) -> torch.device:
 
 
 def facts() -> dict[str, Any]:
-    """``torch``: version; ``engine``: whether it is built; ``libfabric``: what the engine found of
-    it, None without an engine; ``gpus``: name, bytes, PCI address."""
+    """``torch``: version; ``engine``: whether it is built; ``gpus``: name, bytes, PCI address."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for i in range(count):
@@ -50,15 +49,9 @@ def facts() -> dict[str, Any]:
                 "pci": pci_address(i),
             }
         )
-    engine = engine_module()
-    libfabric = None
-    if engine is not None:
-        version, trouble, offers = engine.libfabric_devices()
-        libfabric = {"version": version, "trouble": trouble, "offers": offers}
     return {
         "torch": torch.__version__,
-        "engine": engine is not None,
-        "libfabric": libfabric,
+        "engine": engine_module() is not None,
         "gpus": gpus,
     }
 

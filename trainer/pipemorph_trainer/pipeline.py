@@ -106,7 +106,7 @@ class Pipeline:
         faults: a fault trace, applied in the transport (see
             :class:`pipemorph.api.sections.faults.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
-        engine: transport of delegated links: auto (the default), tcp, shm, rdma or libfabric.
+        engine: transport of delegated links: auto (the default), tcp, shm or rdma.
         queues: engine queues per direction of a link; default: 8.
         tied: parameters of several stages that are one weight, as ``[("embed.weight", 0),
             ("head.weight", -1)]``, or a list of such lists. All begin with the value of the first.

@@ -33,7 +33,7 @@ from pipemorph_trainer.topology.mesh import shape_of
 from pipemorph_trainer.topology.rail_share import own_rails
 
 RouteChoice = Literal["auto", "direct", "delegated"]
-EngineChoice = Literal["auto", "tcp", "shm", "rdma", "libfabric"]
+EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
 DuplexChoice = Literal["full", "half"]
 RecomputeChoice = Literal["never", "auto"]
 

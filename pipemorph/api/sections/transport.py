@@ -53,21 +53,19 @@ class Transport(SpecModel):
         "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
         "send waits for the neighbour's sends. half is for comparisons, on CPU.",
     )
-    engine: Literal["auto", "tcp", "shm", "rdma", "libfabric"] = Field(
+    engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
         default="auto",
         description="Transport of the transfer engine. auto: shm within a host, rdma if both "
-        "ends have a device, libfabric if both have one of EFA, else tcp; rdma and libfabric fall "
-        "back to tcp while no device works. libfabric: EFA's devices, or those of the provider "
-        "that FI_PROVIDER names in the pod template's env.",
+        "ends have a device, else tcp; rdma falls back to tcp while no device works.",
     )
     require: Literal["rdma"] | None = Field(
         default=None, description="rdma: fail instead of falling back to tcp."
     )
     integrity: Literal["crc", "mac", "aead"] = Field(
         default="crc",
-        description="Payloads of the engine over TCP, libfabric and shared memory; its control "
-        "frames and headers are authenticated in any case. crc: errors of the network are found, "
-        "not in shared memory. mac: altered or added payloads are refused, too. aead: as mac, and "
+        description="Payloads of the engine over TCP and shared memory; its control frames and "
+        "headers are authenticated in any case. crc: errors of the network are found, not in "
+        "shared memory. mac: altered or added payloads are refused, too. aead: as mac, and "
         "encrypted between hosts. "
         "With mac and aead the engine uses no RDMA device, which writes payloads on its own.",
     )
@@ -93,7 +91,7 @@ class Transport(SpecModel):
             raise FieldError(
                 "integrity",
                 f"is {self.integrity}, but engine is rdma, whose payloads have no MAC; use engine "
-                "auto, tcp, shm or libfabric, or integrity crc",
+                "auto, tcp or shm, or integrity crc",
             )
         return self
 

@@ -74,7 +74,7 @@ def facts(devices: list[rdma.Device] | None, **changes: Any) -> Facts:
         transparent_huge_pages="madvise",
         shared_memory=(8 << 30, 8 << 30),
         modules=["ib_uverbs"],
-        trainer={"torch": "2.11", "engine": True, "libfabric": None, "gpus": []},
+        trainer={"torch": "2.11", "engine": True, "gpus": []},
         trainer_error=None,
     )
     return replace(fine, **changes)
@@ -215,31 +215,10 @@ def test_everything_else_that_can_be_wrong() -> None:
     assert all(c.advice for c in lines if c.verdict in ("absent", "missing", "warning"))
     assert "uverbs0" in line(lines, "verbs devices").found
     gpu = {"name": "H100", "bytes": 80 << 30, "pci": "0000:1b:00.0"}
-    good = facts(None, trainer={"torch": "2.11", "engine": False, "libfabric": None, "gpus": [gpu]})
+    good = facts(None, trainer={"torch": "2.11", "engine": False, "gpus": [gpu]})
     lines = checks(good, frozenset({"gpu"}))
     assert line(lines, "GPUs").found == "H100 (80 GiB, 0000:1b:00.0)"
     assert line(lines, "transfer engine").verdict == "absent"
-
-
-def test_devices_of_libfabric_are_listed_with_what_keeps_links_from_them() -> None:
-    def found(version: str, trouble: str, *offers: tuple[str, str, str]) -> Check:
-        libfabric = {"version": version, "trouble": trouble, "offers": offers}
-        trainer = {"torch": "2.11", "engine": True, "libfabric": libfabric, "gpus": []}
-        return line(checks(facts(None, trainer=trainer)), "libfabric")
-
-    none = found("", "libfabric cannot be loaded: install libfabric1")
-    assert (none.verdict, none.advice) == (
-        "absent",
-        "libfabric cannot be loaded: install libfabric1",
-    )
-    unasked = "links use it only if FI_PROVIDER names its provider"
-    tcp = [("tcp", "eth0", unasked), ("tcp", "lo", unasked), ("shm", "shm", unasked)]
-    idle = found("1.17", "libfabric 1.17 has no EFA device here", *tcp)
-    assert idle.found == "1.17: no device that links use; also offers tcp, shm"
-    assert (idle.verdict, idle.advice) == ("absent", "libfabric 1.17 has no EFA device here")
-    efa = found("1.22", "", ("efa", "rdmap0s6-rdm", ""), *tcp)
-    assert efa.found == "1.22: efa rdmap0s6-rdm; also offers tcp, shm"
-    assert (efa.verdict, efa.advice) == ("ok", "")
 
 
 def test_the_host_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:

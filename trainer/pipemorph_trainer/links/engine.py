@@ -21,7 +21,7 @@ log = logging.getLogger("pipemorph.trainer")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of the engine. ``transport``: auto, tcp, shm, rdma or libfabric. The others are those
+    """Options of the engine. ``transport``: auto, tcp, shm or rdma. The others are those
     of :class:`pipemorph.api.sections.transport.Transport`."""
 
     job: str
@@ -74,7 +74,7 @@ def make_engine(
     )
     if engine.rails_trouble is not None:
         log.log(
-            logging.WARNING if options.transport in ("rdma", "libfabric") else logging.DEBUG,
+            logging.WARNING if options.transport == "rdma" else logging.DEBUG,
             "%s: RDMA rails in use: %s; %s",
             coordinate,
             ", ".join(engine.rails) or "none",

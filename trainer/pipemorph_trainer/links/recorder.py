@@ -9,7 +9,7 @@ from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample, WireTime
 from pipemorph_trainer.links.message import Direction
 
-Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma", "libfabric"]
+Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
 ENOUGH_EXACT = 3
 """Exact samples that are enough to represent a window. Fewer are enough if they are half of it,
 since a slow link has one message per window. Otherwise all samples are used, as upper bounds."""

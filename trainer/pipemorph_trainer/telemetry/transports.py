@@ -59,7 +59,7 @@ class TransportWatch:
         if link is None:
             return None
         stats = link.stats()
-        lost = [p for p in stats.paths if p.kind in ("rdma", "libfabric") and p.trouble]
+        lost = [p for p in stats.paths if p.kind == "rdma" and p.trouble]
         trouble = "; ".join(f"{p.rail}: {p.trouble}" for p in lost)
         return TransportSample(
             link=end.link,
