@@ -388,7 +388,6 @@ def main() -> int:
         "harder": harder_times(sizes),
         "large": large_gaps(large),
         "growth": growth(times),
-        "compiled": core.compiled is not None,
     }
     show(found)
     print()

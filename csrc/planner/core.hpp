@@ -3,7 +3,7 @@
 // A rank runs one op at a time. At the end of an op its message is handed to the link; the rank
 // goes on once the link has taken it. A chooser says what an idle rank runs next: the next op of a
 // given order (in_order.hpp), the first op that is ready (online.hpp) or the most urgent one
-// (list_scheduler.hpp). pipemorph/planning/simulation/reference.py is the same, short and slow.
+// (list_scheduler.hpp). tests/support/event_core.py is the same, short and slow.
 #pragma once
 
 #include <array>

@@ -14,14 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.errors import InputError
+from pipemorph.planning import _planner
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import Residency
-
-try:
-    import pipemorph.planning._planner as built
-except ImportError:  # Sources without a build, as in an image without compiler.
-    built = None  # type: ignore[assignment, unused-ignore]
-compiled = built
 
 
 class ScheduleError(InputError):
@@ -80,11 +75,11 @@ def _is_valid(
     hundred times as long."""
     caps = in_flight_limits or (None,) * schedule.stage_count
     devices = device_limits or (None,) * schedule.stage_count
-    if compiled is None or any(limit is not None and limit < 1 for limit in (*caps, *devices)):
+    if any(limit is not None and limit < 1 for limit in (*caps, *devices)):
         return False
     counts = [len(ops) for ops in schedule.stages]
     # A limit above the ops of a stage is none, however large.
-    return compiled.is_valid(
+    return _planner.is_valid(
         schedule.microbatches,
         schedule.codes,
         [[op.microbatch for op in ops] for ops in schedule.stages],

@@ -72,8 +72,8 @@ def test_the_operators_image_plans_with_the_compiled_search_and_holds_no_torch(
 ) -> None:
     script = """
 import importlib.util
-from pipemorph.planning.simulation import core
-print(core.compiled.__file__, importlib.util.find_spec("torch") is None)
+from pipemorph.planning import _planner
+print(_planner.__file__, importlib.util.find_spec("torch") is None)
 """
     within = ["exec", f"--namespace={SYSTEM}", f"deployment/{INGEST}", "--"]
     search, no_torch = release.kubectl(*within, "python", "-c", script).split()

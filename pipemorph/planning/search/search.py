@@ -11,23 +11,21 @@
 6. The same makespan with fewer microbatches in flight, if possible.
 
 The search stops at the lower bound. Its effort is limited in ops, not in time, so that every
-machine finds the same plan. It is compiled (``csrc/planner``). Where nothing is compiled the result
-is the order of step 1, which is valid but often longer, and a warning says so.
+machine finds the same plan. It is compiled (``csrc/planner``).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
+from pipemorph.planning import _planner
 from pipemorph.planning.ir import Schedule
 from pipemorph.planning.policies.classic import paper_warmup, zero_bubble_warmup
 from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, lower_bound
+from pipemorph.planning.simulation.lower_bound import SAME, hard_caps
 from pipemorph.planning.simulation.online import Rules
 
 # Effort of the two local searches in executed ops, in each of their rounds; the one with the list
@@ -35,8 +33,6 @@ from pipemorph.planning.simulation.online import Rules
 LISTING_EFFORT = 120_000
 FEWEST_LISTINGS = 12
 SHIFTING_EFFORT = 240_000
-
-log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -72,10 +68,6 @@ def search(
     if problem.objective == "period":
         costs, less = costs.for_period(), costs.last_start()
     warmup = problem.warmup or paper_warmup(problem)
-    if core.compiled is None:
-        warn_of_no_build()
-        order = _start(problem, costs, warmup)
-        return Found(order, objective_of(problem, order), lower_bound(problem), n)
     if listing_effort is None:
         least = FEWEST_LISTINGS * 3 * n * costs.stage_count
         listing_effort = effort * max(LISTING_EFFORT, least)
@@ -90,7 +82,7 @@ def search(
         ).order
     elif not _plain(costs):
         start = _start(problem, costs, warmup)
-    order, makespan, bound = core.compiled.search(
+    order, makespan, bound = _planner.search(
         costs.packed(),
         hard_caps(problem),
         problem.warmup or (),
@@ -116,16 +108,6 @@ def _as_delay(link: Link) -> Link:
     """The same wire time, without a limit on how many messages share it."""
     update = {"delay": link.wire_time, "transfer": 0.0, "gbps": None, "message_bytes": None}
     return link.model_copy(update=update)
-
-
-@cache
-def warn_of_no_build() -> None:
-    """Log it, once per process."""
-    log.warning(
-        "the compiled planner (pipemorph.planning._planner) is missing: plans keep the paper's"
-        " order and may be longer than those of other installations, and planning is slow;"
-        " install a wheel, or build from source with a C++20 compiler"
-    )
 
 
 def _plain(costs: Costs) -> bool:

@@ -1,4 +1,4 @@
-"""The event core: executes schedules, compiled if built, else by the slow reference in Python.
+"""The event core (``csrc/planner``): executes schedules.
 
 Everything that executes a schedule is this: the simulator, online dispatch, the list schedules of
 the policies, schedules with several stages per rank. An op starts when its rank is free and its
@@ -14,18 +14,12 @@ from math import isfinite
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
+from pipemorph.planning import _planner
 from pipemorph.planning.ir import CODE, KINDS, Op, Schedule
-from pipemorph.planning.simulation import reference
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.validator import ScheduleError
-
-try:
-    import pipemorph.planning._planner as built
-except ImportError:  # Sources without a build, as in an image without compiler.
-    built = None  # type: ignore[assignment, unused-ignore]
-compiled = built
 
 _F, _, _W, _BW = CODE.values()
 MAX_STAGES_PER_RANK = 64
@@ -108,19 +102,12 @@ def in_order(
     ``costs``; transfers need ``delay_at`` too.
     """
     stages_of = stages_of or one_stage_each(costs.stage_count)
-    if compiled is None:
-        return Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at))
-    return Ran(*compiled.in_order(costs.packed(), codes, stages_of, delay_at, transfer_at))
+    return Ran(*_planner.in_order(costs.packed(), codes, stages_of, delay_at, transfer_at))
 
 
 def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
     """End of the last op of a static order; infinity if stages wait for each other."""
-    stages_of = one_stage_each(costs.stage_count)
-    if compiled is not None:
-        return compiled.makespan(costs.packed(), codes, stages_of)
-    ran = in_order(costs, codes)
-    finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
-    return ran.makespan(costs.after) if finished else float("inf")
+    return _planner.makespan(costs.packed(), codes, one_stage_each(costs.stage_count))
 
 
 def online(
@@ -136,22 +123,19 @@ def online(
     :func:`in_order`. Raises :class:`InputError` on a deadlock.
     """
     stages_of = stages_of or one_stage_each(costs.stage_count)
-    if compiled is None:
-        ran = Ran(*reference.online(costs, rules, stages_of, delay_at, transfer_at))
-    else:
-        ran = Ran(
-            *compiled.online(
-                costs.packed(),
-                rules.caps,
-                rules.warmup,
-                rules.exact_warmup,
-                rules.fused,
-                rules.slots or (),
-                stages_of,
-                delay_at,
-                transfer_at,
-            )
+    ran = Ran(
+        *_planner.online(
+            costs.packed(),
+            rules.caps,
+            rules.warmup,
+            rules.exact_warmup,
+            rules.fused,
+            rules.slots or (),
+            stages_of,
+            delay_at,
+            transfer_at,
         )
+    )
     for codes, mine in zip(ran.codes, stages_of, strict=True):
         _check_online(codes, mine, costs, rules)
     return ran
@@ -171,11 +155,8 @@ def _check_online(codes: bytes, mine: Sequence[int], costs: Costs, rules: Rules)
 
 def online_order(costs: Costs, rules: Rules) -> tuple[Sequence[bytes], float]:
     """The order that :func:`online` runs, with one stage per rank, and the end of the iteration."""
-    if compiled is None:
-        ran = online(costs, rules)
-        return ran.codes, ran.makespan(costs.after)
     stages_of = one_stage_each(costs.stage_count)
-    order, makespan = compiled.online_order(
+    order, makespan = _planner.online_order(
         costs.packed(),
         rules.caps,
         rules.warmup,
@@ -203,21 +184,18 @@ def guided(
     invalid order has.
     """
     stages_of = stages_of or one_stage_each(costs.stage_count)
-    if compiled is None:
-        ran = Ran(*reference.guided(costs, guide, stages_of, delay_at, transfer_at))
-    else:
-        ran = Ran(
-            *compiled.guided(
-                costs.packed(),
-                guide.codes,
-                guide.waits,
-                guide.caps,
-                guide.slots or (),
-                stages_of,
-                delay_at,
-                transfer_at,
-            )
+    ran = Ran(
+        *_planner.guided(
+            costs.packed(),
+            guide.codes,
+            guide.waits,
+            guide.caps,
+            guide.slots or (),
+            stages_of,
+            delay_at,
+            transfer_at,
         )
+    )
     for i, (codes, order) in enumerate(zip(ran.codes, guide.codes, strict=True)):
         if len(codes) < len(order):
             raise InputError(f"rank {i} waits forever after {len(codes)} of {len(order)} ops")
@@ -226,11 +204,10 @@ def guided(
 
 def guided_makespan(costs: Costs, guide: Guide) -> float:
     """The end of the iteration that :func:`guided` runs, with one stage per rank."""
-    if compiled is not None:
-        made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
-        found = compiled.guided_makespan(costs.packed(), *made, one_stage_each(costs.stage_count))
-        if isfinite(found):
-            return found
+    made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
+    found = _planner.guided_makespan(costs.packed(), *made, one_stage_each(costs.stage_count))
+    if isfinite(found):
+        return found
     return guided(costs, guide).makespan(costs.after)
 
 
@@ -245,11 +222,9 @@ def jittered(
     which each message between ranks comes up to ``most`` late, at random by the moment of its send.
     ``stages_of``: as of :func:`in_order`."""
     stages_of = stages_of or one_stage_each(costs.stage_count)
-    if compiled is not None:
-        made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
-        own, guided_ = compiled.jittered(costs.packed(), *made, stages_of, most, draws)
-        return own, guided_
-    return reference.jittered(costs, guide, stages_of, most, draws)
+    made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
+    own, guided_ = _planner.jittered(costs.packed(), *made, stages_of, most, draws)
+    return own, guided_
 
 
 def static(

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipemorph.planning import _planner
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
 
 TIGHT_EFFORT = 60_000_000
@@ -36,17 +36,10 @@ def lower_bound(problem: Problem) -> float:
     """Lower bound of the problem's objective (makespan or period) for all schedules, in its unit.
 
     Valid for split and fused backwards, with and without offload or recomputation, static and
-    online dispatch, and all link models: limits on sends only delay messages. Without the compiled
-    planner it is a weaker one.
+    online dispatch, and all link models: limits on sends only delay messages.
     """
     costs, less = _relaxed(problem)
-    if core.compiled is not None:
-        return core.compiled.lower_bound(costs.packed(), _loosest_caps(problem)) - less
-    costs = Costs.of(problem).least()
-    if problem.objective == "period":
-        rows = zip(*costs[1:4], costs.after, strict=True)
-        return max(sum(ops) * costs.microbatches + after for *ops, after in rows)
-    return busiest_stage(costs)
+    return _planner.lower_bound(costs.packed(), _loosest_caps(problem)) - less
 
 
 def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EFFORT) -> float:
@@ -56,12 +49,10 @@ def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EF
     Windows in which each op must start are narrowed by what each stage can run in one order, until
     there is no schedule below ``objective``, or bisection has found the least that is not refuted.
     The bound is that of :func:`lower_bound` if ``effort`` is too small to begin, as it is for 128
-    stages, or if the compiled planner is missing.
+    stages.
     """
-    if core.compiled is None:
-        return lower_bound(problem)
     costs, less = _relaxed(problem)
-    found = core.compiled.tight_lower_bound(
+    found = _planner.tight_lower_bound(
         costs.packed(), _loosest_caps(problem), objective + less, effort
     )
     return found - less
@@ -85,33 +76,8 @@ def _loosest_caps(problem: Problem) -> tuple[int, ...]:
 
 
 def windows(problem: Problem) -> Windows:
-    """The windows of split backwards. Without the compiled planner: no more than the work of the
-    op itself."""
-    costs = Costs.of(problem)
-    if core.compiled is not None:
-        return Windows(*core.compiled.windows(costs.packed(), hard_caps(problem)))
-    n = costs.microbatches
-    kinds = (costs.forward, costs.backward_input, costs.backward_weight)
-    return Windows(
-        [[[0.0] * n for _ in times] for times in kinds],
-        [[[took] * n for took in times] for times in kinds],
-    )
-
-
-def busiest_stage(costs: Costs) -> float:
-    """The bound that needs no search: a stage starts after the fill down to it, runs all its ops,
-    and its last gradient still has to travel up."""
-    best = down = up = 0.0
-    for i in range(costs.stage_count):
-        f, b, w = costs.forward[i], costs.backward_input[i], costs.backward_weight[i]
-        after = up + costs.backward_weight[0] if i else w
-        work = costs.microbatches * (f + b)
-        weights = costs.microbatches * w
-        best = max(best, down + work + max(weights + costs.after[i], after, weights))
-        if i < costs.stage_count - 1:
-            down += f + costs.transfer[i] + costs.delay[i]
-            up += b + costs.transfer[i] + costs.delay[i]
-    return best
+    """The windows of split backwards."""
+    return Windows(*_planner.windows(Costs.of(problem).packed(), hard_caps(problem)))
 
 
 def hard_caps(problem: Problem) -> tuple[int, ...]:

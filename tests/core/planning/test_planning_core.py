@@ -1,9 +1,10 @@
-"""The event core: the compiled one and the reference in Python give the same times, to the bit."""
+"""The event core gives the same times as an oracle in Python, to the bit."""
 
 from __future__ import annotations
 
 import random
 
+import event_core
 import pytest
 from gate import examples
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from planning_strategies import offloading, random_order, random_schedule
 
 from pipemorph.planning import Problem, validate
 from pipemorph.planning.ir import CODE, OpKind
-from pipemorph.planning.simulation import core, reference
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
@@ -53,11 +54,6 @@ def same(compiled: Ran, plain: Ran) -> None:
         assert list(getattr(compiled, field)) == list(getattr(plain, field)), field
 
 
-def test_the_compiled_core_was_built() -> None:
-    """Without it plans are longer, and everything that plans is slow."""
-    assert core.compiled is not None, "pipemorph.planning._planner is missing: run make setup"
-
-
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
 @settings(max_examples=examples(150), deadline=None)
 def test_a_given_order(problem: Problem, seed: int) -> None:
@@ -69,7 +65,7 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
     codes = schedule.codes
     ran = core.in_order(costs, codes, None, delay_at, transfer_at)
     stages_of = [[i] for i in range(problem.stage_count)]
-    same(ran, Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at)))
+    same(ran, Ran(*event_core.in_order(costs, codes, stages_of, delay_at, transfer_at)))
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
     if delay_at is None:
         assert core.makespan(costs, codes) == (
@@ -98,7 +94,7 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
     same(
         ran,
         Ran(
-            *reference.online(
+            *event_core.online(
                 costs, rules, core.one_stage_each(costs.stage_count), delay_at, transfer_at
             )
         ),
@@ -134,15 +130,14 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
             row.append(4 * place + CODE[rows[place].pop(0).kind])
         codes.append(bytes(row))
     ran = core.in_order(costs, codes, stages_of)
-    same(ran, Ran(*reference.in_order(costs, codes, stages_of, None, None)))
+    same(ran, Ran(*event_core.in_order(costs, codes, stages_of, None, None)))
     assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
     if any(len(row) < len(ops) for row, ops in zip(ran.end, codes, strict=True)):
         return
     peaks = [rng.randint(1, n) for _ in problem.stages]
-    with pytest.MonkeyPatch.context() as without:
-        waits = waits_of(costs, codes, stages_of, peaks)
-        without.setattr(core, "compiled", None)
-        assert waits == waits_of(costs, codes, stages_of, peaks)
+    assert waits_of(costs, codes, stages_of, peaks) == event_core.waits(
+        costs, codes, stages_of, peaks
+    )
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import event_core
 import pytest
 from gate import examples
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from pipemorph.planning import (
 from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
-from pipemorph.planning.simulation import core, reference
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.waits import guide_of, planned_waits
@@ -57,14 +58,13 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
         within = within.model_copy(update={"links": tuple(links)})
     costs = Costs.of(within)
     waits = planned_waits(schedule, within)
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(core, "compiled", None)
-        assert planned_waits(schedule, within) == waits
+    stages_of = core.one_stage_each(costs.stage_count)
+    peaks = schedule.in_flight_peak()
+    assert waits == event_core.waits(costs, schedule.codes, stages_of, peaks)
     guide = guide_of(schedule, within, rng.choice((None, ())))
     delay_at = drawn(rng, rng.choice((1.0, 20.0, 400.0)))
     ran = core.guided(costs, guide, delay_at)
-    stages_of = core.one_stage_each(costs.stage_count)
-    plain = Ran(*reference.guided(costs, guide, stages_of, delay_at, None))
+    plain = Ran(*event_core.guided(costs, guide, stages_of, delay_at, None))
     for field in Ran._fields:
         assert list(getattr(ran, field)) == list(getattr(plain, field)), field
     at_once = core.guided(costs, guide)
@@ -93,7 +93,7 @@ def test_jitter(problem: Problem, most: float, draws: int) -> None:
     costs, guide = Costs.of(planned.problem), guide_of(planned.schedule, planned.problem)
     found = core.jittered(costs, guide, most, draws)
     stages_of = core.one_stage_each(costs.stage_count)
-    assert found == reference.jittered(costs, guide, stages_of, most, draws)
+    assert found == event_core.jittered(costs, guide, stages_of, most, draws)
 
 
 @pytest.mark.parametrize(("limit", "suits"), [(None, True), (20, True), (16, False), (10, False)])

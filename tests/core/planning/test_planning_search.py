@@ -1,4 +1,4 @@
-"""The search: valid plans near the proven optimum, and what plans without a build."""
+"""The search: valid plans near the proven optimum."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +15,7 @@ from planning_strategies import problems
 
 from pipemorph.planning import Problem, plan, predict, validate
 from pipemorph.planning.policies.classic import paper_warmup
-from pipemorph.planning.search.search import search, warn_of_no_build
+from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import SAME, lower_bound
@@ -90,40 +87,6 @@ def test_the_search_stops_near_the_bound_if_asked_to() -> None:
         assert near.objective <= most * (1 + SAME), case.key
         stopped += near.objective > full.objective * (1 + SAME)
     assert stopped > 5, "it went on all the same"
-
-
-@given(problem=any_problem())
-@settings(max_examples=examples(60), deadline=None)
-def test_without_a_build_there_is_a_valid_plan(problem: Problem) -> None:
-    built = plan(problem)
-    with without_build():
-        plain = plan(problem)
-        assert predict(plain.schedule, problem) == plain.makespan
-    validate(plain.schedule, problem.in_flight_limits())
-    assert predict(plain.schedule, problem) == plain.makespan
-    assert built.makespan <= plain.makespan * (1 + SAME)
-    assert plain.lower_bound <= built.makespan * (1 + SAME)
-
-
-def test_a_plan_without_a_build_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    problem = problem_set(1)[0].problem
-    with without_build():
-        plan(problem)
-        plan(problem)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert "the compiled planner (pipemorph.planning._planner) is missing" in said[0]
-
-
-@contextmanager
-def without_build() -> Iterator[None]:
-    compiled = core.compiled
-    warn_of_no_build.cache_clear()
-    core.compiled = None
-    try:
-        yield
-    finally:
-        core.compiled = compiled
 
 
 def test_near_the_proven_optimum() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import event_core
 import pytest
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes
 from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.interleaved import InterleavedPlan, online_plans, plan_interleaved
-from pipemorph.planning.simulation import core, reference
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import DelayAt
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
@@ -70,8 +71,9 @@ def test_whatever_comes_late(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
             return simulate_interleaved(order, problem, dispatch, delay_at=delay_at)  # noqa: B023
 
         ran = run()
-        with monkeypatch.context() as without:
-            without.setattr(core, "compiled", None)
+        with monkeypatch.context() as in_python:
+            in_python.setattr(core, "online", event_core.run_online)
+            in_python.setattr(core, "guided", event_core.run_guided)
             plain = run()
         assert ran == plain
         assert ran.simulation.free == plain.simulation.free
@@ -112,7 +114,7 @@ def jittered(planned: InterleavedPlan, most: float, *, plain: bool = False) -> t
     guide = interleaved_guide(planned.schedule, planned.problem)
     stages_of = encoded(planned.schedule)[0]
     if plain:
-        return reference.jittered(costs, guide, stages_of, most, 2)
+        return event_core.jittered(costs, guide, stages_of, most, 2)
     return core.jittered(costs, guide, most, 2, stages_of)
 
 

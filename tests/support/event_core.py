@@ -1,7 +1,6 @@
-"""The event core in Python: short and slow.
+"""The event core in Python, short and slow: an oracle for the compiled one (``csrc/planner``).
 
-Tests compare the compiled core (``csrc/planner``) with it, and it executes schedules where nothing
-is compiled. It proceeds in order of time. An event is ``(time, phase, rank)``: at equal times ends
+It proceeds in order of time. An event is ``(time, phase, rank)``: at equal times ends
 of ops come first, since another rank may wait for their message.
 """
 
@@ -13,9 +12,11 @@ from typing import Any, NamedTuple
 
 from pipemorph.planning.ir import KINDS
 from pipemorph.planning.offload import Residency
+from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import INF, Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.waits import Waits
 
 F, B, W, BW = range(4)
 _END, _CHOOSE = 0, 1
@@ -281,6 +282,28 @@ def guided(
     return core.run(choose)
 
 
+def run_online(
+    costs: Costs,
+    rules: Rules,
+    delay_at: DelayAt | None,
+    transfer_at: DelayAt | None,
+    stages_of: Sequence[Sequence[int]],
+) -> Ran:
+    """In place of :func:`pipemorph.planning.simulation.core.online`."""
+    return Ran(*online(costs, rules, stages_of, delay_at, transfer_at))
+
+
+def run_guided(
+    costs: Costs,
+    guide: Guide,
+    delay_at: DelayAt | None,
+    transfer_at: DelayAt | None,
+    stages_of: Sequence[Sequence[int]],
+) -> Ran:
+    """In place of :func:`pipemorph.planning.simulation.core.guided`."""
+    return Ran(*guided(costs, guide, stages_of, delay_at, transfer_at))
+
+
 def jittered(
     costs: Costs, guide: Guide, stages_of: Sequence[Sequence[int]], most: float, draws: int
 ) -> tuple[float, float]:
@@ -317,3 +340,50 @@ def _positions(codes: bytes, place: int) -> list[list[int]]:
             for each in (B, W) if code - place == BW else (code - place,):
                 found[each].append(position)
     return found
+
+
+def waits(
+    costs: Costs,
+    codes: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]],
+    peaks: Sequence[int],
+) -> Waits:
+    """See :func:`pipemorph.planning.simulation.waits.waits_of`."""
+    ran = Ran(*in_order(costs, codes, stages_of, None, None))
+    return tuple(_waits(costs, ran, rank, mine, peaks) for rank, mine in enumerate(stages_of))
+
+
+def _waits(
+    costs: Costs, ran: Ran, rank: int, mine: Sequence[int], peaks: Sequence[int]
+) -> tuple[int, ...]:
+    n, codes, free = costs.microbatches, ran.codes[rank], ran.free[rank]
+    backwards = [
+        [code % 4 for code in codes if code in (4 * place + B, 4 * place + BW)]
+        for place in range(len(mine))
+    ]
+    done = [[0, 0, 0] for _ in mine]
+    idle_since, found = 0.0, []
+    for position, (code, start) in enumerate(zip(codes, ran.start[rank], strict=True)):
+        its, kind = divmod(code, 4)
+        stage, forwards = mine[its], done[its][F]
+        sends = costs.outstanding[stage] if kind == F and stage < costs.stage_count - 1 else 0
+        taken = ran.above[stage + 1][forwards - sends] if sends and forwards >= sends else 0.0
+        if start > idle_since or taken > start:
+            other = INF
+            for place, each in enumerate(mine):
+                f, b, w = done[place]
+                here = kind if place == its else None
+                if here != F and f < n and f - w < peaks[each]:
+                    other = min(other, ran.above[each][f])
+                splits = b < f and (backwards[place][b] == B or w == b)
+                if here not in (B, BW) and splits:
+                    other = min(other, ran.below[each][b])
+                if here != W and w < b:
+                    other = idle_since
+            if max(other, idle_since) < start or taken > start:
+                found.append(position)
+        idle_since = free[position]
+        done[its][F] += kind == F
+        done[its][B] += kind in (B, BW)
+        done[its][W] += kind in (W, BW)
+    return tuple(found)
