@@ -45,16 +45,11 @@ from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
 from pipemorph.local.watch import Observer, Told, WatchServer
 from pipemorph.manifest import check_module, load_job
-from pipemorph.spans import JobSpans, job_spans
 from pipemorph.watch.door import listen
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
-RECOVERY_DETAILS = (
-    "rank", "rung", "attempt", "generation", "iterations_done", "went_on_with", "repeated", "state",
-)  # fmt: skip
-"""What of :meth:`Recovery.record` a span has, too."""
 SUSPENDED_STATUS = 1
 """Exit status of a suspended job: not 0, which means that the job completed."""
 
@@ -89,9 +84,7 @@ def run_job(
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
         stack.callback(progress.close)
         refresh = stack.enter_context(collected_logs(progress))
-        spans = job_spans(job.metadata.namespace, job.metadata.name)
-        stack.callback(end_spans, spans, run)
-        service = stack.enter_context(ControlService(job, journal, spans=spans))
+        service = stack.enter_context(ControlService(job, journal))
         reaper = Reaper()
         stack.callback(reaper.close)
         env = common_environment(job, os.environ)
@@ -105,7 +98,6 @@ def run_job(
             folder=folder,
             journal=journal,
             progress=progress,
-            spans=spans,
             service=service,
             reaper=reaper,
             events=events,
@@ -147,7 +139,6 @@ class _Host:
     folder: OutFolder
     journal: Journal
     progress: Progress
-    spans: JobSpans
     service: ControlService
     reaper: Reaper
     events: Events
@@ -259,9 +250,6 @@ class _Host:
                 self.kept.clear()
         else:
             self.progress.note(f"the ranks start again as generation {generation}: {why}")
-        if self.recovering is not None:
-            # The ranks failed again before they had finished an iteration.
-            tell_recovery(self.spans, self.recovering)
         # No rank is more than an iteration ahead of another: all have begun what follows these.
         done = max(self.journal.done(), self.hangs.finished - 1)
         self.recovering = Recovery(ending, attempt, generation, rung.value, done)
@@ -296,7 +284,6 @@ class _Host:
             recovery.seconds = max(0.0, at - recovery.ending.at)
             recovery.resumed = resumed
             self.progress.note(recovery.line())
-            tell_recovery(self.spans, recovery)
         self._consider_layouts()
         self.show()
 
@@ -435,27 +422,6 @@ def written(
         print(f"{who}: {folder.root}: {error.strerror}; results are missing", file=sys.stderr)
         return False
     return True
-
-
-def tell_recovery(spans: JobSpans, recovery: Recovery) -> None:
-    """Tell of a recovery as far as it came."""
-    began, seconds, found = recovery.ending.at, recovery.seconds, recovery.record()
-    spans.recovery(
-        recovery.ending.reason,
-        began=began,
-        ended=None if seconds is None else began + seconds,
-        **{name: found[name] for name in RECOVERY_DETAILS},
-    )
-
-
-def end_spans(spans: JobSpans, run: RunRecord) -> None:
-    """End the spans of a run that is over."""
-    # Those before the last one have been told.
-    for recovery in run.recoveries[-1:]:
-        if recovery.seconds is None:
-            tell_recovery(spans, recovery)
-    why = run.ending.reason or run.ending.end.value
-    spans.close(time.time(), "" if run.completed else why)
 
 
 def describe(ending: Ending) -> str:

@@ -29,7 +29,6 @@ from pipemorph.local.host import (
     UNWRITTEN_STATUS,
     conclude,
     describe,
-    end_spans,
     written,
 )
 from pipemorph.local.logs import collected_logs
@@ -47,7 +46,6 @@ from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import AttemptRecord, RunRecord, write_report
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import load_job
-from pipemorph.spans import job_spans
 
 WHO = "pipemorph serve"
 JOIN_SECONDS = 60.0
@@ -96,10 +94,8 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
         stack.callback(progress.close)
         refresh = stack.enter_context(collected_logs(progress))
-        spans = job_spans(job.metadata.namespace, job.metadata.name)
-        stack.callback(end_spans, spans, run)
         service = ControlService(
-            job, journal, spans=spans, token=token, host=host, port=port, tls=tls, join=roll.join
+            job, journal, token=token, host=host, port=port, tls=tls, join=roll.join
         )
         roll.service = service
         try:

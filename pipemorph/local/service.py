@@ -21,7 +21,6 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
-from pipemorph.spans import JobSpans
 from pipemorph.wire import AdaptationRecord, LinkHealthReport, SlowDirection
 
 T = TypeVar("T")
@@ -34,8 +33,8 @@ class ControlService:
     """A context manager that serves the ingest, and records reports in ``journal``.
 
     ``token``: of the ranks; by default a new one. ``host``, ``port``: where to listen; by default
-    any port of 127.0.0.1. ``join``: answers ranks that ask for the job. ``spans``: told of changes
-    of plan. Entering it raises OSError if the address cannot be used.
+    any port of 127.0.0.1. ``join``: answers ranks that ask for the job. Entering it raises OSError
+    if the address cannot be used.
     """
 
     def __init__(
@@ -48,10 +47,9 @@ class ControlService:
         port: int = 0,
         tls: ssl.SSLContext | None = None,
         join: Join | None = None,
-        spans: JobSpans | None = None,
     ) -> None:
         self._job = job
-        self._journal, self._spans = journal, spans
+        self._journal = journal
         self.token = token or secrets.token_urlsafe(32)
         self.heard_at: float | None = None
         """Time of the newest report, monotonic; None before the first."""
@@ -135,10 +133,7 @@ class ControlService:
 
     def _on_report(self, report: LinkHealthReport) -> None:
         self.heard_at = time.monotonic()
-        now = time.time()
-        self._journal.take(report, self._controller, now)
-        if self._spans is not None:
-            self._spans.plans(self._journal.view.adaptations, now)
+        self._journal.take(report, self._controller, time.time())
 
     async def _start(self) -> None:
         await self._server.start()

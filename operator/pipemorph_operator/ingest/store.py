@@ -22,7 +22,6 @@ from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, Followed, Versions
-from pipemorph.spans import job_spans
 from pipemorph.watch.document import Recovered
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
@@ -37,7 +36,6 @@ from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
-from pipemorph_operator.ingest.status.spans import TrackedSpans
 from pipemorph_operator.ingest.status.tracked import Key, Placed, TrackedJob
 from pipemorph_operator.ingest.status.writer import StatusWriter
 from pipemorph_operator.metrics import (
@@ -362,7 +360,6 @@ class ClusterStore:
             recoveries=status.recoveries,
             recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
-            spans=TrackedSpans(job_spans(*key, known=controller.plan_version), status.recoveries),
             fence=Fence(metadata.get("resourceVersion"), status),
             plan=PlanObject(found.version),
             versions=Versions(in_use(control)),
@@ -419,7 +416,6 @@ class ClusterStore:
         JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
         if tracked is not None:
-            tracked.spans.close(self._clock())
             self.on_dropped(tracked.controller, tracked.generations)
         if tracked is not None and final:
             tracked.ended = True

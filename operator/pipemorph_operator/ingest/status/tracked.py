@@ -23,7 +23,6 @@ from pipemorph_operator.ingest.status import write_budget
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
-from pipemorph_operator.ingest.status.spans import TrackedSpans
 from pipemorph_operator.ingest.status.summary import Source
 
 Key = tuple[str, str]
@@ -75,7 +74,6 @@ class TrackedJob:
     """As last written."""
     recovery_events: RecoveryEvents
     events: ConditionEvents
-    spans: TrackedSpans
     fence: Fence
     plan: PlanObject
     versions: Versions

@@ -117,7 +117,6 @@ class StatusWriter:
             return
         tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
         wall = self._clock()
-        tracked.spans.look(tracked.controller, tracked.generations.saved, wall)
         view = tracked.controller.view(wall)
         key_state = write_budget.KeyState.of(tracked.source, view, wall)
         recovers, reserves = tracked.recovers, tracked.reserves_early
