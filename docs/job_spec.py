@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipemorph.removed import FIELDS
 from pipemorph_operator.crd.generate import job_definition
 
 PAGE = Path(__file__).with_name("job-spec.md")
@@ -27,6 +28,13 @@ def page(text: str) -> str:
     """``text`` with every table made anew. Raises ``KeyError`` for a field that is none."""
     version = job_definition()["spec"]["versions"][0]
     spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    for removed in FIELDS:
+        *above, name = removed.split(".")[1:]
+        node = spec
+        for each in above:
+            node = node["properties"][each]
+            node = node.get("items", node)
+        del node["properties"][name]
     return TABLE.sub(lambda found: found[1] + table(spec, found[2]) + found[3], text)
 
 

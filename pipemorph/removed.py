@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-FIELDS: Mapping[str, str] = {}
+FIELDS: Mapping[str, str] = {
+    "spec.failurePolicy.latePodSeconds": "leave it out",
+    "spec.parallelism.spares": "use minReplicas; a lost pod is replaced in its Job",
+}
 """Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
 keeps them without a type, so that the operator receives and refuses them."""
 

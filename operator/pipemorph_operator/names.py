@@ -75,7 +75,6 @@ RAILS_HEALTHY = "RailsHealthy"
 STAGES_EVEN = "StagesEven"
 REDUCTIONS_HEALTHY = "ReductionsHealthy"
 REPLICAS_COMPLETE = "ReplicasComplete"
-SPARES_READY = "SparesReady"
 INGEST_CONDITIONS = (
     LINKS_HEALTHY,
     SCHEDULE_ADAPTED,
@@ -84,7 +83,6 @@ INGEST_CONDITIONS = (
     STAGES_EVEN,
     REDUCTIONS_HEALTHY,
     REPLICAS_COMPLETE,
-    SPARES_READY,
 )
 INGEST_FIELDS = (
     "training",
@@ -145,8 +143,6 @@ R_LINKS_SLOW = "SlowLinks"
 R_REDUCTIONS_OK = "ReductionsAsUsual"
 R_REPLICAS_ALL = "AllReplicas"
 R_REPLICAS_FEWER = "FewerReplicas"
-R_SPARES_ALL = "AllSpares"
-R_SPARES_FEWER = "FewerSpares"
 R_REDUCTIONS_SLOW = "SlowReductions"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"

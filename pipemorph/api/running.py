@@ -1,17 +1,16 @@
-"""What of a job runs, and in which pods: without replicas of which pods are missing, and with
-spares in the places of lost pods.
+"""The running subset of a job: active replicas, and the pods that host them.
 
 Replicas that run are numbered from 0, in order, and so are their ranks: what runs is a job with
 fewer replicas, and whoever looks at it needs to know no more than that.
 
 A *place* is what the ranks of one pod make up: place ``p`` has the ranks from ``p × ranksPerPod``
-on. There are as many as pods with ranks; each begins in the pod of its number. A spare is a pod
-that has none.
+on. There are as many as pods, and each begins in the pod of its number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipemorph.api.sections.faults import Fault
@@ -35,11 +34,9 @@ class Running:
         """Whether every place is in one pod of the job, and no pod has two. Who has
         :attr:`places` from elsewhere has to ask."""
         known, cut = self._pod_of, self.cut
-        inside = all(
-            0 <= place < cut.pods and 0 <= pod < cut.all_pods for place, pod in self.places
-        )
+        inside = all(0 <= place < cut.pods and 0 <= pod < cut.pods for place, pod in self.places)
         # Places that are not named are in the pods of their numbers.
-        touched = {*known, *(pod for pod in known.values() if pod < cut.pods)}
+        touched = {*known, *known.values()}
         pods = {self.pod(place) for place in touched}
         return inside and len(known) == len(self.places) and len(pods) == len(touched)
 
@@ -55,18 +52,17 @@ class Running:
         """The pod that a place is in."""
         return self._pod_of.get(place, place)
 
-    def place(self, pod: int) -> int | None:
-        """The place that is in a pod; None: it is a spare."""
-        found = self._place_of.get(pod)
-        if found is None and pod < self.cut.pods and pod not in self._pod_of:
-            return pod
-        return found
+    def place(self, pod: int) -> int:
+        """The place that is in a pod."""
+        return self._place_of.get(pod, pod)
 
-    @cached_property
-    def holders(self) -> frozenset[int]:
-        """The pods that have places, whether these run or not."""
-        away = frozenset(self._pod_of) - frozenset(self._place_of)
-        return (frozenset(range(self.cut.pods)) - away) | frozenset(self._place_of)
+    def in_pods(self, ready: Collection[int]) -> Running:
+        """All replicas whose pods are ``ready``, in the places that they have here. For a job with
+        ``minReplicas``."""
+        # A large job lacks few pods.
+        lacking = frozenset(range(self.cut.pods)).difference(ready)
+        missing = {replica for pod in lacking for replica in self.of_place(self.place(pod))}
+        return replace(self, left_out=tuple(sorted(missing)))
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -90,8 +86,7 @@ class Running:
 
     def has(self, pod: int) -> bool:
         """Whether ranks of a pod run. With several whole replicas in it, whether any does."""
-        place = self.place(pod)
-        return place is not None and self._runs(place)
+        return self._runs(self.place(pod))
 
     def _runs(self, place: int) -> bool:
         return not self.left_out or any(each in self._number for each in self.of_place(place))

@@ -71,7 +71,6 @@ class JobSpec(SpecModel):
         self._check_warmup()
         self._check_relayout()
         self._check_min_replicas()
-        self._check_spares()
         self._check_hang()
         self._check_faults()
         self._check_memory()
@@ -258,34 +257,6 @@ class JobSpec(SpecModel):
                 raise FieldError(where, why)
         if self.parallelism.batch == "keep":
             self._check_kept_batch(self.parallelism.min_replicas)
-
-    def _check_spares(self) -> None:
-        spares, placement = self.parallelism.spares, self.placement
-        if not spares:
-            return
-        rdma, topology = (placement.rdma, placement.topology) if placement else (None, None)
-        for where, wrong, why in (
-            (
-                "failurePolicy.maxRestarts",
-                self.failure_policy.max_restarts == 0,
-                "is 0, with parallelism.spares: without starts of the ranks within their pods no"
-                " spare takes a place; expected at least 1",
-            ),
-            (
-                "placement.rdma.check",
-                rdma is not None and rdma.check != "never",
-                f"is {rdma.check if rdma else ''}, with parallelism.spares: pods that check their"
-                " ports together cannot begin one by one; use never",
-            ),
-            (
-                "placement.topology.per",
-                topology is not None and topology.per == "pipeline",
-                "is pipeline, with parallelism.spares: a spare is of no pipeline; use job, or no"
-                " spares",
-            ),
-        ):
-            if wrong:
-                raise FieldError(where, why)
 
     def _check_kept_batch(self, least: int) -> None:
         cut, each = self.parallelism, self.schedule.microbatches

@@ -7,8 +7,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
   ``Stalled``;
 * the ingest: ``training``, ``control``, ``recoveries``, ``goodput``, ``goodputPercent``,
   ``usefulTime``, and the conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``,
-  ``RailsHealthy``, ``StagesEven``, ``ReductionsHealthy``, ``ReplicasComplete`` and
-  ``SparesReady``.
+  ``RailsHealthy``, ``StagesEven``, ``ReductionsHealthy`` and ``ReplicasComplete``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -74,7 +73,7 @@ class Condition(StatusModel):
 
 
 class PodCounts(StatusModel):
-    """Pods of the current attempt, each with ``parallelism.ranksPerPod`` ranks, and spares."""
+    """Pods of the current attempt, each with ``parallelism.ranksPerPod`` ranks."""
 
     wanted: int = number("Pods of an attempt.")
     active: int = number("Pending or running pods.")
@@ -358,7 +357,7 @@ class JobStatus(StatusModel):
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
         " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy,"
-        " ReplicasComplete, SparesReady, Complete, Failed; and Ready, Reconciling and Stalled, as"
+        " ReplicasComplete, Complete, Failed; and Ready, Reconciling and Stalled, as"
         " kstatus reads them.",
     )
     training: TrainingStatus | None = Field(

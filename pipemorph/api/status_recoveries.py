@@ -15,13 +15,6 @@ MAX_PLACES = 512
 MAX_REFUSED_KEPT = 8
 
 
-class SpareUsed(StatusModel):
-    """A spare that has ranks from then on."""
-
-    pod: int = number("Index of its pod.")
-    instead_of: int = number("Index of the lost pod that had these ranks.")
-
-
 class RecoveryRecord(StatusModel):
     """One start of all ranks within their pods, after some had ended."""
 
@@ -49,9 +42,6 @@ class RecoveryRecord(StatusModel):
     replaced: list[int] = at_most(
         MAX_REPLACED_KEPT,
         "Pods that were lost, and in whose places others began; empty if all pods stayed.",
-    )
-    spares: list[SpareUsed] = at_most(
-        MAX_REPLACED_KEPT, "Spares that took the places of lost pods (parallelism.spares)."
     )
     replicas: int | None = Field(
         default=None,
@@ -123,14 +113,8 @@ class Recoveries(StatusModel):
     )
     places: list[PlaceInPod] = at_most(
         MAX_PLACES,
-        "Places that are not in the pods of their numbers, since a spare has taken the place of a "
-        "lost pod; these pods, and no others, have ranks of another number.",
-    )
-    spares_ready: int | None = Field(
-        default=None,
-        ge=0,
-        description="Spares that stand by, ready to take the place of a pod; only with "
-        "parallelism.spares.",
+        "Places that are not in the pods of their numbers; these pods, and no others, have ranks "
+        "of another number.",
     )
     layers: list[int] = at_most(
         MAX_STAGES,

@@ -11,10 +11,6 @@ with the replicas of which all pods are there. When those of another replica are
 ranks are asked to leave between two iterations (:mod:`.pods.leaving`), and a generation with that
 replica begins.
 
-With ``parallelism.spares`` a pod that has no ranks takes the place of a lost one as soon as the
-loss is known. The pod that Kubernetes makes is a spare from then on (:mod:`.pods.places`). So is a
-pod that comes late: at the first start of the ranks, a spare takes its place after a while.
-
 Layers move between stages when whoever decides on that asks for it (:meth:`Generations.ask`): the
 ranks leave between two iterations, and the next generation has the new layers, on trial
 (:mod:`.pods.splits`, :mod:`.pods.trial`).
@@ -34,7 +30,7 @@ from pipemorph.control.pods import trial
 from pipemorph.control.pods.ending import Ending
 from pipemorph.control.pods.following import Begins, Ends, Following
 from pipemorph.control.pods.leaving import LEAVE_SECONDS, Leaving
-from pipemorph.control.pods.presence import COMES_SECONDS, Presence
+from pipemorph.control.pods.presence import Presence
 from pipemorph.control.pods.splits import Split, Splits, split_of
 from pipemorph.control.record.progress import Progress
 from pipemorph.exits import PARTS_STAY, TRIAL_ITERATIONS
@@ -45,13 +41,13 @@ LOOK_SECONDS = 1.0
 
 
 class Generations:
-    """The generations of one job, which has ``pods`` pods, spares among them.
+    """The generations of one job, which has ``pods`` pods.
 
     ``saved``: what is in status; None if no generation has followed a failure. ``done``: iterations
     that are known to be finished, beside those of reports to come. ``cut``: which pods have ranks
-    of which replicas, how many replicas may go on without the others, and how many pods are spares;
-    None: all pods have to run. ``most``, ``restarts``, ``patience``: as of :class:`Following`;
-    ``comes``: as of :class:`Presence`. ``relayout``: ``adaptation.relayout``.
+    of which replicas, and how many replicas may go on without the others; None: all pods have to
+    run. ``most``, ``restarts``, ``patience``: as of :class:`Following`. ``relayout``:
+    ``adaptation.relayout``.
     """
 
     def __init__(
@@ -65,18 +61,14 @@ class Generations:
         done: int = 0,
         cut: Parallelism | None = None,
         patience: float = 0.0,
-        comes: float = COMES_SECONDS,
         relayout: bool = False,
     ) -> None:
         self.pods = pods
-        changes = cut is not None and (cut.min_replicas is not None or cut.spares > 0)
-        self._cut = cut if changes else None
+        self._cut = cut if cut is not None and cut.min_replicas is not None else None
         """None: the same pods run in every generation."""
         self.saved = saved or Recoveries()
         """What another ingest has to know before a launcher is told of it."""
-        self.presence = Presence(
-            pods, self._cut, stood_by=self.saved.spares_ready or 0, comes=comes
-        )
+        self.presence = Presence(pods)
         # Their pods still move layers if that was switched off since.
         moved = bool(self.saved.layers) or self.saved.layers_before is not None
         self.splits = Splits(
@@ -154,18 +146,10 @@ class Generations:
         return None if before is None else tuple(before)
 
     @property
-    def spares_ready(self) -> int:
-        """Spares that stand by."""
-        return self.presence.spares_ready
-
-    @property
     def told(self) -> Recoveries | None:
-        """What belongs into status; None where ranks have always been well, and there are no
-        spares."""
-        if not self.presence.spares:
-            news = self.saved.count or self.saved.last or self.saved.layers_fixed
-            return self.saved if news else None
-        return self.saved.model_copy(update={"spares_ready": self.spares_ready})
+        """What belongs into status; None where ranks have always been well."""
+        news = self.saved.count or self.saved.last or self.saved.layers_fixed
+        return self.saved if news else None
 
     @property
     def share(self) -> float:
@@ -237,7 +221,6 @@ class Generations:
             return
         if self.presence.runs(pod):
             self._leaving.heard(now)
-        self._count_spares(now)
 
     def take(self, report: PodReport, now: float, uid: str = "") -> None:
         """Take what a launcher tells. ``now``: wall clock, seconds; ``uid``: of its pod, see
@@ -267,7 +250,6 @@ class Generations:
         if report.event == "gone":
             news = self.presence.asks(report.pod, now)
             if not self.presence.runs(report.pod):
-                self._count_spares(now)
                 if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
                 return
@@ -302,8 +284,7 @@ class Generations:
     def _complete(self) -> bool:
         """Take that the ranks that run have finished. Returns whether pods without any, which may
         still come, have to be told."""
-        waits = bool(self.saved.left_out) or self.presence.spares > 0
-        news = waits and not self._ending and not self.saved.completed
+        news = bool(self.saved.left_out) and not self._ending and not self.saved.completed
         if news:
             self.saved = self.saved.model_copy(update={"completed": True})
         return news
@@ -317,7 +298,6 @@ class Generations:
         if self._cut is None:
             return
         self._looked_at = now
-        self._count_spares(now)
         if self._ending:
             self._decide(now)
             return
@@ -325,11 +305,6 @@ class Generations:
         if now >= over_at:
             self._ending.begin(why, now)
             self._decide(now)
-            return
-        if now >= self._come_by():
-            if (late := self.presence.do_without(now)) is not None:
-                self._ending.begin(late.why, now)
-                self._decide(now)
             return
         if self._leaving.asked:
             if now >= self._leaving.silent_at():
@@ -341,8 +316,8 @@ class Generations:
         if not self.left_out or now < self._leaving.again_at():
             return
         there = self.presence.with_ranks - self.presence.awaited.keys()
-        filled = self.presence.fill(there | self.presence.present(now))
-        if len(filled.running.left_out) < len(self.left_out):
+        running = self.presence.running_in(there | self.presence.present(now))
+        if len(running.left_out) < len(self.left_out):
             self._leaving.for_replicas(now)
 
     def due(self, now: float) -> float | None:
@@ -359,19 +334,9 @@ class Generations:
         over_at = max(now, self.presence.unnoticed()[0])
         if leaving.asked:
             return min(leaving.silent_at(), over_at)
-        at = (leaving.again_at(), self._come_by())
-        found = min((each for each in at if now < each < inf), default=inf)
-        return None if (found := min(found, over_at)) == inf else found
-
-    def _come_by(self) -> float:
-        """Until when pods that have not come are waited for, before spares take their places."""
-        first = self.saved.generation == 0 and not self.progress.ran
-        return self.presence.come_by() if first else inf
-
-    def _count_spares(self, now: float) -> None:
-        """Take how many spares stand by. Of a generation that is over some may be needed."""
-        if not self._ending:
-            self.presence.count_spares(now)
+        at = leaving.again_at()
+        found = min(at if at > now else inf, over_at)
+        return None if found == inf else found
 
     def _join(self, report: PodReport, now: float, uid: str) -> None:
         """Take a launcher that has begun: in the first start of the ranks, or instead of one that
@@ -382,7 +347,6 @@ class Generations:
         ran = self.progress.ran or self.saved.generation > 0
         lost = self.presence.joins(pod, report.launcher, uid, now, ran=ran)
         if not self.presence.runs(pod):
-            self._count_spares(now)
             return
         if not ran:
             self.progress.starts(now)
@@ -401,7 +365,6 @@ class Generations:
         if self.presence.expect(lost, self.attempt, now):
             # Whatever was decided without that: it is told in whole seconds.
             self._ending.decided_at = -inf
-        self._count_spares(now)
 
     def _decide(self, now: float) -> None:
         """What follows the generation, once that is known."""
@@ -431,8 +394,6 @@ class Generations:
         # Those with ranks end these first.
         self._new_generation(self.presence.gone)
         self.progress.begins(begins.record, lost_at, now)
-        self.presence.stand_by_anew()
-        self._count_spares(now)
 
     def _end(self, verdict: str, why: str, cause: int | None) -> None:
         self._verdict = self.state.model_copy(

@@ -19,7 +19,6 @@ SEEN = (
     "RailsHealthy",
     "StagesEven",
     "ReplicasComplete",
-    "SparesReady",
 )
 """Conditions that are False if something is wrong."""
 NAMED = 4
@@ -132,10 +131,6 @@ def _decided(status: JobStatus) -> Iterator[str]:
         newest = recoveries.last[-1]
         took = "" if newest.seconds is None else f" in {duration(newest.seconds)}"
         state = f", with the state of: {newest.state}" if newest.state else ""
-        state += "".join(
-            f", spare pod {each.pod} in the place of pod {each.instead_of}"
-            for each in newest.spares
-        )
         yield (
             f"ranks were started again {plural(recoveries.count, 'time')} within their pods; last"
             f"{took}{state}; cause: {newest.cause}"

@@ -135,7 +135,6 @@ class GenerationState(Answer):
     left_out: LeftOut = ()
     """Pods of these replicas wait."""
     places: Places = ()
-    """Pods that have none wait: they are spares."""
     leave: bool = False
     """Whether its ranks are to leave at an iteration boundary, with copies of their state: a
     replica that is left out may run again, or layers move."""

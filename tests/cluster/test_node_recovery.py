@@ -77,15 +77,16 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Job
 
 @pytest.mark.soak
 @pytest.mark.kueue
-def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs: Jobs) -> None:
+def test_the_pod_of_a_lost_node_is_replaced_in_its_job(
+    release: NodeCluster, node_jobs: Jobs
+) -> None:
     """As by a power cut, and nobody takes the node away. One of two pods with a stage each is on
     it; the state of its rank is in the memory of the other one. The job is in a queue of a real
-    Kueue, with its spare."""
-    well = _gpt_of_two_pods("spare-well", restarts=0, ranks=1)
-    lost = _gpt_of_two_pods("spare-lost", restarts=1, ranks=1)
+    Kueue."""
+    well = _gpt_of_two_pods("node-well", restarts=0, ranks=1)
+    lost = _gpt_of_two_pods("node-lost", restarts=1, ranks=1)
     for job in (well, lost):
         job["spec"]["trainer"]["iterations"] = 150
-    lost["spec"]["parallelism"]["spares"] = 1
     lost["spec"]["recovery"] = {"neighbour": True, "snapshotIterations": SNAPSHOTS}
     lost["spec"]["placement"] = {"gang": {"kueue": {"queue": "training"}}}
     pod = lost["spec"]["template"]["spec"]
@@ -96,23 +97,23 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
     pod["schedulerName"] = "nobody"
 
     node_jobs.apply(well)
-    undisturbed = node_jobs.wait("spare-well", all_told, 180.0)
-    node_jobs.delete("spare-well")
+    undisturbed = node_jobs.wait("node-well", all_told, 180.0)
+    node_jobs.delete("node-well")
 
     first, second = release.nodes[0], release.add_node()
     with _in_a_queue(release, node_jobs.namespace):
         node_jobs.apply(lost)
-        for index, node in enumerate((first, second, first)):
-            _bind(node_jobs, "spare-lost", index, node)
-        node_jobs.wait("spare-lost", "SparesReady=True", START)
-        before = node_jobs.wait("spare-lost", at_iteration(5), START)
+        for index, node in enumerate((first, second)):
+            _bind(node_jobs, "node-lost", index, node)
+        before = node_jobs.wait("node-lost", at_iteration(5), START)
         batch = _batch_job(node_jobs, before)
         workload = _workload_of(node_jobs, batch)
-        pods = node_jobs.pods("spare-lost")
+        pods = node_jobs.pods("node-lost")
 
         second.kill()
         gone = release.wait("nodes", second.name, "Ready=Unknown", 60.0)
-        after = node_jobs.wait("spare-lost", _recovered(1), 120.0)
+        _bind(node_jobs, "node-lost", 1, first, besides=pods[1]["metadata"]["uid"])
+        after = node_jobs.wait("node-lost", _recovered(1), 120.0)
         record = after["status"]["recoveries"]["last"][-1]
         noticed = condition(gone, "Ready")["lastTransitionTime"]
         went_on = datetime.fromisoformat(record["lostAt"]).timestamp() + record["seconds"]
@@ -121,15 +122,12 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
             f"from the loss to the next finished iteration: {record['seconds']} s; from when the"
             f" node's silence is noticed: {seconds:.1f} s; {record}"
         )
-        assert record["spares"] == [{"pod": 2, "insteadOf": 1}], record
+        assert record["replaced"] == [1], record
         assert record["state"] == "neighbour" and record["repeated"] <= SNAPSHOTS, record
-        assert after["status"]["recoveries"]["places"] == [{"place": 1, "pod": 2}]
         # Of a machine that nothing else uses. Of the node only whole seconds are known.
-        assert seconds < 10.0 * patience() + 1.0
+        assert seconds < 30.0 * patience() + 1.0
 
-        _bind(node_jobs, "spare-lost", 1, first, besides=pods[1]["metadata"]["uid"])
-        node_jobs.wait("spare-lost", "SparesReady=True", START)
-        done = node_jobs.wait("spare-lost", all_told, 180.0)
+        done = node_jobs.wait("node-lost", all_told, 180.0)
         for field in ("jobUid", "attempt", "restarts", "disruptions"):
             assert done["status"].get(field) == before["status"].get(field), told(done)
         assert _batch_job(node_jobs, done)["metadata"]["uid"] == batch["metadata"]["uid"]
@@ -138,7 +136,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(release: NodeCluster, node_jobs:
         assert condition(now, "Evicted") == {}, now["status"]
         assert training_of(done)["loss"] == training_of(undisturbed)["loss"], told(done)
         release.remove_node(second)
-        node_jobs.delete("spare-lost")
+        node_jobs.delete("node-lost")
 
 
 @contextmanager

@@ -65,8 +65,6 @@ BAD = [
     ("parallelism", {"stages": 4, "tensor": 2, "order": ["pp"]}, "spec.parallelism.order"),
     ("parallelism", {"stages": 4, "order": ["pp", "dp"]}, "spec.parallelism.order"),
     ("parallelism", {"stages": 4, "order": ["pp", "pp"]}, "spec.parallelism.order"),
-    ("parallelism", {"stages": 4, "spares": 1}, "spec.failurePolicy"),
-    ("parallelism.spares", 1025, "spec.parallelism.spares"),
     ("schedule.microbatches", 0, "spec.schedule.microbatches"),
     ("schedule.policy", "exact", "spec.schedule.policy"),
     ("schedule.policy", "fast", "spec.schedule.policy"),

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.cluster
 
 NAME = "fewer"
 MICROBATCHES = 6
-LATE_SECONDS = 3
 STEP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 
 
@@ -88,7 +87,7 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
     jobs: Jobs,
 ) -> None:
     cut = {"stages": 2, "replicas": 2, "minReplicas": 1, "batch": "keep"}
-    policy = {"maxRestarts": 3, "replacementSeconds": 0, "latePodSeconds": LATE_SECONDS}
+    policy = {"maxRestarts": 3, "replacementSeconds": 0}
     schedule = {"microbatches": MICROBATCHES, "stageTimes": [STEP] * 2}
     job = manifest(NAME, parallelism=cut, schedule=schedule, failurePolicy=policy)
     jobs.apply(job)

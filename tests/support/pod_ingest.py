@@ -84,13 +84,12 @@ class Kept:
         spec = job.spec
         most = spec.failure_policy.max_restarts
         self.of_job = Generations(
-            spec.parallelism.all_pods,
+            spec.parallelism.pods,
             most,
             saved=saved,
             done=max(done, default=0),
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
-            comes=spec.failure_policy.late_pod_seconds,
             relayout=spec.adaptation.relayout,
         )
 

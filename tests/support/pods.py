@@ -61,10 +61,7 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
 
 
 class Job:
-    """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others.
-
-    ``late``: pods that are not started with the others.
-    """
+    """A job of two stages in two pods of ``size`` ranks, unless ``spec`` has others."""
 
     def __init__(
         self,
@@ -77,7 +74,6 @@ class Job:
         spec: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         script: str = SCRIPT,
-        late: Sequence[int] = (),
         **args: Any,
     ) -> None:
         folder.mkdir()
@@ -128,8 +124,7 @@ class Job:
         self._uids: dict[int, str] = {}
         """Of each pod."""
         self.ingest = self.start_ingest()
-        there = [index for index in range(cut.all_pods) if index not in late]
-        self.pods = {index: self.start_pod(index) for index in there}
+        self.pods = {index: self.start_pod(index) for index in range(cut.pods)}
 
     def _start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:

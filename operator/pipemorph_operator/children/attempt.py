@@ -39,8 +39,7 @@ class Attempt:
 
     @property
     def pods(self) -> int:
-        """With spares: those wait in pods like all others."""
-        return self.job.spec.parallelism.all_pods
+        return self.job.spec.parallelism.pods
 
     @property
     def recovers(self) -> bool:

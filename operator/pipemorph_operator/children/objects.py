@@ -73,7 +73,7 @@ def job_file(job: PipeMorphJob) -> str:
     for field in ("template", "placement", "suspend", "managedBy", "failurePolicy"):
         whole["spec"].pop(field, None)
     cut = job.spec.parallelism
-    if cut.min_replicas is not None or cut.spares or job.spec.adaptation.relayout:
+    if cut.min_replicas is not None or job.spec.adaptation.relayout:
         # Such a job needs it. How many there may be, which an edit may change, the ingest knows.
         whole["spec"]["failurePolicy"] = {"maxRestarts": 1}
     whole["metadata"] = {"name": job.metadata.name, "namespace": job.metadata.namespace}
@@ -108,8 +108,8 @@ def secret(attempt: Attempt, key: str) -> Object:
 
 
 def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
-    """One Indexed Job: completion index = pod, with ``ranks_per_pod`` ranks, or a spare. One failed
-    rank ends the attempt, unless launchers start ranks again: then a lost pod is replaced."""
+    """One Indexed Job: completion index = pod, with ``ranks_per_pod`` ranks. One failed rank ends
+    the attempt, unless launchers start ranks again: then a lost pod is replaced."""
     labels = attempt.labels() | gang.job_labels(attempt.job)
     template = pod.template(attempt, config)
     spec: Object = {
@@ -117,7 +117,7 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "parallelism": attempt.pods,
         "completionMode": "Indexed",
         "podReplacementPolicy": "Failed",
-        **(_replaces_pods(attempt) if _may_replace(attempt, template) else _ends_with_a_pod()),
+        **(_replaces_pods() if _may_replace(attempt, template) else _ends_with_a_pod()),
         "template": template,
     }
     if not gang.queued_by_kueue(attempt.job):
@@ -143,19 +143,14 @@ def _ends_with_a_pod() -> Object:
     return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
 
 
-def _replaces_pods(attempt: Attempt) -> Object:
+def _replaces_pods() -> Object:
     """A launcher ends with a code of its own if the attempt has to end."""
-    lost = list(EXITS_LOST)
-    if attempt.job.spec.parallelism.spares:
-        # Of the pod that takes a lost one's place all others would wait for another node. With
-        # spares they train, so the Job controller may try again.
-        lost.append(names.EXIT_PREFLIGHT)
     return {
         # A pod that the Job controller has counted before the operator came is made again after
         # 10 s, then 20 s; after that a new Job is better.
         "backoffLimitPerIndex": BACKOFFS_PER_INDEX,
         "maxFailedIndexes": 0,
-        "podFailurePolicy": {"rules": [_disrupted("Ignore"), _exits_other_than(0, *lost)]},
+        "podFailurePolicy": {"rules": [_disrupted("Ignore"), _exits_other_than(0, *EXITS_LOST)]},
     }
 
 

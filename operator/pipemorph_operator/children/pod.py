@@ -70,7 +70,6 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     cut = attempt.job.spec.parallelism
     needing = {
         "parallelism.minReplicas": cut.min_replicas is not None,
-        "parallelism.spares": bool(cut.spares),
         "adaptation.relayout": attempt.job.spec.adaptation.relayout,
     }
     if any(needing.values()) and not generations:
@@ -245,7 +244,7 @@ def _environment(
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
         values[KEPT_VARIABLE] = kept.FOLDER
-    if spec.parallelism.min_replicas is not None or spec.parallelism.spares:
+    if spec.parallelism.min_replicas is not None:
         # Any pod may be the first one.
         values["PIPEMORPH_POD_ADDRESS"] = attempt.pod_address
     if config.ca_pem:

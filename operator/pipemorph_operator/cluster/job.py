@@ -65,7 +65,6 @@ def current_name(body: Mapping[str, Any]) -> str:
     sizes = ("stages", "replicas", "shard", "context", "tensor")
     in_a_pod = [int(cut.get(size) or 1) for size in ("stagesPerRank", "ranksPerPod")]
     pods = prod(int(cut.get(size) or 1) for size in sizes) // prod(in_a_pod)
-    pods += int(cut.get("spares") or 0)
     number = (body.get("status") or {}).get("attempt") or 0
     metadata = body["metadata"]
     return attempt_name(metadata["name"], metadata["uid"], number, pods)

@@ -100,18 +100,6 @@ WITH_MIN_REPLICAS = (
 )
 """What a job with ``parallelism.minReplicas`` needs: rule, message and field."""
 
-WITH_SPARES = (
-    _STARTS_AGAIN,
-    _BEGINS_ALONE,
-    (
-        "!has(self.placement) || !has(self.placement.topology)"
-        " || !has(self.placement.topology.per) || self.placement.topology.per == 'job'",
-        "does not go with placement.topology.per pipeline: a spare is of no pipeline",
-        ".placement.topology",
-    ),
-)
-"""What a job with ``parallelism.spares`` needs: rule, message and field."""
-
 WITH_RELAYOUT = (
     _STARTS_AGAIN,
     (
@@ -227,14 +215,6 @@ RULES: dict[str, list[Rule]] = {
         ),
         *(
             Rule(
-                rule=f"self.parallelism.spares == 0 || {rule}",
-                message=f"parallelism.spares {message}",
-                field_path=field_path,
-            )
-            for rule, message, field_path in WITH_SPARES
-        ),
-        *(
-            Rule(
                 rule=f"!has(self.adaptation) || !self.adaptation.relayout || {rule}",
                 message=f"adaptation.relayout {message}",
                 field_path=field_path,
@@ -247,12 +227,6 @@ RULES: dict[str, list[Rule]] = {
             rule="!has(self.layers) || self.layers % self.stages == 0",
             message="layers must be a multiple of stages",
             field_path=".layers",
-        ),
-        Rule(
-            rule=f"{PP_RANKS} * {_product('self', COLUMN_SIZES)} / self.ranksPerPod + self.spares"
-            f" <= {MAX_RANKS}",
-            message=f"there must be at most {MAX_RANKS} pods, spares among them",
-            field_path=".spares",
         ),
         Rule(
             rule="!has(self.minReplicas) || self.minReplicas <= self.replicas",

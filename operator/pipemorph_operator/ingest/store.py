@@ -308,7 +308,7 @@ class ClusterStore:
             seen is not None and seen.attempt == attempt and seen.last_report_time is not None
         )
         generations = Generations(
-            spec.parallelism.all_pods,
+            spec.parallelism.pods,
             spec.failure_policy.max_restarts,
             attempt,
             status.recoveries,
@@ -317,7 +317,6 @@ class ClusterStore:
             done=seen.iteration if seen is not None and seen.attempt == attempt else 0,
             cut=spec.parallelism,
             patience=spec.failure_policy.replacement_seconds,
-            comes=spec.failure_policy.late_pod_seconds,
             relayout=spec.adaptation.relayout,
         )
         generations.expect(status.replacements, self._clock())
@@ -386,7 +385,6 @@ class ClusterStore:
         tracked.spec = spec
         tracked.generations.following.most = spec.failure_policy.max_restarts
         tracked.generations.following.patience = spec.failure_policy.replacement_seconds
-        tracked.generations.presence.comes = spec.failure_policy.late_pod_seconds
         tracked.generations.relayout = spec.adaptation.relayout
         if spec.adaptation == tracked.controller.spec.adaptation:
             return

@@ -135,10 +135,8 @@ def delay_seconds(consecutive: int) -> float:
 
 def ranks_of(index: int, parallelism: Parallelism, places: Places = ()) -> str:
     """``rank 5 (stage 1, replica 1)``, or ``pod 5 (ranks 40 to 47)`` if a pod has several ranks;
-    with ``in pod 8`` if they are those of another pod, and ``pod 8 (a spare)`` if it has none."""
+    with ``in pod 8`` if they are those of another pod."""
     size, place = parallelism.ranks_per_pod, Running(parallelism, places=places).place(index)
-    if place is None:
-        return f"pod {index} (a spare)"
     if size > 1:
         return f"pod {index} (ranks {place * size} to {(place + 1) * size - 1})"
     rank = str(parallelism.mesh.coordinate(place))

@@ -168,7 +168,7 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
     draft.end_attempts()
     draft.stop_clock()
-    draft.status.pods = PodCounts(wanted=job.spec.parallelism.all_pods)
+    draft.status.pods = PodCounts(wanted=job.spec.parallelism.pods)
     if running:
         draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
         draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
@@ -291,12 +291,9 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
         )
     pods = current.ready + current.succeeded
-    if not _has_begun(draft):
-        # Any of them may be spares. Once the ranks train, these take the places of lost ones.
-        pods = max(0, pods - job.spec.parallelism.spares)
     ready = min(ranks, pods * per_pod)
     status.pods = PodCounts(
-        wanted=job.spec.parallelism.all_pods,
+        wanted=job.spec.parallelism.pods,
         active=current.active,
         ready=current.ready,
         succeeded=current.succeeded,
@@ -329,7 +326,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     # Time in a queue counts neither for the deadline nor as run time of the attempt.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
-    if current.succeeded >= job.spec.parallelism.all_pods:
+    if current.succeeded >= job.spec.parallelism.pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
     late = finishing.never_ran(draft, job, current)
     if draft.out.needs_pods:
@@ -349,13 +346,6 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         if lost is not None:
             return _ended(draft, job, lost)
     return draft.done()
-
-
-def _has_begun(draft: Draft) -> bool:
-    """Whether ranks of the attempt have trained, as the ingest has written."""
-    training = (draft.seen.body.get("status") or {}).get("training") or {}
-    attempt, state = training.get("attempt"), training.get("state", "starting")
-    return attempt == draft.status.attempt and state != "starting"
 
 
 def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:

@@ -37,10 +37,10 @@ def _note_new_links(draft: Draft, job: PipeMorphJob, slow: list[SlowLink]) -> No
     cut = job.spec.parallelism
     place = Running(cut, places=draft.places).place
     nodes = {
-        rank: pod.node
+        place(pod.index) * cut.ranks_per_pod + local_rank: pod.node
         for pod in draft.seen.pods
-        if pod.node is not None and (at := place(pod.index)) is not None
-        for rank in range(at * cut.ranks_per_pod, (at + 1) * cut.ranks_per_pod)
+        if pod.node is not None
+        for local_rank in range(cut.ranks_per_pod)
     }
     missing = [link for link in slow if (link.link, link.replica) not in known]
     draft.status.attempt_nodes = node_exclusion.note_nodes(

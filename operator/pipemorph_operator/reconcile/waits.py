@@ -26,7 +26,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     seen, ranks = draft.seen, job.spec.parallelism.world_size
     message = f"{ready} of {ranks} ranks are ready"
     age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
-    nobody = current.missing == job.spec.parallelism.all_pods
+    nobody = current.missing == job.spec.parallelism.pods
     patience = MISSING_SECONDS if nobody else STUCK_SECONDS
     if age < patience:
         draft.requeue_within(patience - age + 0.1)

@@ -13,7 +13,6 @@ from pipemorph.planning.ir import StagePlacement
 MAX_RANKS = 100_000
 """Kubernetes' limit of completions of an Indexed Job."""
 MAX_RANKS_PER_POD = 64
-MAX_SPARES = 1024
 
 
 class Parallelism(SpecModel):
@@ -48,14 +47,6 @@ class Parallelism(SpecModel):
         description="With minReplicas, what becomes of the global batch while fewer replicas "
         "train. shrink: each has as many microbatches as before, so the batch is smaller "
         "meanwhile. keep: they share out the microbatches of all, so each iteration takes longer.",
-    )
-    spares: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_SPARES,
-        description="Pods beside those with ranks: they wait with their programs imported, and one "
-        "takes the place of a lost pod at once; the pod that Kubernetes makes for that waits from "
-        "then on. They count for quotas. Needs a cluster and failurePolicy.maxRestarts.",
     )
     shard: int = Field(
         default=1,
@@ -108,12 +99,6 @@ class Parallelism(SpecModel):
                 "ranksPerPod",
                 f"is {self.ranks_per_pod}, which does not divide the job's {self.world_size} "
                 "ranks; use a divisor",
-            )
-        if self.all_pods > MAX_RANKS:
-            raise FieldError(
-                "spares",
-                f"is {self.spares}; with the {self.pods} pods that have ranks that are"
-                f" {self.all_pods} pods; expected at most {MAX_RANKS}",
             )
         self._check_min_replicas()
         if self.layers is not None and self.layers % self.stages:
@@ -168,10 +153,5 @@ class Parallelism(SpecModel):
 
     @property
     def pods(self) -> int:
-        """Pods that have ranks."""
+        """Number of pods."""
         return self.world_size // self.ranks_per_pod
-
-    @property
-    def all_pods(self) -> int:
-        """Those, and spares."""
-        return self.pods + self.spares

@@ -67,11 +67,3 @@ class FailurePolicy(SpecModel):
         description="With parallelism.minReplicas: how long all replicas wait for the pod that "
         "takes the place of a lost one, before those that are whole train on.",
     )
-    late_pod_seconds: int = Field(
-        default=60,
-        ge=1,
-        le=86400,
-        description="With parallelism.spares: at the first start of the ranks, how long a pod is "
-        "waited for after the last one that has come, before a spare takes its place. If it comes "
-        "later it is a spare.",
-    )

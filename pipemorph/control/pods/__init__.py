@@ -1,1 +1,1 @@
-"""Which pods of a job are there, and which of them has which place."""
+"""Generations of ranks: the pods that host them, how they end, and what follows."""

@@ -21,12 +21,10 @@ from pipemorph.api.status_recoveries import (
     PlaceInPod,
     Recoveries,
     RecoveryRecord,
-    SpareUsed,
 )
 from pipemorph.control.decide.ladder import Ladder, Rung
 from pipemorph.control.pods import trial
 from pipemorph.control.pods.ending import Ending
-from pipemorph.control.pods.places import Filled
 from pipemorph.control.pods.presence import Presence
 from pipemorph.control.pods.splits import Splits, named, split_of
 from pipemorph.control.record.progress import Progress
@@ -34,11 +32,11 @@ from pipemorph.wire import PodReport
 
 
 class Ready(NamedTuple):
-    """Who can begin. ``missing``: pods that had ranks and are not waited for any more; ``filled``:
-    which pods have which places, None if all do, as ever."""
+    """The pods that can begin. ``missing``: those that had ranks and are not waited for any more;
+    ``running``: the replicas that run, and their pods; None: all run."""
 
     missing: frozenset[int]
-    filled: Filled | None
+    running: Running | None
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,14 @@ class Following:
         unknown = missing - presence.lost.keys()
         if unknown and now < presence.silent_until(ending.at):
             return None
-        filled = presence.fill(presence.present(now))
-        if missing and now < self._given_up_at(missing, filled, ending, left_out):
+        running = presence.running_in(presence.present(now))
+        if missing and now < self._given_up_at(missing, running, ending, left_out):
             return None
-        without = filled.running.left_out
-        least = self._cut.min_replicas or self._cut.replicas
-        if self._cut.replicas - len(without) < least:
+        if len(running.replicas) < (self._cut.min_replicas or 1):
             return None
-        if without and now < presence.settled_at():
+        if running.left_out and now < presence.settled_at():
             return None
-        return Ready(missing, filled)
+        return Ready(missing, running)
 
     def due(self, ending: Ending, left_out: Collection[int], now: float) -> float | None:
         """When time alone may decide that they can begin; None: it does not."""
@@ -113,17 +109,17 @@ class Following:
         silent = presence.silent_until(ending.at)
         if missing - presence.lost.keys() and ending.decided_at < silent:
             return silent
-        filled = presence.fill(presence.present(now))
-        at = self._given_up_at(missing, filled, ending, left_out)
-        if filled.running.left_out:
+        running = presence.running_in(presence.present(now))
+        at = self._given_up_at(missing, running, ending, left_out)
+        if running.left_out:
             at = max(at, presence.settled_at())
         return at if ending.decided_at < at < inf else None
 
     def _given_up_at(
-        self, missing: frozenset[int], filled: Filled, ending: Ending, left_out: Collection[int]
+        self, missing: frozenset[int], running: Running, ending: Ending, left_out: Collection[int]
     ) -> float:
-        """When none of these pods is waited for any more. ``filled``: what runs without them."""
-        whole = set(filled.running.left_out) <= set(left_out)
+        """When none of these pods is waited for any more. ``running``: what runs without them."""
+        whole = set(running.left_out) <= set(left_out)
         patience = 0.0 if whole else self.patience
         return self._presence.given_up_at(missing, ending.at, patience)
 
@@ -131,8 +127,8 @@ class Following:
 
     def after(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
         """``saved``: what is in status of the generation that is over."""
-        resizes = self._cut is not None and self._cut.min_replicas is not None
-        if (resizes or self._splits.left) and not ending.losses and not ready.missing:
+        changes = self._cut is not None or self._splits.left
+        if changes and not ending.losses and not ready.missing:
             # Of ranks that leave none has failed, whoever had asked them to.
             return self._change(saved, ending, ready)
         return self._recovery(saved, ending, ready)
@@ -140,8 +136,8 @@ class Following:
     def _change(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins:
         """A generation of other replicas, or with other layers, which no failure was the cause
         of."""
-        filled, asked = ready.filled, self._splits.asked
-        left_out = filled.running.left_out if filled is not None else ()
+        running, asked = ready.running, self._splits.asked
+        left_out = running.left_out if running is not None else ()
         back = ", ".join(str(each) for each in saved.left_out if each not in left_out)
         cause = f"all pods of replica {back} are there again" if back else "the ranks left"
         if asked:
@@ -156,9 +152,9 @@ class Following:
             iterations_done=self._splits.reached or self._progress.done,
             layers=list(asked),
             promised=self._splits.promised,
-            **self._words_of(filled),
+            **self._words_of(running),
         )
-        return self._begin(trial.taken_up(saved, asked), record, filled)
+        return self._begin(trial.taken_up(saved, asked), record, running)
 
     def _recovery(self, before: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
         """A generation after a failure, or none."""
@@ -212,9 +208,9 @@ class Following:
             rank=cause.rank,
             iterations_done=self._progress.done,
             layers=list(layers),
-            **self._words_of(ready.filled),
+            **self._words_of(ready.running),
         )
-        return self._begin(after.model_copy(update=told), record, ready.filled)
+        return self._begin(after.model_copy(update=told), record, ready.running)
 
     def elsewhere(
         self, saved: Recoveries, generation: int, told: PodReport | None
@@ -238,28 +234,22 @@ class Following:
             update["places"] = _placed(told.places)
         return saved.model_copy(update=update)
 
-    def _words_of(self, filled: Filled | None) -> dict[str, Any]:
+    def _words_of(self, running: Running | None) -> dict[str, Any]:
         """What a record tells of the pods that run."""
-        taken = filled.taken if filled is not None else {}
-        spares = [SpareUsed(pod=pod, instead_of=lost) for pod, lost in sorted(taken.items())]
-        replaced = sorted(self._presence.replaced - set(taken.values()))
-        found: dict[str, Any] = {
-            "replaced": replaced[:MAX_REPLACED_KEPT],
-            "spares": spares[:MAX_REPLACED_KEPT],
-        }
-        if filled is not None and filled.running.cut.min_replicas is not None:
-            found["replicas"] = len(filled.running.replicas)
+        found: dict[str, Any] = {"replaced": sorted(self._presence.replaced)[:MAX_REPLACED_KEPT]}
+        if running is not None:
+            found["replicas"] = len(running.replicas)
         return found
 
     @staticmethod
-    def _begin(saved: Recoveries, record: RecoveryRecord, filled: Filled | None) -> Begins:
+    def _begin(saved: Recoveries, record: RecoveryRecord, running: Running | None) -> Begins:
         update: dict[str, Any] = {
             "generation": record.generation,
             "last": [*saved.last, record][-MAX_RECOVERIES_KEPT:],
         }
-        if filled is not None:
-            update["left_out"] = list(filled.running.left_out)
-            update["places"] = _placed(filled.running.places)
+        if running is not None:
+            update["left_out"] = list(running.left_out)
+            update["places"] = _placed(running.places)
         return Begins(saved.model_copy(update=update), record)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from math import inf
 
-from pipemorph.control.pods.presence import SELDOM_SECONDS
 from pipemorph.control.pods.splits import Split, Splits, named
 
-LEAVE_SECONDS = SELDOM_SECONDS
+LEAVE_SECONDS = 600.0
 """Of ranks that are to leave: how long to wait while nothing is heard of them."""
 STAY_SECONDS = 60.0
 """Ranks that could not leave are asked again after so long."""

@@ -1,4 +1,4 @@
-"""Which pods of a job are there: which are lost, have not come, or stand by as spares.
+"""Which pods of a job are there: which are lost, and which wait.
 
 Pure: words of launchers and of the host, and times, in; sets of pods out. What follows for the
 ranks :class:`~pipemorph.control.generations.Generations` decides.
@@ -12,18 +12,12 @@ from math import inf
 from typing import NamedTuple
 
 from pipemorph.api.running import Running
-from pipemorph.api.sections.parallelism import Parallelism
-from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.control.pods.places import Filled, fill
 
 REPLACED_SECONDS = 300.0
 """How long the pods of a job wait for the one that takes the place of a lost pod. After that they
 end, and give back what they hold: the next attempt queues for all."""
-COMES_SECONDS = float(FailurePolicy().late_pod_seconds)
-"""By default, at the first start of the ranks: how long a pod is waited for after the last one that
-has come, before a spare takes its place. If it comes after all it is a spare, so little is lost."""
 SILENT_SECONDS = 45.0
 """How long to wait for the word of a pod of which nobody knows that it is lost: longer than its
 ranks may take to end, and less long than other pods wait for it."""
@@ -36,8 +30,6 @@ goes on without them: two of their requests."""
 GONE_SECONDS = 2.0
 """After the latest time at which the ranks of a lost pod end: for their peers to notice, which say
 more. Where its node is lost at once no connection ends, and they would wait for a message."""
-SELDOM_SECONDS = 600.0
-"""Longer than launchers that may not keep a poll open wait between two requests."""
 
 
 class Lost(NamedTuple):
@@ -50,24 +42,10 @@ class Lost(NamedTuple):
 
 
 class Presence:
-    """The pods of one job: ``pods``, spares among them.
+    """The ``pods`` pods of one job."""
 
-    ``cut``: of a job of which not all pods have ranks in every generation; None: they have.
-    ``stood_by``: spares that did as far as another ingest has heard. ``comes``: seconds after which
-    pods that have not come are not waited for.
-    """
-
-    def __init__(
-        self,
-        pods: int,
-        cut: Parallelism | None,
-        *,
-        stood_by: int = 0,
-        comes: float = COMES_SECONDS,
-    ) -> None:
-        self.pods, self._cut, self.comes = pods, cut, comes
-        self.spares_ready = self._stood_by = stood_by
-        """``spares_ready``: spares that stand by."""
+    def __init__(self, pods: int) -> None:
+        self.pods = pods
         self._settles_at: float | None = None
         """Until when pods that wait may not have been heard of yet; None: not known yet."""
         self._begin_pods()
@@ -85,12 +63,6 @@ class Presence:
         """By pod, of the one that was heard of last, where the host knows it."""
         self.uncounted: set[int] = set()
         """Pods whose loss no program has a part in."""
-        self._came: set[int] = set()
-        """Pods with ranks in generation 0 of which was heard, and which are not lost."""
-        self._came_at = -inf
-        """When the last of them came."""
-        self._came_elsewhere = False
-        """Whether some came before this ingest had the job."""
         self._seen: dict[int, float] = {}
         """When a pod without ranks last asked for the next generation."""
 
@@ -98,7 +70,6 @@ class Presence:
         """All pods are others from now on."""
         self._begin_pods()
         self._settles_at = -inf
-        self.spares_ready = self._stood_by = 0
 
     def begin_generation(self, running: Running | None, waiting: Collection[int] = ()) -> None:
         """Ranks begin in the pods of ``running``; None: in all. ``waiting``: pods that go on
@@ -128,7 +99,6 @@ class Presence:
         if uid in self._told:
             self.uids.setdefault(pod, uid)
             return False
-        self._come(pod, now)
         known = self.uids.get(pod)
         if uid and (known is None or known in self._told):
             if known is not None:
@@ -173,7 +143,6 @@ class Presence:
         self.launchers[pod] = launcher
         if uid:
             self.uids[pod] = uid
-        self._come(pod, now)
         self.awaited.pop(pod, None)
         lost = self.lost.pop(pod, None)
         if not self.runs(pod):
@@ -210,10 +179,6 @@ class Presence:
             gone_by = inf if each.gone_by is None else _seconds(each.gone_by)
             self.awaited[each.pod], self.lost[each.pod] = at, Lost(each.cause, at, gone_by)
             self.gone.discard(each.pod)
-            self._came.discard(each.pod)
-            self._came_at = max(self._came_at, at)
-            if not self.runs(each.pod):
-                self._stood_by = 0
             if each.counted:
                 self.uncounted.discard(each.pod)
             else:
@@ -266,60 +231,10 @@ class Presence:
         first = min((self.lost[pod] for pod in known), key=lambda each: each.gone_by, default=None)
         return (inf, "") if first is None else (first.gone_by + GONE_SECONDS, first.why)
 
-    # --- who takes which place ----------------------------------------------------------------
-
-    def fill(self, pods: Collection[int]) -> Filled:
+    def running_in(self, pods: Collection[int]) -> Running:
         """What may run in these pods."""
         assert self.running is not None, "all pods run"
-        return fill(self.running, pods, self.replaced)
-
-    @property
-    def spares(self) -> int:
-        return 0 if self._cut is None else self._cut.spares
-
-    def stand_by_anew(self) -> None:
-        """Spares of which another ingest has heard may have ranks now."""
-        self._stood_by = 0
-
-    def count_spares(self, now: float) -> None:
-        """Take how many spares stand by."""
-        if not self.spares or self.running is None:
-            return
-        place = self.running.place
-        ready = sum(place(pod) is None and self.is_present(pod, now) for pod in self.gone)
-        if self._settles_at is None or now < self._settles_at:
-            ready = max(ready, self._stood_by)
-        self.spares_ready = ready
-
-    def come_by(self) -> float:
-        """Until when pods that are not there at the first start of the ranks may come before spares
-        take their places; inf: all are there."""
-        if self._cut is None or not self.spares or len(self._came) in (0, self._cut.pods):
-            return inf
-        # Those that came elsewhere may not ask for that long.
-        return self._came_at + (SELDOM_SECONDS if self._came_elsewhere else self.comes)
-
-    def do_without(self, now: float) -> Lost | None:
-        """Take pods that have not come for lost, if spares make up for all of them: a start with
-        some missing would wait as this one does. Returns how the first one was."""
-        if self.fill(self._came | self.present(now)).running.left_out:
-            return None
-        late = sorted(self.with_ranks - self._came)
-        for pod in late:
-            if pod not in self.lost:
-                why = f"pod {pod} has not come {now - self._came_at:.0f} s after the others"
-                self.lost[pod], self.awaited[pod] = Lost(why, now), now
-                self.uncounted.add(pod)
-        return self.lost[late[0]]
-
-    def _come(self, pod: int, now: float) -> None:
-        """Take that a pod is there."""
-        if self._cut is None or pod >= self._cut.pods or pod in self._came:
-            return
-        self._came.add(pod)
-        self._came_at = max(self._came_at, now)
-        # All say first that they have joined, be it to another ingest.
-        self._came_elsewhere |= pod not in self.launchers
+        return self.running.in_pods(pods)
 
 
 def _seconds(timestamp: str) -> float:

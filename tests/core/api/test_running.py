@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from pipemorph.api.running import Running
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
+from pipemorph.api.status_recoveries import MAX_PLACES
+from pipemorph.wire.generations import MAX_MOVED
 
 ORDERS = (["pp", "dp_replicate", "tp"], ["dp_replicate", "pp", "tp"], ["tp", "pp", "dp_replicate"])
 
@@ -138,47 +140,43 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
 
 
 def test_a_place_is_in_one_pod() -> None:
-    cut = Parallelism.model_validate({"stages": 4, "ranksPerPod": 2, "spares": 2})
-    assert (cut.pods, cut.all_pods) == (2, 4)
+    cut = Parallelism.model_validate({"stages": 6, "ranksPerPod": 2})
     first = Running(cut)
-    assert [first.place(pod) for pod in range(4)] == [0, 1, None, None]
-    assert (first.pods, first.holders, first.fits()) == ((0, 1), {0, 1}, True)
-    moved = Running(cut, places=((0, 3), (1, 0)))
-    assert [moved.place(pod) for pod in range(4)] == [1, None, None, 0]
-    assert (moved.pods, moved.holders, moved.fits()) == ((3, 0), {0, 3}, True)
-    for wrong in (((0, 1),), ((0, 2), (1, 2)), ((0, 2), (0, 3)), ((2, 0),), ((0, 4),)):
+    assert ([first.place(pod) for pod in range(3)], first.pods, first.fits()) == (
+        [0, 1, 2], (0, 1, 2), True,
+    )  # fmt: skip
+    moved = Running(cut, places=((0, 2), (2, 1), (1, 0)))
+    assert ([moved.place(pod) for pod in range(3)], moved.pods, moved.fits()) == (
+        [1, 2, 0], (2, 0, 1), True,
+    )  # fmt: skip
+    for wrong in (((0, 1),), ((0, 2), (1, 2)), ((0, 2), (0, 1)), ((3, 0),), ((0, 3), (2, 0))):
         assert not Running(cut, places=wrong).fits(), wrong
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, "failurePolicy.maxRestarts: is 0, with parallelism.spares"),
-        (
-            {"placement": {"rdma": {"resourceName": "a/b", "check": "require"}}},
-            "placement.rdma.check: is require, with parallelism.spares",
-        ),
-        (
-            {
-                "placement": {
-                    "topology": {"key": "rack", "required": True, "per": "pipeline"},
-                    "gang": {"kueue": {"queue": "q"}},
-                }
-            },
-            "placement.topology.per: is pipeline, with parallelism.spares: a spare is of no pipe",
-        ),
-    ],
-)
-def test_fields_that_do_not_go_with_spares_are_refused(changes: dict[str, Any], why: str) -> None:
-    policy = {"failurePolicy": {"maxRestarts": 1 if changes else 0}}
-    with pytest.raises(ValidationError, match=why):
-        spec(parallelism={"stages": 2, "spares": 1}, **policy, **changes)
+def test_status_has_room_for_the_places_of_a_report() -> None:
+    assert MAX_MOVED == MAX_PLACES
 
 
-def test_there_may_be_as_many_pods_as_a_job_may_have() -> None:
-    why = "spares: is 1000; with the 99500 pods that have ranks that are 100500 pods; expected at"
-    with pytest.raises(ValidationError, match=why):
-        Parallelism.model_validate({"stages": 199, "replicas": 500, "spares": 1000})
+@pytest.mark.parametrize(("each", "ready"), [(1, {0, 1, 2, 4, 5}), (2, {0, 2})])
+def test_replicas_run_whose_pods_are_ready(each: int, ready: set[int]) -> None:
+    """Six ranks: pods with one each, or with a whole replica."""
+    cut = Parallelism.model_validate(
+        {
+            "stages": 2,
+            "replicas": 3,
+            "ranksPerPod": each,
+            "minReplicas": 1,
+            "order": ["dp_replicate", "pp"],
+        }
+    )
+    whole = Running(cut)
+    assert whole.in_pods(range(cut.pods)) == whole
+    assert whole.in_pods(ready) == Running(cut, (1,))
+    assert Running(cut, (1,)).in_pods(range(cut.pods)) == whole, "all are back"
+    moved = Running(cut, places=((0, 1), (1, 0)))
+    assert moved.in_pods(set(range(cut.pods)) - {0}) == Running(
+        cut, (0,) if each == 1 else (1,), moved.places
+    ), "the place that is in pod 0"
 
 
 def test_the_smaller_job_has_what_each_replica_has_in_the_whole_one() -> None:

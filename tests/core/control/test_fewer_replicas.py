@@ -14,6 +14,7 @@ from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import WrongAttempt
 from pipemorph.control.pods.leaving import LEAVE_SECONDS, STAY_SECONDS
 from pipemorph.control.pods.presence import (
+    GONE_SECONDS,
     REPLACED_SECONDS,
     SILENT_SECONDS,
     TAKEOVER_SECONDS,
@@ -222,8 +223,56 @@ def test_an_ingest_that_is_replaced_knows_who_runs() -> None:
     # One that could not write it hears it from launchers.
     deaf = Generations(6, 5, cut=CUT, patience=PATIENCE)
     assert not deaf.begun(1), "a poll does not say without which replicas"
-    deaf.take(word("gone", 2, 1, left_out=[1]), 27.0)
+    two = word("gone", 2, 1, left_out=[1], places=((0, 4),))
+    assert not deaf.begun(1, two), "two places in one pod"
+    moved = {"left_out": [1], "places": ((0, 4), (4, 0))}
+    deaf.take(word("gone", 2, 1, **moved), 27.0)
     assert (deaf.state.generation, deaf.state.left_out, deaf.state.over) == (1, (1,), False)
+    assert deaf.state.places == ((0, 4), (4, 0))
+    # These stay as they are, whichever replicas run.
+    deaf.take(word("joined", 3, launcher="new"), 28.0)
+    deaf.take(word("gone", 3, 1, launcher="new", **moved), 29.0)
+    for pod in (0, 1, 4, 5):
+        deaf.take(word("gone", pod, 1, **moved), 30.0)
+    assert (deaf.state.generation, deaf.state.left_out) == (2, ())
+    assert deaf.state.places == ((0, 4), (4, 0))
+
+
+def test_a_pod_whose_peers_notice_nothing_is_given_up_when_its_ranks_have_ended() -> None:
+    """Its node lost power, so that no connection has ended. Until its grace period is over, ranks
+    of a pod that is deleted may save."""
+    job = started()
+    gone_by = lost_pod(3, 40.0).at
+    job.expect([lost_pod(3, 10.0, gone_by=gone_by, cause="node n is lost")], 11.0)
+    assert job.due(11.0) == 40.0 + GONE_SECONDS
+    job.look(41.0)
+    assert not job.state.over
+    job.look(42.0)
+    assert (job.state.over, job.state.reason) == (True, "node n is lost")
+    end(job, 0, 1, 2, 4, 5, now=43.0, finished=5)
+    job.look(42.0 + PATIENCE)
+    assert (job.state.generation, job.state.left_out) == (1, (1,))
+    (record,) = job.saved.last
+    assert (record.pod, record.cause) == (3, "node n is lost")
+
+
+def test_what_is_told_late_of_a_lost_pod_is_due_at_once() -> None:
+    job = started()
+    job.expect([lost_pod(3, 10.0, gone_by=lost_pod(3, 10.0).at)], 60.0)
+    assert job.due(60.0) == 60.0
+    job.look(60.0)
+    assert job.state.over
+
+
+def test_of_a_lost_pod_whose_replica_is_left_out_nothing_is_due() -> None:
+    job = started()
+    job.expect([lost_pod(3, 10.0, gone_by=lost_pod(3, 12.0).at)], 10.0)
+    end(job, 0, 1, 2, 4, 5, now=11.0, finished=5)
+    job.look(11.0 + PATIENCE)
+    assert job.state.generation == 1
+    assert job.due(21.5) is None
+    job.look(30.0)
+    assert not job.state.over
 
 
 def taken_over(job: Generations, *lost: PodReplacement, now: float) -> Generations:

@@ -26,7 +26,7 @@ KEPT = ResumedFrom(iteration=LEFT_AT, rung="kept")
 def started(
     cut: Parallelism | None = CUT, saved: Recoveries | None = None, *, relayout: bool = True
 ) -> Generations:
-    pods = cut.all_pods if cut else 2
+    pods = cut.pods if cut else 2
     return Generations(pods, 5, cut=cut, saved=saved, done=LEFT_AT, relayout=relayout)
 
 
@@ -206,10 +206,9 @@ def test_ranks_whose_parts_cannot_change_are_not_asked_again(late: bool) -> None
     assert not started(saved=job.told).ask((2, 4), ASKED), "another ingest knows it as well"
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_ranks_that_do_not_leave_are_asked_no_more(spares: int) -> None:
+def test_ranks_that_do_not_leave_are_asked_no_more() -> None:
     """As if no launcher passes it on, or an iteration takes long. They may leave all the same."""
-    job, late = started(Parallelism(stages=2, layers=6, spares=spares)), ASKED + LEAVE_SECONDS
+    job, late = started(), ASKED + LEAVE_SECONDS
     assert job.ask((4, 2), ASKED) and job.due(ASKED) == late
     job.look(late - 1.0)
     assert job.state.leave
@@ -298,17 +297,3 @@ def test_an_attempt_begins_with_even_layers() -> None:
     leave(job)
     job.begin_attempt(1)
     assert (job.layers, job.layers_before, job.state.layers) == ((), None, ())
-
-
-def test_ranks_leave_beside_a_spare_and_a_spare_has_the_layers_of_its_place() -> None:
-    cut = Parallelism(stages=2, layers=6, spares=1)
-    job = started(cut)
-    job.take(word("gone", 2, launcher="spare"), 12.0)
-    assert job.spares_ready == 1
-    leave(job)
-    assert (job.layers, job.places, job.spares_ready) == ((4, 2), (), 1)
-    job.take(word("resumed", 0, 1, resumed=KEPT, layers=(4, 2), layers_before=()), 25.0)
-    gone(job, 0, loss=lost_peer(30.0), finished=14, reached=14, now=30.0)
-    job.expect([lost_pod(1, 30.0)], 30.0)
-    job.look(30.0)
-    assert (job.state.generation, job.places, job.layers) == (2, ((1, 2),), (4, 2))

@@ -76,14 +76,12 @@ def test_names_differ_by_attempt_job_and_uid() -> None:
     [
         {"stages": 2, "replicas": 8, "ranksPerPod": 8},
         {"stages": 4, "stagesPerRank": 4, "replicas": 4},
-        {"stages": 2, "replicas": 4, "spares": 3},
         {"stages": 8, "stagesPerRank": 2, "replicas": 16, "tensor": 2, "ranksPerPod": 16},
     ],
 )
 def test_the_current_job_of_a_long_name_is_found(parallelism: Object) -> None:
     """A name is cut for the digits of its pods' numbers."""
-    policy = {"maxRestarts": 1}  # for spares
-    found = body("j" * 63, parallelism["stages"], parallelism=parallelism, failurePolicy=policy)
+    found = body("j" * 63, parallelism["stages"], parallelism=parallelism)
     for number in (0, 12):
         found["status"] = {"attempt": number}
         assert current_name(found) == Attempt(read_job(found), UID, number).name
@@ -194,38 +192,6 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
     mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
     with pytest.raises(Unbuildable, match="minReplicas is set, and ranks do not start again"):
         trainer(attempt(**fewer, failurePolicy={"maxRestarts": 2}, template=mine))
-
-
-def test_spares_are_pods_of_the_same_job() -> None:
-    spares = {"parallelism": {"stages": 2, "replicas": 4, "ranksPerPod": 4, "spares": 9}}
-    made = attempt(**spares, failurePolicy={"maxRestarts": 2})
-    job = batch_job(made, CONFIG)
-    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (11, 11)
-    assert len(f"{job['metadata']['name']}-10") <= 63
-    env = {v["name"]: v.get("value") for v in trainer(made)["env"]}
-    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("8", "4")
-    pattern = env["PIPEMORPH_POD_ADDRESS"]
-    assert pattern is not None and pattern.replace("{}", "0") == env["MASTER_ADDR"]
-    spec = json.loads(job_file(made.job))["spec"]
-    assert (spec["parallelism"]["spares"], spec["failurePolicy"]) == (9, {"maxRestarts": 1})
-    JobSpec.model_validate(spec)
-    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
-    with pytest.raises(Unbuildable, match="spares is set, and ranks do not start again"):
-        trainer(attempt(**spares, failurePolicy={"maxRestarts": 2}, template=mine))
-
-
-def test_a_new_pod_that_is_not_fit_does_not_end_ranks_that_train_beside_it() -> None:
-    """Without spares all others wait for it."""
-
-    def ends_the_job(spares: int) -> list[int]:
-        cut = {"stages": 2, "spares": spares}
-        made = attempt(parallelism=cut, failurePolicy={"maxRestarts": 2})
-        rules = batch_job(made, CONFIG)["spec"]["podFailurePolicy"]["rules"]
-        found: list[int] = rules[1]["onExitCodes"]["values"]
-        return found
-
-    assert ends_the_job(0) == [0, 75, 137, 143]
-    assert ends_the_job(1) == [0, 75, 78, 137, 143]
 
 
 def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
@@ -451,7 +417,6 @@ def test_the_job_file_is_a_job_without_what_ranks_do_not_need() -> None:
 
 
 def test_ranks_can_read_the_file_of_a_job_whose_layers_move() -> None:
-    """Its pods need no spares for that."""
     moves: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 5}}
     text = job_file(attempt(parallelism={"stages": 2, "layers": 6}, **moves).job)
     job = PipeMorphJob.model_validate_json(text)
@@ -556,11 +521,10 @@ def test_ranks_in_pods_do_not_change_places() -> None:
 
 
 def test_layers_move_in_pods_whose_launchers_start_ranks_again() -> None:
-    cut = {"stages": 2, "replicas": 2, "layers": 8, "spares": 1}
+    cut = {"stages": 2, "replicas": 2, "layers": 8}
     spec: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
     assert objects(attempt(parallelism=cut, **spec), CONFIG)
     own = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
-    del cut["spares"]
     with pytest.raises(Unbuildable, match=r"spec.adaptation.relayout is set, and ranks") as caught:
         objects(attempt(parallelism=cut, template=own, **spec), CONFIG)
     assert caught.value.reason == "InvalidSpec"

@@ -106,16 +106,6 @@ def test_what_does_not_go_with_fewer_replicas_is_refused_at_admission() -> None:
             assert default is not None or f"has(self{name})" in rule, field
 
 
-def test_what_does_not_go_with_spares_is_refused_at_admission() -> None:
-    found = {
-        rule.field_path
-        for rule in RULES["spec"]
-        if rule.rule.startswith("self.parallelism.spares == 0 || ")
-    }
-    assert found == {".failurePolicy", ".placement.rdma.check", ".placement.topology"}
-    assert dict(walk(schema(), ""))["spec.parallelism.spares"]["default"] == 0
-
-
 def test_what_does_not_go_with_relayout_is_refused_at_admission() -> None:
     """Most of it may be edited, and a job that the model refuses is served by nobody."""
     unless = "!has(self.adaptation) || !self.adaptation.relayout || "

@@ -139,19 +139,6 @@ def test_jobs_whose_ranks_are_well_have_no_recoveries() -> None:
     assert "training" in api.job["status"] and "recoveries" not in api.job["status"]
 
 
-def test_events_tell_which_spare_took_whose_place() -> None:
-    took = [{"pod": 8, "insteadOf": 3}, {"pod": 9, "insteadOf": 4}]
-    begun = RecoveryRecord.model_validate(
-        {"generation": 1, "lostAt": "2026-01-01T00:00:00Z", "cause": "node n3 is lost"}
-        | {"spares": took}
-    )
-    (told,) = RecoveryEvents(None).changed(Recoveries(count=1, last=[begun]))
-    assert told.message == (
-        "the ranks start again as generation 1: node n3 is lost (spare pod 8 in the place of 3, 9"
-        " in the place of 4)"
-    )
-
-
 def test_events_tell_of_each_recovery_once() -> None:
     begun = RecoveryRecord(generation=1, lost_at="2026-01-01T00:00:00Z", cause="rank 1 is gone")
     done = begun.model_copy(update={"seconds": 2.04, "went_on_with": 17, "repeated": 0})

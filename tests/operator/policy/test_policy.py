@@ -174,16 +174,15 @@ def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:
 
 
 def test_pods_are_called_by_their_ranks_wherever_these_are() -> None:
-    cut, places = Parallelism(stages=2, replicas=2, spares=1), ((1, 4),)
-    assert restart.ranks_of(4, cut) == "pod 4 (a spare)"
-    assert restart.ranks_of(4, cut, places) == "rank 1 (stage 0, replica 1) in pod 4"
-    assert restart.ranks_of(1, cut, places) == "pod 1 (a spare)"
+    cut, places = Parallelism(stages=2, replicas=2), ((1, 3), (3, 1))
+    assert restart.ranks_of(3, cut) == "rank 3 (stage 1, replica 1)"
+    assert restart.ranks_of(3, cut, places) == "rank 1 (stage 0, replica 1) in pod 3"
     assert restart.ranks_of(0, cut, places) == "rank 0 (stage 0, replica 0)"
-    several = Parallelism(stages=2, replicas=8, ranks_per_pod=8, spares=1)
-    assert restart.ranks_of(2, several, ((0, 2),)) == "pod 2 (ranks 0 to 7)"
-    gone = pod(4, exit_code=41, finished_at=T0, message="no GPU")
+    several = Parallelism(stages=2, replicas=8, ranks_per_pod=8)
+    assert restart.ranks_of(1, several, ((0, 1), (1, 0))) == "pod 1 (ranks 0 to 7)"
+    gone = pod(3, exit_code=41, finished_at=T0, message="no GPU")
     cause = restart.classify(failed(), [gone], cut, places=places)
-    assert cause.message == "rank 1 (stage 0, replica 1) in pod 4 exited with code 41: no GPU"
+    assert cause.message == "rank 1 (stage 0, replica 1) in pod 3 exited with code 41: no GPU"
 
 
 def test_the_same_failure_twice_is_not_tried_again_whoever_ended_first() -> None:

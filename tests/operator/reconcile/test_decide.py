@@ -56,37 +56,15 @@ def test_running_then_complete() -> None:
     assert world.counts == ["created", "successful"]
 
 
-def test_a_job_with_spares_runs_when_its_ranks_do() -> None:
-    """Before they train, any pod that is not ready may be one of theirs."""
-    spares = {"parallelism": {"stages": 2, "replicas": 1, "spares": 1}}
-    world = World(body(failurePolicy={"maxRestarts": 2}, **spares))
-    world.turn()
-    assert world.status["ready"] == "0/3"
-    world.jobs[0] = job_facts(stages=3, ready=2, replaces=True)
-    world.settle()
-    assert (world.status["ready"], world.status["state"]) == ("2/3", "Starting")
-    assert world.message("Running") == "1 of 2 ranks are ready"
-    world.body["status"]["training"] = {"attempt": 0, "state": "training"}
-    world.settle()
-    assert (world.status["ready"], world.status["state"]) == ("2/3", "Running")
-    world.jobs[0] = job_facts(stages=3, ready=1, replaces=True)
-    world.settle()
-    assert world.status["state"] == "Starting"
-    world.jobs[0] = job_facts(stages=3, active=0, succeeded=3, complete=True)
-    world.settle()
-    assert (world.status["ready"], world.status["state"]) == ("3/3", "Complete")
-
-
 def test_nodes_of_slow_links_are_those_of_the_pods_with_these_ranks() -> None:
-    spares = {"parallelism": {"stages": 3, "replicas": 1, "spares": 1}}
-    world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, **spares))
-    world.running(ranks=4)
-    world.pods = [pod(i, node=node) for i, node in enumerate("abcd")]
+    world = World(body(stages=3, failurePolicy={"maxRestarts": 5}))
+    world.running(ranks=3)
+    world.pods = [pod(i, node=node) for i, node in enumerate("abc")]
     world.body["status"]["training"] = {"attempt": 0, "state": "training", "slowLinks": [SLOW]}
-    places = [{"place": 2, "pod": 3}]
+    places = [{"place": 2, "pod": 0}, {"place": 0, "pod": 2}]
     world.body["status"]["recoveries"] = {"attempt": 0, "generation": 1, "places": places}
     world.turn()
-    assert [each["nodes"] for each in world.status["attemptNodes"]["links"]] == [["b", "d"]]
+    assert [each["nodes"] for each in world.status["attemptNodes"]["links"]] == [["b", "a"]]
 
 
 def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None:

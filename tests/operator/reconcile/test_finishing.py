@@ -8,38 +8,39 @@ from typing import Any
 import pytest
 from operator_objects import World, body, job_facts, pod
 
+from pipemorph_operator.reconcile.finishing import LATE_POD_SECONDS
+
 
 def finished(**recoveries: Any) -> World:
-    """Ranks 0 and 1 of a job have finished in pods 0 and 2: a spare took the place of pod 1, which
-    has no node."""
-    cut = {"parallelism": {"stages": 2, "replicas": 1, "spares": 1}}
-    world = World(body(failurePolicy={"maxRestarts": 2, "latePodSeconds": 30}, **cut))
+    """Ranks 0 and 1, which are replica 0, have finished. Replica 1 was left out, since pod 3 has no
+    node; pod 2, which waited for it, has ended."""
+    cut = {"stages": 2, "replicas": 2, "minReplicas": 1, "order": ["dp_replicate", "pp"]}
+    world = World(body(failurePolicy={"maxRestarts": 2}, parallelism=cut))
     world.turn()
     world.body["status"]["training"] = {"attempt": 0, "state": "finished"}
     world.body["status"]["recoveries"] = {
-        "attempt": 0, "generation": 1, "completed": True, "places": [{"place": 1, "pod": 2}],
+        "attempt": 0, "generation": 1, "completed": True, "leftOut": [1],
     } | recoveries  # fmt: skip
     world.pods = [
-        pod(0, exit_code=0, finished_at=world.now),
-        pod(1, stuck="Unschedulable: 0/3 nodes are available"),
-        pod(2, exit_code=0, finished_at=world.now),
+        *(pod(index, exit_code=0, finished_at=world.now) for index in (0, 1, 2)),
+        pod(3, stuck="Unschedulable: 0/3 nodes are available"),
     ]
-    done = {"stages": 3, "active": 1, "succeeded": 2, "completed_indexes": "0,2"}
+    done = {"stages": 4, "active": 1, "succeeded": 3, "completed_indexes": "0-2"}
     world.jobs[0] = job_facts(replaces=True, **done)
     return world
 
 
 def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
     world = finished()
-    world.later(10.0)
+    world.later(LATE_POD_SECONDS - 1.0)
     decision = world.settle()
-    assert world.status["state"] != "Complete" and decision.again_in == pytest.approx(20.1)
-    world.later(20.1)
+    assert world.status["state"] != "Complete" and decision.again_in == pytest.approx(1.1)
+    world.later(1.1)
     world.settle()
     assert (world.status["state"], world.jobs) == ("Complete", {})
     assert world.condition("Complete") == ("True", "FinishedWithoutPods")
-    late = "pod 1 (a spare): Unschedulable: 0/3 nodes are available"
-    assert world.message("Complete") == f"all 2 ranks finished; not waited for: {late}"
+    late = "rank 3 (stage 1, replica 1): Unschedulable: 0/3 nodes are available"
+    assert world.message("Complete") == f"all 4 ranks finished; not waited for: {late}"
     assert world.counts == ["created", "successful"]
     world.later(3600.0)
     world.settle()
@@ -48,7 +49,7 @@ def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
 
 def test_an_operator_that_dies_before_it_deletes_such_a_job_deletes_it() -> None:
     world = finished()
-    world.later(40.0)
+    world.later(LATE_POD_SECONDS + 10.0)
     left = world.jobs[0]
     world.turn()
     assert world.status["state"] == "Complete"
@@ -64,7 +65,7 @@ def test_pods_that_never_run_end_no_job_whose_ranks_have_not_finished() -> None:
     """Or a pod that is ready, and has not heard yet that they have."""
     for changes, recoveries in (
         ({"completed_indexes": "0", "succeeded": 1, "active": 2}, {}),
-        ({"completed_indexes": "0-1"}, {}),
+        ({"completed_indexes": "0,2"}, {}),
         ({"ready": 1}, {}),
         ({}, {"completed": False}),
         ({}, {"attempt": 1}),

@@ -290,4 +290,4 @@ def test_a_job_that_no_operator_has_looked_at_is_in_progress() -> None:
 
 def test_all_conditions_fit_into_status() -> None:
     most = 24  # JobStatus.conditions
-    assert len({*names.OPERATOR_CONDITIONS, *names.INGEST_CONDITIONS}) == 17 <= most
+    assert len({*names.OPERATOR_CONDITIONS, *names.INGEST_CONDITIONS}) == 16 <= most

@@ -53,18 +53,17 @@ def test_a_lost_pod_is_replaced_and_told_of(
 
 
 def test_what_was_lost_is_told_by_the_places_of_the_newest_generation() -> None:
-    """And a spare by its number: it has no ranks."""
-    spares = {"parallelism": {"stages": 2, "replicas": 1, "spares": 1}}
-    world = World(body(failurePolicy={"maxRestarts": 2}, **spares))
+    world = World(body(stages=3, failurePolicy={"maxRestarts": 2}))
     world.running(ranks=3)
     world.jobs[0] = job_facts(stages=3, active=1, ready=1, terminating=2, replaces=True)
-    moved = {"attempt": 0, "generation": 1, "places": [{"place": 1, "pod": 2}]}
+    places = [{"place": 1, "pod": 2}, {"place": 2, "pod": 1}]
+    moved = {"attempt": 0, "generation": 1, "places": places}
     world.body["status"]["recoveries"] = moved
     lost = {"failed": True, "exit_code": 137}
     world.pods = [pod(0), pod(1, uid="u1", **lost), pod(2, uid="u2", node="n2", **lost)]
     world.turn()
     assert [each["cause"] for each in world.status["replacements"]] == [
-        "pod 1 (a spare) exited with code 137",
+        "rank 2 (stage 2) in pod 1 exited with code 137",
         "rank 1 (stage 1) in pod 2 on node n2 exited with code 137",
     ]
 

@@ -22,7 +22,7 @@ from pipemorph.wire import GenerationState, Loss
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import PodSite, exit_code
+from pipemorph_trainer.launcher.site import PodSite, describe, exit_code
 
 PODS = 2
 NEXT = GenerationState(attempt=0, generation=1)
@@ -40,10 +40,13 @@ class GivenMeeting(Meeting):
         self.losses.append(loss)
         return self.meets()
 
+    def join(self, *_: Any, **__: Any) -> GenerationState | str:
+        return self.meets()
 
-def pod_of(folder: Path, index: int, secret: str = "") -> Pod:
+
+def pod_of(folder: Path, index: int, secret: str = "", **cut: Any) -> Pod:
     spec = {
-        "parallelism": {"stages": 2, "replicas": 2, "ranksPerPod": 2},
+        "parallelism": {"stages": 2, "replicas": 2, "ranksPerPod": 2, **cut},
         "schedule": {"microbatches": 4},
         "trainer": {"module": "m", "iterations": 7},
         "failurePolicy": {"maxRestarts": 1},
@@ -59,6 +62,7 @@ def pod_of(folder: Path, index: int, secret: str = "") -> Pod:
         "MASTER_PORT": "29500",
         "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
         "PIPEMORPH_KEPT_DIR": str(folder),
+        "PIPEMORPH_POD_ADDRESS": "gpt-{}.svc",
     }
     if secret:
         (folder / "secret").write_text(secret)
@@ -130,3 +134,50 @@ def test_pods_have_one_secret_per_generation(tmp_path: Path) -> None:
                 assert not Path(file).exists(), "it goes with its generation"
     assert [len(found[generation]) for generation in (1, 2)] == [1, 1], "the same in all pods"
     assert len({b"of the attempt"}.union(*found.values())) == 3, "and another one in each"
+
+
+def begin(pod: Pod, *answers: GenerationState | str) -> Life | Ending:
+    """``answers``: those of the ingest, in turn."""
+    with site_of(pod, GivenMeeting(iter(answers).__next__)) as site:
+        return site.first()
+
+
+def test_a_pod_has_the_ranks_of_its_place(tmp_path: Path) -> None:
+    pod = pod_of(tmp_path, 1)
+    life = begin(pod, GenerationState(attempt=0, generation=1, places=((0, 1), (1, 0))))
+    assert life == Life(generation=1, places=((0, 1), (1, 0)))
+    assert isinstance(life, Life)
+    with site_of(pod) as site:
+        # Neither the job's size nor its batch is another one.
+        assert site._changed(tmp_path, life) == {"MASTER_ADDR": "gpt-1.svc"}
+    within = pod.within(life)
+    assert (within.first, within.kept_first, within.job) == (0, 0, pod.job)
+
+
+def test_a_pod_that_is_left_out_ends_with_the_job_and_by_itself_as_a_lost_pod(
+    tmp_path: Path,
+) -> None:
+    pod = pod_of(tmp_path, 1, minReplicas=1, order=["dp_replicate", "pp"])
+    without = GenerationState(attempt=0, generation=1, left_out=(1,))
+    assert begin(pod, without, NEXT) == Life(generation=1), "when its replica runs again"
+    done = without.model_copy(update={"verdict": "completed"})
+    for answers in ((done,), (without, done)):
+        ending = begin(pod, *answers)
+        assert isinstance(ending, Ending) and exit_code(ending) == 0
+    refused = begin(pod, without, "the ingest refuses this pod")
+    assert isinstance(refused, Ending) and exit_code(refused) == EXIT_SIGTERM
+    over = without.model_copy(update={"verdict": "attempt", "why": "maxRestarts is 1", "cause": 1})
+    ended = begin(pod, without, over)
+    assert isinstance(ended, Ending) and exit_code(ended) == 1
+    assert ended.reason == "the attempt ends: maxRestarts is 1"
+
+
+def test_no_pod_starts_ranks_of_which_it_does_not_know_the_generation(tmp_path: Path) -> None:
+    ending = begin(pod_of(tmp_path, 1), "no ingest knows this pod: timed out (waited 300 s)")
+    assert isinstance(ending, Ending)
+    assert exit_code(ending) == EXIT_SIGTERM, "the host makes it again, and it does not count"
+    assert describe(ending).splitlines() == [
+        "no ingest knows this pod: timed out (waited 300 s)",
+        "  only the ingest knows which generation of the ranks runs: see that it runs, and that"
+        " this pod reaches https://ingest:8443",
+    ]

@@ -50,12 +50,9 @@ class Pod:
         context = TrainerContext.from_env({**environ, "RANK": str(index * size)})
         if context.job is None:
             raise InputError("PIPEMORPH_JOB_FILE is not set; the operator sets it")
-        spares = context.job.spec.parallelism.spares
-        if size < 1 or (index - spares + 1) * size > context.world_size:
-            more = f" and {spares} spares" if spares else ""
+        if size < 1 or (index + 1) * size > context.world_size:
             raise InputError(
                 f"pod {index} with {size} ranks is outside of a job of {context.world_size} ranks"
-                f"{more}"
             )
         return Pod(
             context.job,
@@ -75,14 +72,8 @@ class Pod:
 
     @property
     def pods(self) -> int:
-        """Those of the job, with spares."""
-        cut = self.job.spec.parallelism
-        return cut.world_size // self.size + cut.spares
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether it begins without ranks."""
-        return self.first >= self.job.spec.parallelism.world_size
+        """Number of pods of the job."""
+        return self.job.spec.parallelism.world_size // self.size
 
     @property
     def resizes(self) -> bool:
@@ -95,11 +86,6 @@ class Pod:
         spec = self.job.spec
         return spec.adaptation.relayout and spec.parallelism.layers is not None
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether a generation may run without this pod."""
-        return self.resizes or self.job.spec.parallelism.spares > 0
-
     def runs_in(self, told: GenerationState | Life) -> bool:
         """Whether this pod has ranks in a generation."""
         return self._running(told).has(self.index)
@@ -109,10 +95,8 @@ class Pod:
         if not (life.left_out or life.places):
             return self
         running = self._running(life)
-        place = running.place(self.index)
-        assert place is not None, "a pod is asked where it has ranks"
         job = self.job.model_copy(update={"spec": running.spec(self.job.spec)})
-        kept = place * self.size
+        kept = running.place(self.index) * self.size
         return replace(self, job=job, first=running.rank(kept), kept_first=kept)
 
     def _running(self, told: GenerationState | Life) -> Running:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 
 from pipemorph.api.running import Running
@@ -75,9 +74,7 @@ class PodSite:
         if self.meeting is None:
             return Life()
         patience = MEET_SECONDS + self.grace
-        # A spare has nothing to do without an ingest.
-        joins = inf if self.pod.is_spare else JOIN_SECONDS
-        met = self.meeting.join(joins, self.is_over, meets=patience)
+        met = self.meeting.join(JOIN_SECONDS, self.is_over, meets=patience)
         if self.is_over():
             return Ending(End.INTERRUPTED)
         if isinstance(met, str):
@@ -278,7 +275,7 @@ class PodSite:
         """Remove copies of the state of an earlier generation, if one ran without this pod: those
         of the others are of the same iterations, but of other batches."""
         assert self.meeting is not None
-        if self.pod.may_wait and self.meeting.missed and self.pod.kept_dir is not None:
+        if self.pod.resizes and self.meeting.missed and self.pod.kept_dir is not None:
             KeptFolder(self.pod.kept_dir).clear()
         self.meeting.missed = False
 

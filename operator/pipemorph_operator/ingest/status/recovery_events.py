@@ -29,9 +29,6 @@ class RecoveryEvents:
             text = f"the ranks start again as generation {last.generation}: {last.cause}"
             if last.replaced:
                 text += f" (another pod in the place of {', '.join(map(str, last.replaced))})"
-            if last.spares:
-                took = [f"{each.pod} in the place of {each.instead_of}" for each in last.spares]
-                text += f" (spare pod {', '.join(took[:MOST_NAMED])})"
             if now.left_out:
                 without = ", ".join(map(str, now.left_out[:MOST_NAMED]))
                 text += f"; {last.replicas} replicas train on, without {without}"

@@ -39,9 +39,8 @@ class Source:
     is Complete or Failed, so its links are idle; ``taken_over_at``: wall clock from which this
     process has a job whose ranks had reported to another one; ``whole``: replicas of the job, if
     fewer may train, ``left_out``: those that do not, and ``stays``: why the others do not leave for
-    one that could join; ``spares``: how many the job has, and ``spares_ready``: how many of them
-    stand by; ``on_trial``: whether stages hold other layers that do not count yet; ``moves``: what
-    was decided and done about layers."""
+    one that could join; ``on_trial``: whether stages hold other layers that do not count yet;
+    ``moves``: what was decided and done about layers."""
 
     controller: JobController
     reported_at: float | None
@@ -51,8 +50,6 @@ class Source:
     whole: int | None = None
     left_out: tuple[int, ...] = ()
     stays: str = ""
-    spares: int = 0
-    spares_ready: int = 0
     on_trial: bool = False
     moves: str = ""
 
@@ -164,8 +161,8 @@ def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
     """The conditions in :data:`names.INGEST_CONDITIONS`; ``ReductionsHealthy`` only of jobs whose
-    ranks reduce gradients, ``ReplicasComplete`` only of those that may do with fewer replicas, and
-    ``SparesReady`` of those with spares."""
+    ranks reduce gradients, and ``ReplicasComplete`` only of those that may do with fewer
+    replicas."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -202,8 +199,6 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
         found[names.REDUCTIONS_HEALTHY] = "Unknown", names.R_REPLICAS_FEWER, one
     if source.whole is not None:
         found[names.REPLICAS_COMPLETE] = _replicas_complete(source, source.whole)
-    if source.spares:
-        found[names.SPARES_READY] = _spares_ready(source)
     return found
 
 
@@ -273,16 +268,6 @@ def _replicas_complete(source: Source, whole: int) -> Verdict:
     else:
         told += f" wait{'' if several else 's'} for lost pods to be back"
     return "False", names.R_REPLICAS_FEWER, told[:MESSAGE_LENGTH]
-
-
-def _spares_ready(source: Source) -> Verdict:
-    whole, ready = source.spares, min(source.spares, source.spares_ready)
-    told = f"{ready} of {whole} {'spare stands' if whole == 1 else 'spares stand'} by"
-    if source.ended:
-        return "Unknown", names.R_FINISHED, "the job has finished, and its spares with it"
-    if ready == whole:
-        return "True", names.R_SPARES_ALL, told
-    return "False", names.R_SPARES_FEWER, f"{told}; the others are not there, or not ready yet"
 
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:

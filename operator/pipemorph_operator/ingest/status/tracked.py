@@ -207,8 +207,6 @@ class TrackedJob:
             self.spec.parallelism.replicas if self.spec.parallelism.min_replicas else None,
             self.generations.left_out,
             self.generations.stays,
-            self.spec.parallelism.spares,
-            self.generations.spares_ready,
             self.generations.layers_before is not None,
             self.moves.told if self.moves is not None else "",
         )
