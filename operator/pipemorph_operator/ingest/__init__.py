@@ -1,6 +1,6 @@
 """The ingest on a cluster: a process separate from the reconciler.
 
 ``auth`` authenticates the ranks of a job, ``store`` tracks the jobs and persists directives,
-``summary`` turns a controller into status, ``write_budget`` limits the rate of status writes,
+``summary`` turns a controller into status, ``write_schedule`` says when status is written,
 ``seats`` deals the jobs to the replicas.
 """

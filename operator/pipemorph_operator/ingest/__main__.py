@@ -40,7 +40,7 @@ from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
 from pipemorph_operator.ingest.moving import LayerMoves
 from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats
 from pipemorph_operator.ingest.seats.share import Share
-from pipemorph_operator.ingest.status.write_budget import look_interval
+from pipemorph_operator.ingest.status.write_schedule import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.viewers import ViewerAuthenticator
 from pipemorph_operator.metrics import (
@@ -243,11 +243,7 @@ async def run(options: argparse.Namespace) -> None:
         def problem() -> str:
             return "; ".join(found for each in work if (found := each())) if seats.acts else ""
 
-        def dealt() -> None:
-            store.replicas = len(seats.members)
-            share.redeal()
-
-        seats.on_change = dealt
+        seats.on_change = share.redeal
 
         http = await health_server.start(
             options.host,
@@ -258,7 +254,6 @@ async def run(options: argparse.Namespace) -> None:
         )
 
         async def serve() -> None:
-            store.replicas = len(seats.members)
             for each in work:
                 each.beat()
             try:

@@ -32,7 +32,7 @@ from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
 from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.plans.plan_object import Found, PlanObject
 from pipemorph_operator.ingest.plans.restore import in_status, in_use, restore
-from pipemorph_operator.ingest.status import write_budget
+from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
@@ -198,16 +198,7 @@ class ClusterStore:
         """Write the job's status if it is due. Failures are logged and retried."""
         tracked = self._tracked.get(key)
         if tracked is not None:
-            await self._writer.look(tracked, len(self._tracked))
-
-    @property
-    def replicas(self) -> int:
-        """How many there are: each may write its part of what all may."""
-        return self._writer.replicas
-
-    @replicas.setter
-    def replicas(self, count: int) -> None:
-        self._writer.replicas = count
+            await self._writer.look(tracked)
 
     @property
     def keys(self) -> list[Key]:
@@ -321,7 +312,7 @@ class ClusterStore:
         )
         generations.expect(status.replacements, self._clock())
         useful = status.useful_time or UsefulTime()
-        reports = write_budget.ReportLog(
+        reports = write_schedule.ReportLog(
             self._clock, generations, Useful(useful.seconds, useful.iterations)
         )
         control, uid = status.control, body["metadata"]["uid"]

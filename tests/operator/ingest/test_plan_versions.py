@@ -11,7 +11,7 @@ from gate import examples
 from versioned_ingest import KEY, RESERVED, SLOW, SLOWER, TURNS, ranks
 
 from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK, LOW
-from pipemorph_operator.ingest.status.write_budget import SPACING_SECONDS
+from pipemorph_operator.ingest.status.write_schedule import FLOOR_SECONDS
 
 
 def undisturbed_writes() -> int:
@@ -104,7 +104,7 @@ def test_the_next_block_is_reserved_while_half_of_the_last_is_left() -> None:
         job.run(2)
         controller = host.store._tracked[KEY].controller
         controller.skip_to(BLOCK - LOW + 1)
-        due = job.now + SPACING_SECONDS
+        due = job.now + FLOOR_SECONDS
         while job.now < due:
             job.run(1)
         control = job.api.control()

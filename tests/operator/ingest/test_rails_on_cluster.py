@@ -19,7 +19,7 @@ from pipemorph.control import JobController
 from pipemorph.wire import FabricDirection, FabricView, RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize
-from pipemorph_operator.ingest.status.write_budget import KeyState
+from pipemorph_operator.ingest.status.write_schedule import KeyState
 from pipemorph_operator.ingest.store import ClusterStore
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"

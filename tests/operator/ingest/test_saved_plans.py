@@ -26,7 +26,7 @@ from pipemorph_operator.ingest import coming
 from pipemorph_operator.ingest.plans import plan_object, snapshot_codec
 from pipemorph_operator.ingest.plans.plan_object import PlanObject, saved_plan
 from pipemorph_operator.ingest.plans.restore import restore
-from pipemorph_operator.ingest.status.write_budget import SPACING_SECONDS
+from pipemorph_operator.ingest.status.write_schedule import FLOOR_SECONDS
 from pipemorph_operator.ingest.store import ClusterStore
 
 ALL = BLOCK + AGENT_BLOCK
@@ -404,7 +404,7 @@ def test_the_plan_is_written_after_status_and_again_if_that_fails(
         assert api.job["status"]["control"]["planVersion"] == 8
         assert store.reserved(*KEY) == 8 + BLOCK, "it may be served"
         api.create = created  # type: ignore[method-assign]
-        now += SPACING_SECONDS
+        now += FLOOR_SECONDS
         await store.look(KEY)
         assert api.plan is not None and api.plan["planVersion"] == 8
 

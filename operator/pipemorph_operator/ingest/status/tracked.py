@@ -19,7 +19,7 @@ from pipemorph.planning import Policy
 from pipemorph_operator.cluster.facts import parse_time
 from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.plans.plan_object import PlanObject
-from pipemorph_operator.ingest.status import write_budget
+from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
@@ -68,7 +68,7 @@ class TrackedJob:
     controller: JobController
     control: ControlState | None
     conditions: list[Condition]
-    reports: write_budget.ReportLog
+    reports: write_schedule.ReportLog
     generations: Generations
     recoveries: Recoveries | None
     """As last written."""
@@ -85,12 +85,8 @@ class TrackedJob:
     written: TrainingStatus | None = None
     left_out: tuple[int, ...] = ()
     """Replicas that the controller is without."""
-    key_state: write_budget.KeyState | None = None
+    key_state: write_schedule.KeyState | None = None
     written_at: float = float("-inf")
-    changed_at: float = float("-inf")
-    """When a change of state was written last."""
-    began_at: float | None = None
-    """The first look at which it had begun to report."""
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
     profiled_at: int | None = None
@@ -181,7 +177,7 @@ class TrackedJob:
             return False
         if self.deciding_since is None:
             self.deciding_since = now
-        return now - self.deciding_since < write_budget.DECIDING_SECONDS
+        return now - self.deciding_since < write_schedule.DECIDING_SECONDS
 
     @property
     def has_news(self) -> bool:

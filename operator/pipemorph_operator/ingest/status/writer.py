@@ -21,7 +21,7 @@ from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluste
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.plans.plan_object import saved_plan
-from pipemorph_operator.ingest.status import words, write_budget
+from pipemorph_operator.ingest.status import words, write_schedule
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.status.summary import judge, summarize
@@ -32,8 +32,7 @@ log = logging.getLogger("pipemorph.ingest")
 
 MOST_WRITES = 16
 """Limit of concurrent status writes. More would only wait in the API server while their time limits
-run. Changes of state use at most half, so that directives need not wait for them; what may wait, a
-quarter."""
+run. Changes and progress use at most half, so that directives need not wait for them."""
 
 FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
 """Seconds to wait after each failed write of a job's final status."""
@@ -42,7 +41,7 @@ GONE = frozenset({404, 409})
 
 
 class StatusWriter:
-    """Writes status when it is due, within the budget that all jobs share. ``is_tracked``: whether
+    """Writes status when it is due. ``is_tracked``: whether
     a job may still be written; ``overtaken`` is told of one of which another ingest has written a
     plan."""
 
@@ -55,15 +54,11 @@ class StatusWriter:
         is_tracked: Callable[[TrackedJob], bool],
         overtaken: Callable[[TrackedJob, Overtaken], None],
     ) -> None:
-        self.replicas = 1
-        """How many there are: each may write its part of what all may."""
         self._cluster = cluster
         self._clock = clock
         self._monotonic = monotonic
         self._is_tracked = is_tracked
         self._overtaken = overtaken
-        self._budget = write_budget.Budget(monotonic())
-        self._rush = write_budget.Rush()
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._sender = EventSender(cluster)
@@ -71,7 +66,6 @@ class StatusWriter:
     async def persist(self, tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary. Raises if the write failed."""
         started = self._monotonic()
-        self._budget.charge(started, replicas=self.replicas)
         async with tracked.writing:
             await self._keep(tracked, snapshot)
             tracked.versions.reserve(tracked.controller.plan_version)
@@ -81,7 +75,6 @@ class StatusWriter:
 
     async def persist_generations(self, tracked: TrackedJob) -> None:
         """Write all, and with it the generation. Raises if the write failed."""
-        self._budget.charge(self._monotonic(), replicas=self.replicas)
         tracked.reports.again()  # Whatever becomes of this write.
         async with tracked.writing:
             if tracked.controller.layers != tracked.saved_layers:
@@ -89,36 +82,22 @@ class StatusWriter:
                 await self._keep(tracked, tracked.controller.snapshot())
             await self._write(tracked)
 
-    async def look(self, tracked: TrackedJob, jobs: int) -> None:
-        """Write the job's status if it is due. ``jobs``: how many this replica has. Failures are
-        logged and retried."""
+    async def look(self, tracked: TrackedJob) -> None:
+        """Write the job's status if it is due. Failures are logged and retried."""
         key, now = tracked.key, self._monotonic()
         if tracked.writing.locked() or tracked.awaits_directive(now):
             return
-        lasted = tracked.written_at - tracked.changed_at
         # A job that has begun to report is written soon: its directives would wait for that.
         begins = tracked.reserves_early and not tracked.versions.granted
-        if begins:
-            if tracked.began_at is None:
-                tracked.began_at = now
-                self._rush.begins(now)
-            if self._rush.holds(tracked.began_at, now):
-                return
         since = float("inf") if begins else now - tracked.written_at
-        in_all = jobs * self.replicas
-        due = partial(write_budget.is_due, since_write=since, jobs=in_all, lasted=lasted)
-        unseen = now - tracked.looked_at
-        if not tracked.reports.pending:
-            visits = unseen >= write_budget.FIGURES_SECONDS
-        else:
-            figures_due = write_budget.figures_interval(jobs)
-            visits = due(tracked.has_news) or unseen >= figures_due
-        if not visits:
+        due = partial(write_schedule.is_due, since_write=since)
+        pending = tracked.reports.pending and due(tracked.has_news)
+        if not pending and now - tracked.looked_at < write_schedule.FIGURES_SECONDS:
             return
         tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
         wall = self._clock()
         view = tracked.controller.view(wall)
-        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        key_state = write_schedule.KeyState.of(tracked.source, view, wall)
         recovers, reserves = tracked.recovers, tracked.reserves_early
         state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
@@ -133,24 +112,9 @@ class StatusWriter:
         if known and not (reserves or recovers or tracked.unsaved):
             tracked.reports.looked()
             return
-        # Who waits for the first write of this process, which may have a thousand to make? Nobody,
-        # if the process before it has written the same.
-        before, written = tracked.key_state, tracked.written
-        urgent = state_changed and (
-            before is not None
-            or (written is not None and not key_state.is_told_by(written, tracked.conditions))
-        )
-        # One that was never written must not wait until all others are.
-        first = state_changed and tracked.written is None
-        if (
-            not due(state_changed or reserves)
-            or self._writing >= MOST_WRITES // (2 if urgent else 4)
-            or (begins and not (urgent or key_state.slow) and not self._rush.lets(now))
-            or not self._budget.allows(now, state_changed=urgent or first, replicas=self.replicas)
-        ):
+        changed = state_changed or reserves or tracked.unsaved is not None
+        if not due(changed) or self._writing >= MOST_WRITES // 2:
             return  # Retried in the next round.
-        if begins and not (urgent or key_state.slow):
-            self._rush.began(now, self.replicas)
         tracked.reports.looked()
         async with tracked.writing:
             try:
@@ -208,7 +172,7 @@ class StatusWriter:
             raise LookupError("the job is no longer tracked here")
         wall = self._clock()
         view = tracked.controller.view(wall)
-        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        key_state = write_schedule.KeyState.of(tracked.source, view, wall)
         training, conditions = self._summary(tracked, view, wall)
         control = tracked.control
         if control is not None:
@@ -239,8 +203,7 @@ class StatusWriter:
         events = tracked.recovery_events.changed(status.recoveries)
         self._sender.send(tracked.about, [*tracked.events.changed(conditions, wall), *events])
         tracked.written_at = self._monotonic()
-        if key_state != tracked.key_state:
-            tracked.key_state, tracked.changed_at = key_state, tracked.written_at
+        tracked.key_state = key_state
 
     async def finish(self, tracked: TrackedJob) -> None:
         """Write the final status of a finished job: its last figures, and links not slow."""
