@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 END_NOW = signal.SIGUSR2
 """Ends a rank at once: another one has failed. SIGTERM lets it save before it ends."""
 
-EXIT_SAVED = 75
+EXIT_SAVED = os.EX_TEMPFAIL
 """A rank's exit code after it was asked to end and has saved, as all others have: nothing is lost,
-and nothing has failed. ``EX_TEMPFAIL`` of sysexits.h: to be tried again."""
+and nothing has failed; to be tried again."""
 
-EXIT_NO_MORE = 70
+EXIT_NO_MORE = os.EX_SOFTWARE
 """Exit code of a pod whose job must not be started again: the same exception came twice at one
-iteration. ``EX_SOFTWARE`` of sysexits.h."""
+iteration."""
 
-EXIT_SIGKILL, EXIT_SIGTERM = 137, 143
+EXIT_SIGKILL, EXIT_SIGTERM = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 """Of a pod: as by the kernel's out-of-memory killer, and as it was asked to end."""
 EXITS_LOST = (EXIT_SAVED, EXIT_SIGKILL, EXIT_SIGTERM)
 """Exit codes of a pod with a launcher that mean that this pod is lost, and no other one: the host

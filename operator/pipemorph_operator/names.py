@@ -5,6 +5,8 @@ Programs may depend on reasons, so they never change; messages are for people an
 
 from __future__ import annotations
 
+import os
+
 from pipemorph.api.spec import API_GROUP, API_VERSION, KIND
 
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
@@ -169,5 +171,5 @@ R_FIXED_ROUTE = "RouteFixedBySpec"
 
 EXIT_INVALID_INPUT = 2
 """The input is invalid; a restart would fail the same way, so the job is not restarted."""
-EXIT_PREFLIGHT = 78
-"""The preflight found the pod unfit (sysexits.h EX_CONFIG)."""
+EXIT_PREFLIGHT = os.EX_CONFIG
+"""The preflight found the pod unfit."""

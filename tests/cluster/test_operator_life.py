@@ -185,7 +185,7 @@ def test_a_failed_preflight_is_a_condition(jobs: Jobs) -> None:
     jobs.apply(manifest("fit", stages=1, placement={"sharedMemory": "1Gi"}))
     pods = jobs.pods("fit", 1)
     command = pods[0]["spec"]["containers"][0]["command"]
-    assert command[:4] == ["python", "-m", "pipemorph_trainer.preflight", "--shm=1Gi"]
+    assert command[:4] == ["python", "-m", "pipemorph_trainer.preflight", f"--shm={1 << 30}"]
     jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=78)
     failed = jobs.wait("fit", "Failed")
     assert condition(failed, "PreflightPassed") == ("False", "PreflightFailed")

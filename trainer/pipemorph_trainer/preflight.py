@@ -1,4 +1,4 @@
-"""``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=8Gi] [--fabric=report
+"""``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=BYTES] [--fabric=report
 [--device=mlx5_0] [--gid-index=3]] -- COMMAND…``
 
 Checks that the pod has what the job's placement requests, then executes COMMAND. Without this check
@@ -33,14 +33,10 @@ from pipemorph.fabric.check.pods import NoCheck, Place, check_pods
 from pipemorph.fabric.check.report import headline, lines
 from pipemorph.wire import FABRIC_VARIABLE, FabricView
 
-EXIT_UNFIT = 78
-"""sysexits.h EX_CONFIG."""
+EXIT_UNFIT = os.EX_CONFIG
 TERMINATION_LOG = Path("/dev/termination-log")
 DEVICES = Path("/dev/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
-
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 
 def faults(
@@ -116,17 +112,11 @@ def _place(environ: Mapping[str, str]) -> tuple[Place, int]:
     return Place(int(index), count, found["MASTER_ADDR"], secret), size
 
 
-def quantity(text: str) -> int:
-    """Parse a Kubernetes quantity in bytes. Raises ValueError."""
-    number = text.rstrip("kKMGTi")
-    return int(float(number) * _UNITS[text[len(number) :]])
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
     parser.add_argument("--rdma", action="store_true")
     parser.add_argument("--memlock", action="store_true")
-    parser.add_argument("--shm", type=quantity)
+    parser.add_argument("--shm", type=int, metavar="BYTES")
     parser.add_argument("--fabric", choices=["report", "require"])
     parser.add_argument("--device", action="append", default=[])
     parser.add_argument("--gid-index", type=int)

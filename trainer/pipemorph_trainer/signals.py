@@ -25,9 +25,8 @@ from functools import cache
 from time import monotonic
 from types import FrameType
 
-from pipemorph.exits import END_NOW, EXIT_SAVED
+from pipemorph.exits import END_NOW, EXIT_SAVED, EXIT_SIGTERM
 
-EXIT_TERMINATED = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, END_NOW)
 _CALLED = 128
 """Added to a signal's number in the byte that the handler writes: no signal has this number."""
@@ -110,7 +109,7 @@ class LastWord:
         except OSError as error:  # Such as a full disk: the process must end anyway.
             _say(f"terminated: {error}")
         finally:
-            os._exit(EXIT_SAVED if self.saved else EXIT_TERMINATED)
+            os._exit(EXIT_SAVED if self.saved else EXIT_SIGTERM)
 
     def remove(self) -> None:
         """Uninstall the handlers, unless the script has replaced them. Idempotent."""

@@ -7,16 +7,15 @@ none and says so.
 
 from __future__ import annotations
 
-import re
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 VOLUME = "pipemorph-kept"
 """A template may have a volume of this name, such as one with another limit."""
 FOLDER = "/run/pipemorph/kept"
 SHARE = 2
 """The trainer's memory limit over the volume's."""
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(|[kMGTPE]|[KMGTPE]i)")
-_POWERS = {letter: power for power, letter in enumerate("kMGTPE", start=1)}
 
 Object = dict[str, Any]
 
@@ -37,13 +36,10 @@ def _size(trainer: Object) -> Object:
 
 
 def memory_bytes(quantity: str) -> int | None:
-    """The bytes of a Kubernetes quantity as people write them for memory; None for another text,
-    which the API server judges."""
-    match = _QUANTITY.fullmatch(quantity)
-    if match is None:
+    """Bytes of a Kubernetes quantity; None for other text and for less than a byte, which the API
+    server refuses."""
+    try:
+        size = int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+    except ValueError:
         return None
-    number, unit = match.groups()
-    if not unit:
-        return int(float(number))
-    base = 1024 if unit.endswith("i") else 1000
-    return int(float(number) * base ** _POWERS["k" if unit[0] == "K" else unit[0]])
+    return size if size > 0 else None

@@ -246,7 +246,8 @@ def test_a_template_may_have_its_own_volume_for_state() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [("4096", 4096), ("1.5Gi", 3 << 29), ("2G", 2 * 10**9), ("64Ki", 1 << 16), ("3k", 3000)]
-    + [(text, None) for text in ("", "1e9", "5m", "lots", "-1Gi", "1KB")],
+    + [("1e9", 10**9), ("1E", 10**18)]
+    + [(text, None) for text in ("", "5m", "lots", "-1Gi", "1KB")],
 )
 def test_memory_as_people_write_it(text: str, found: int | None) -> None:
     assert memory_bytes(text) == found

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import math
 import os
+import select
 import struct
 from typing import NamedTuple
 
-_POLLIN, _POLLRDHUP = 0x001, 0x2000
 _POLLFD = struct.Struct("ihh")
 _SHORTS = _POLLFD.size // 2
 """Length of a ``struct pollfd``, of which the last short is what was found."""
@@ -76,10 +76,10 @@ class Poller:
         self._build()
 
     def _build(self) -> None:
-        bells = [(fd, _POLLIN) for fd in self._eventfds]
+        bells = [(fd, select.POLLIN) for fd in self._eventfds]
         self._quiet, self._hearing = (
             _Watched.of(bells + [(fd, events) for fd in self._sockets])
-            for events in (_POLLRDHUP, _POLLIN)
+            for events in (select.POLLRDHUP, select.POLLIN)
         )
 
     def wake(self) -> None:
