@@ -1,6 +1,5 @@
-"""Passes what rank 0 knows of each finished iteration to experiment trackers."""
+"""Passes what rank 0 knows of finished iterations to the script's functions, and to Kubeflow."""
 
-from pipemorph_trainer.trackers.adapters import MLflow, TensorBoard, WandB
 from pipemorph_trainer.trackers.finished import FinishedIteration, PlanChange
 
-__all__ = ["FinishedIteration", "MLflow", "PlanChange", "TensorBoard", "WandB"]
+__all__ = ["FinishedIteration", "PlanChange"]

@@ -45,3 +45,16 @@ class FinishedIteration:
     plan_version: int
     change: PlanChange | None = None
     total: int | None = None
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for an experiment tracker, by name. Unknown ones are left out."""
+        found: dict[str, float] = {
+            "iteration_seconds": self.seconds,
+            "bubble_fraction": self.bubble_fraction,
+            "plan_version": self.plan_version,
+        }
+        if self.loss is not None:
+            found["loss"] = self.loss
+        if self.change is not None and self.change.promised is not None:
+            found["promised_gain"] = self.change.promised
+        return found

@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any
 
 from pipemorph.errors import PipeMorphError, one_line
-from pipemorph_trainer.trackers.adapters import figures
 from pipemorph_trainer.trackers.finished import FinishedIteration
 
 log = logging.getLogger("pipemorph.trackers")
@@ -90,7 +89,7 @@ class TrainJobStatus:
         status: dict[str, Any] = {
             "metrics": [
                 {"name": name, "value": f"{value:.6g}"}
-                for name, value in {"iteration": finished.index, **figures(finished, {})}.items()
+                for name, value in {"iteration": finished.index, **finished.figures()}.items()
             ],
             "lastUpdatedTime": at.strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
