@@ -5,9 +5,7 @@ nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
 
 1. Distance to the proven optimum on the problems of ``planner_problems.py`` (270: S 2–8, N 6–24;
    stages alike, uneven, several slow links; no in-flight cap, 2S, S+2), for this planner, the
-   paper's algorithm, zero-bubble and 1F1B. The optima are kept in ``planner_facts.json``.
-   ``--prove [SECONDS]`` solves them again with policy exact (a few minutes; needs the extra
-   ``exact``) and rewrites that file.
+   paper's algorithm, zero-bubble and 1F1B. The optima are in ``planner_facts.json``.
 2. CPU time to plan, from S=8, N=32 to S=64, N=256, on the same kinds of problems and for the same
    planners, and how it grows with S·N. Where the bound is not reached, as with several slow links
    under a cap, the search goes on to the end of its effort: that is the slowest it gets.
@@ -38,7 +36,6 @@ from planner_problems import (
     LARGE_CAPS,
     LARGE_PER_KIND,
     LARGE_STAGES,
-    PER_KIND,
     SEED,
     SHAPES,
     Case,
@@ -52,7 +49,6 @@ from planner_problems import (
 
 from pipemorph.planning import Policy, Problem, plan, validate
 from pipemorph.planning.policies.classic import paper_warmup
-from pipemorph.planning.search.exact import solve
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import lower_bound, tight_lower_bound
@@ -92,7 +88,7 @@ def gaps(cases: list[Case], facts: dict[str, Any]) -> list[dict[str, Any]]:
     for case in cases:
         fact = facts.get(case.key)
         if fact is None or fact["digest"] != digest(case.problem):
-            sys.exit(f"{FACTS.name} does not have {case.key} as it is now; run with --prove")
+            sys.exit(f"{FACTS.name} does not have {case.key} as it is now")
         optimum = fact["optimum"]
         planned = plan(case.problem)
         found.append(
@@ -221,28 +217,6 @@ def growth(rows: list[dict[str, Any]]) -> float:
     return over / sum((x - x_mean) ** 2 for x, _ in points)
 
 
-def prove(seconds: float) -> None:
-    """Solve every problem with policy exact and write down what is known then."""
-    facts = {}
-    for case in problem_set():
-        solved = solve(case.problem, seconds)
-        facts[case.key] = {
-            "digest": digest(case.problem),
-            "optimum": round(solved.makespan, 9),
-            "bound": round(solved.bound, 9),
-            "proven": solved.proven,
-            "time_limit": seconds,
-            "seconds": round(solved.seconds, 1),
-        }
-        if not solved.proven:
-            print(f"{case.key}: {solved.makespan:.1f}, not below {solved.bound:.1f}")
-    lines = ",\n".join(f'  "{key}": {json.dumps(fact)}' for key, fact in facts.items())
-    FACTS.write_text(
-        f'{{\n "seed": {SEED},\n "per_kind": {PER_KIND},\n "problems": {{\n{lines}\n }}\n}}\n'
-    )
-    print(f"{sum(fact['proven'] for fact in facts.values())} of {len(facts)} proven, in {FACTS}")
-
-
 def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
     kept = []
     for name, (mean, worst) in PROMISED_GAPS.items():
@@ -282,7 +256,7 @@ def show(found: dict[str, Any]) -> None:
     everything = found["gaps"]["all"]
     print(
         f"Distance to the optimum, {everything['problems']} seeded problems,"
-        f" {everything['proven']} optima proven (policy exact, seed {SEED})\n"
+        f" {everything['proven']} optima proven (seed {SEED})\n"
     )
     print("| problems | planner | mean | worst | at the optimum |")
     print("|---|---|---|---|---|")
@@ -353,22 +327,12 @@ def main() -> int:
         help="a problem of each kind and the two smallest sizes only: seconds",
     )
     parser.add_argument(
-        "--prove",
-        type=float,
-        nargs="?",
-        const=60.0,
-        metavar="SECONDS",
-        help=f"first solve every problem again, this long at most each, into {FACTS.name}",
-    )
-    parser.add_argument(
         "--large", action="store_true", help="only what is proven of the larger problems"
     )
     args = parser.parse_args()
     if args.large:
         show_large(large_gaps(LARGE_PER_KIND))
         return 0
-    if args.prove is not None:
-        prove(args.prove)
     cases, sizes, repetitions, large = problem_set(), SIZES, REPETITIONS, LARGE_PER_KIND
     if args.quick:
         cases, sizes, large = problem_set(1), SIZES[:2], 1

@@ -1,8 +1,8 @@
 """The seeded problems planners are judged on, and what is known of their optima.
 
-``problem_set()`` makes the same problems everywhere. ``planner_facts.json`` keeps, for each, the
-makespan and bound that policy exact found, whether that is proven the shortest, and the time
-limit it had; ``python benchmarks/planner.py --prove`` makes it anew.
+``problem_set()`` makes the same problems everywhere. ``planner_facts.json`` has, for each, the
+makespan and bound that a constraint solver (CP-SAT of OR-tools) found within the time limit, and
+whether that is proven the shortest.
 """
 
 from __future__ import annotations

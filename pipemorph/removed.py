@@ -20,7 +20,9 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """Values of a field of a manifest, by its path and the value."""
 
-POLICIES: Mapping[str, str] = {}
+POLICIES: Mapping[str, str] = {
+    "exact": "use pipemorph; lower_bound and gap of its plan bound the distance to the optimum",
+}
 """Policies, in manifests and problems and on the command line."""
 
 COMMANDS: Mapping[str, str] = {
@@ -28,7 +30,9 @@ COMMANDS: Mapping[str, str] = {
 }
 """Subcommands of ``pipemorph``, as in ``fabric check``."""
 
-ARGUMENTS: Mapping[str, str] = {}
+ARGUMENTS: Mapping[str, str] = {
+    "plan --time-limit": "leave it out",
+}
 """Arguments of a subcommand, as in ``run --watch``."""
 
 

@@ -13,9 +13,9 @@ from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, load_problem, shown
-from pipemorph.planning.search.exact import TIME_LIMIT
 from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph.planning.simulation.simulator import simulate
+from pipemorph.removed import POLICIES, removal
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,7 +26,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
-        "--policy", choices=[p.value for p in Policy], help="overrides the problem's policy"
+        "--policy",
+        type=_policy,
+        choices=[p.value for p in Policy],
+        help="overrides the problem's policy",
     )
     parser.add_argument(
         "--warmup", metavar="X0,X1,…", help="forwards before the first backward, per stage"
@@ -37,12 +40,14 @@ def add_parser(subparsers: Any) -> None:
         help="static: stages keep the plan's order; online: they run the next ready op; guided: of "
         "the ready ops the first in the plan's order; overrides the problem's dispatch",
     )
-    parser.add_argument(
-        "--time-limit",
-        metavar="SECONDS",
-        help=f"time limit of policy exact (default: {TIME_LIMIT:g})",
-    )
     add_output_arguments(parser)
+
+
+def _policy(name: str) -> str:
+    """An argument that :func:`argparse.ArgumentParser.add_argument` holds to the choices."""
+    if gone := removal(POLICIES, name):
+        raise argparse.ArgumentTypeError(f"{shown(name)} {gone}")
+    return name
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
     policy = Policy(args.policy) if args.policy else problem.policy
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     problem = problem.model_copy(update={"dispatch": dispatch})
-    if args.time_limit is not None and policy is not Policy.EXACT:
-        raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
     several = problem.ranks is not None and problem.ranks != problem.stage_count
     if policy.interleaved or (several and policy is Policy.PIPEMORPH):
         _plan_interleaved(problem, policy, args)
@@ -63,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
             f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
             f" has {problem.stage_count} entries"
         )
-    limit = parse_seconds(args.time_limit) if args.time_limit is not None else None
-    planned = plan(problem, policy, time_limit=limit, tight_bound=True)
+    planned = plan(problem, policy, tight_bound=True)
     problem, simulation = planned.problem, planned.simulation
     if dispatch is Dispatch.ONLINE:
         simulation = simulate(planned.schedule, problem, dispatch)
@@ -108,14 +110,3 @@ def parse_warmup(text: str) -> list[int]:
             raise InputError(f"--warmup: {shown(part)} in {shown(text)} is not a whole number")
         counts.append(int(part))
     return counts
-
-
-def parse_seconds(text: str) -> float:
-    """Parse seconds above 0. Raises :class:`InputError`."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise InputError(f"--time-limit: {shown(text)} is not a number of seconds above 0")
-    return seconds

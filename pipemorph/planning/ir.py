@@ -47,7 +47,6 @@ class Policy(StrEnum):
     ONE_F_ONE_B = "1f1b"
     ZERO_BUBBLE = "zero-bubble"
     PIPEMORPH = "pipemorph"
-    EXACT = "exact"
     # Several stages per rank; see pipemorph.planning.simulation.interleaved.
     ONE_F_ONE_B_INTERLEAVED = "1f1b-interleaved"
     ZERO_BUBBLE_V = "zero-bubble-v"

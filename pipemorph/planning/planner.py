@@ -56,7 +56,6 @@ def plan(
     problem: Problem,
     policy: Policy | None = None,
     *,
-    time_limit: float | None = None,
     effort: int = 1,
     near: float = 0.0,
     tight_bound: bool = False,
@@ -64,8 +63,7 @@ def plan(
     """Plan with ``policy``, or with the problem's own.
 
     The same problem gives the same schedule on every machine, since no result depends on planning
-    time. Policy exact is the exception: after ``time_limit`` seconds (by default
-    :data:`pipemorph.planning.search.exact.TIME_LIMIT`) it returns the best schedule found.
+    time.
 
     Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
     backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
@@ -77,8 +75,6 @@ def plan(
     """
     began, asked = perf_counter(), problem
     policy = problem.policy if policy is None else policy
-    if policy is Policy.EXACT:
-        problem.check_makespan("policy exact")
     if policy is Policy.PIPEMORPH and has_variants(problem):
         bound = lower_bound(problem)
         best = best_variant(problem)
@@ -88,18 +84,6 @@ def plan(
         schedule, bound = found.schedule, found.bound
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)
-    elif policy is Policy.EXACT:
-        if has_variants(problem):
-            raise InputError(
-                "policy exact supports neither offload, recomputation nor fused backwards; remove"
-                " device_limit, recompute_limit and any fused_backward shorter than backward_input"
-                " + backward_weight"
-            )
-        # OR-tools is slow to import, and optional.
-        from pipemorph.planning.search.exact import TIME_LIMIT, solve
-
-        solved = solve(problem, TIME_LIMIT if time_limit is None else time_limit)
-        schedule, makespan, bound = solved.schedule, solved.makespan, solved.bound
     else:
         schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
         makespan = predict(schedule, problem)

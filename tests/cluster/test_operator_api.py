@@ -66,7 +66,6 @@ BAD = [
     ("parallelism", {"stages": 4, "order": ["pp", "dp"]}, "spec.parallelism.order"),
     ("parallelism", {"stages": 4, "order": ["pp", "pp"]}, "spec.parallelism.order"),
     ("schedule.microbatches", 0, "spec.schedule.microbatches"),
-    ("schedule.policy", "exact", "spec.schedule.policy"),
     ("schedule.policy", "fast", "spec.schedule.policy"),
     ("schedule.globalBatchSize", 13, "spec.schedule.globalBatchSize"),
     ("schedule.warmup", [4, 3, 2], "spec.schedule.warmup"),

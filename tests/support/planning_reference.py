@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import product
 
-from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate
-from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate, validate
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.simulator import TimedOp, makespan_of
+from pipemorph.planning.validator import ScheduleError
 
 Key = tuple[int, OpKind, int]
 
@@ -242,3 +247,41 @@ def optimum(problem: Problem) -> float:
 
     extend(((0, 0, 0),) * count, (0.0,) * count, {})
     return best
+
+
+@cache
+def orders(microbatches: int, fused: bool) -> list[tuple[Op, ...]]:
+    """All orders of the ops of a stage, with a split backward or a fused one."""
+    kinds = (OpKind.F, OpKind.BW) if fused else (OpKind.F, OpKind.B, OpKind.W)
+    found: list[tuple[Op, ...]] = []
+
+    def extend(done: tuple[int, ...], ops: tuple[Op, ...]) -> None:
+        if min(done) == microbatches:
+            found.append(ops)
+        for k, count in enumerate(done):
+            if count < (done[k - 1] if k else microbatches):
+                extend((*done[:k], count + 1, *done[k + 1 :]), (*ops, Op(kinds[k], count)))
+
+    extend((0,) * len(kinds), ())
+    return found
+
+
+def shortest_of_all_orders(problem: Problem) -> float:
+    """The least objective of all orders of all stages. Only for two stages and three
+    microbatches."""
+    choices = [
+        orders(problem.microbatches, fused=False)
+        + (orders(problem.microbatches, fused=True) if stage.fused_backward is not None else [])
+        for stage in problem.stages
+    ]
+    limits, shortest = problem.in_flight_limits(), float("inf")
+    for each in product(*choices):
+        # Some orders exceed a limit, or wait for each other for ever.
+        with suppress(ScheduleError):
+            schedule = Schedule(problem.microbatches, each)
+            validate(schedule, limits)
+            if problem.objective == "period":
+                shortest = min(shortest, simulate(schedule, problem).period)
+            else:
+                shortest = min(shortest, makespan_of(schedule, Costs.of(problem)))
+    return shortest

@@ -19,7 +19,7 @@ DESCRIPTIONS: dict[str, str] = {
     "Immutable.",
     "spec.schedule": "What is scheduled, and by which policy. Immutable.",
     "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
-    "their schedule. exact cannot run in a job.",
+    "their schedule.",
     "spec.schedule.dispatch": "static: each stage keeps the plan's order; online: it runs its "
     "next ready op within warm-up and in-flight limit; guided: of its ready ops it runs the first "
     "in the plan's order, with no more microbatches in flight than the plan has; auto: static, or "

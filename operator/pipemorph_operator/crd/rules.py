@@ -267,11 +267,6 @@ RULES: dict[str, list[Rule]] = {
     ],
     "spec.schedule": [
         Rule(
-            rule="self.policy != 'exact'",
-            message="policy exact cannot run; use pipemorph, 1f1b, gpipe or zero-bubble",
-            field_path=".policy",
-        ),
-        Rule(
             rule="!has(self.warmup) || self.warmup.all(x, x <= self.microbatches)",
             message="warmup must not exceed microbatches",
             field_path=".warmup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from pipemorph.api.base import FieldError, Milliseconds, SpecModel
 from pipemorph.planning.ir import Dispatch, Policy
@@ -43,7 +43,7 @@ class ScheduleSpec(SpecModel):
         "shard × microbatches.",
     )
     policy: Literal[
-        "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
+        "pipemorph", "zero-bubble", "1f1b", "gpipe", "1f1b-interleaved", "zero-bubble-v"
     ] = "pipemorph"
     dispatch: Literal["static", "online", "guided", "auto"] = "auto"
     objective: Literal["auto", "makespan", "period"] = Field(
@@ -83,16 +83,6 @@ class ScheduleSpec(SpecModel):
         max_length=512,
         description="Expected op times, one entry per stage; used until they are measured.",
     )
-
-    @field_validator("policy")
-    @classmethod
-    def _policy_can_run(cls, policy: str) -> str:
-        if policy == Policy.EXACT:
-            raise FieldError(
-                "",
-                "is exact, which jobs cannot run; use pipemorph, 1f1b, gpipe or zero-bubble",
-            )
-        return policy
 
     @property
     def policy_kind(self) -> Policy:

@@ -239,7 +239,7 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         (
             "spec/schedule/policy",
             "exact",
-            "spec.schedule.policy: is exact, which jobs cannot run;",
+            'spec.schedule.policy: is "exact", which was removed; use pipemorph;',
         ),
         (
             "spec/schedule/policy",

@@ -172,8 +172,6 @@ def test_the_period_under_online_dispatch() -> None:
 
 def test_what_knows_no_period_says_so() -> None:
     given = problem(4, 2, [0.0])
-    with pytest.raises(InputError, match="policy exact knows only makespan"):
-        plan(given, Policy.EXACT)
     with pytest.raises(InputError, match="advise knows only makespan"):
         advise(given)
     by_hand = plan(given, Policy.ZERO_BUBBLE)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planning_reference import shortest_of_all_orders
 from schedule_text import schedule_of
 
 from pipemorph.cli import main
 from pipemorph.planning import (
     Link,
-    Policy,
     Problem,
     StageTimes,
     lower_bound,
@@ -63,15 +63,12 @@ def test_a_plan_for_a_narrow_link_is_near_the_bound(slow: int, queues: int | Non
     assert found.makespan <= predict(as_delay.schedule, narrow)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_the_search_is_near_the_proven_optimum(slow: int) -> None:
-    pytest.importorskip("ortools")
-    for rate in (2.5, 5.0, 8.0):
-        narrow = problem(3, 4, slow, gbps=rate)
-        proven = plan(narrow, Policy.EXACT)
-        assert proven.makespan == pytest.approx(proven.lower_bound, rel=1e-6), "not proven"
-        assert lower_bound(narrow) <= proven.makespan * (1 + 1e-9)
-        assert plan(narrow).makespan <= 1.03 * proven.makespan
+@pytest.mark.parametrize("rate", [2.5, 5.0, 8.0])
+def test_the_search_is_near_the_optimum(rate: float) -> None:
+    narrow = problem(2, 3, 0, gbps=rate)
+    shortest = shortest_of_all_orders(narrow)
+    assert lower_bound(narrow) <= shortest * (1 + 1e-9)
+    assert shortest <= plan(narrow).makespan * (1 + 1e-9) <= 1.03 * shortest
 
 
 def test_in_a_problem_file(tmp_path: Path, capsys: Any) -> None:

@@ -97,7 +97,7 @@ def test_near_the_proven_optimum() -> None:
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for case in cases:
         fact = facts[case.key]
-        assert fact["digest"] == digest(case.problem), f"{case.key}: planner.py --prove was not run"
+        assert fact["digest"] == digest(case.problem), f"{case.key} is another problem"
         assert fact["proven"], case.key
         planned = plan(case.problem)
         assert planned.lower_bound <= fact["optimum"] * (1 + 1e-9), case.key

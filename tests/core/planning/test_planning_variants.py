@@ -227,13 +227,6 @@ def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
     assert lower_bound(problem) <= lower_bound(split) * (1 + 1e-9)
 
 
-def test_the_optimum_is_not_claimed_for_what_is_not_modelled() -> None:
-    with pytest.raises(
-        InputError, match="policy exact supports neither offload, recomputation nor fused"
-    ):
-        plan(TIGHT, Policy.EXACT)
-
-
 @pytest.mark.parametrize("policy", [Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE])
 def test_policies_made_by_hand_keep_a_device_limit(policy: Policy) -> None:
     planned = plan(TIGHT, policy)

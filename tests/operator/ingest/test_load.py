@@ -246,7 +246,10 @@ def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> N
             controller.report(reported(beat), now)
             await store.look(KEY)
         assert (views, len(api.applied)) == (0, 1)
-        now += PROGRESS_SECONDS
+        now += FLOOR_SECONDS
+        await store.look(KEY)
+        assert (views, len(api.applied)) == (1, 1), "for the metrics alone"
+        now += PROGRESS_SECONDS - FLOOR_SECONDS
         controller.report(reported(5), now)
         await store.look(KEY)
         assert len(api.applied) == 2, "progress is written now and then"
