@@ -178,7 +178,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
             if rdma.gid_index is not None:
                 command.append(f"--gid-index={rdma.gid_index}")
     if asked.shared_memory is not None:
-        command.append(f"--shm={kept.memory_bytes(asked.shared_memory)}")
+        command.append(f"--shm={kept.memory_bytes(asked.shared_memory) or 0}")
     trainer = attempt.job.spec.trainer.argv("python")
     if attempt.launches:
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]

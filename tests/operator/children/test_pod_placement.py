@@ -94,6 +94,11 @@ def test_a_shared_memory_of_the_templates_own_stays(path: str) -> None:
     assert f"--shm={8 << 30}" in container["command"], "its size is still looked at"
 
 
+def test_a_shared_memory_of_no_bytes() -> None:
+    (container,) = template(attempt(placement={"sharedMemory": "0Gi"}))["spec"]["containers"]
+    assert "--shm=0" in container["command"]
+
+
 def test_a_spread_of_the_templates_own_stays() -> None:
     own = {"maxSkew": 3, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
     given = given_with("spec.topologySpreadConstraints", [own])
