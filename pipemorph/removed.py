@@ -11,6 +11,7 @@ from collections.abc import Mapping
 FIELDS: Mapping[str, str] = {
     "spec.failurePolicy.latePodSeconds": "leave it out",
     "spec.parallelism.spares": "use minReplicas; a lost pod is replaced in its Job",
+    "spec.placement.rdma.check": "run pipemorph fabric check between the hosts before the job",
 }
 """Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
 keeps them without a type, so that the operator receives and refuses them."""
@@ -32,6 +33,10 @@ COMMANDS: Mapping[str, str] = {
 
 ARGUMENTS: Mapping[str, str] = {
     "plan --time-limit": "leave it out",
+    "fabric --listen": "use --hosts and --shell, which starts the other hosts",
+    "fabric --port": "the remote shell of --shell needs no port",
+    "fabric --secret-file": "the remote shell of --shell needs no secret",
+    "fabric --wait": "the remote shell of --shell starts the other hosts at once",
 }
 """Arguments of a subcommand, as in ``run --watch``."""
 

@@ -220,7 +220,6 @@ class JobSpec(SpecModel):
     def _check_min_replicas(self) -> None:
         if self.parallelism.min_replicas is None:
             return
-        rdma = self.placement.rdma if self.placement else None
         for where, wrong, why in (
             (
                 "failurePolicy.maxRestarts",
@@ -245,12 +244,6 @@ class JobSpec(SpecModel):
                 self.adaptation.relayout,
                 "is true, with parallelism.minReplicas: ranks of fewer replicas have other numbers,"
                 " and places belong to numbers; leave one of them out",
-            ),
-            (
-                "placement.rdma.check",
-                rdma is not None and rdma.check != "never",
-                f"is {rdma.check if rdma else ''}, with parallelism.minReplicas: pods that check"
-                " their ports together cannot begin one by one; use never",
             ),
         ):
             if wrong:

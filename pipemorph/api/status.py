@@ -29,7 +29,6 @@ from pipemorph.api.status_base import (
 )
 from pipemorph.api.status_links import (
     AttemptNodes,
-    FabricStatus,
     FallenLink,
     RailsStatus,
     SlowLink,
@@ -246,9 +245,6 @@ class TrainingStatus(StatusModel):
     link_fallbacks: int = number("Times an end of a link lost its last rail.")
     link_failbacks: int = number("Times a link recovered a rail.")
     rails: RailsStatus | None = Field(default=None, description="Health of the ranks' RDMA ports.")
-    fabric: FabricStatus | None = Field(
-        default=None, description="The check of the RDMA ports before training."
-    )
     slow_stage_count: int = number("Stages that compute slower than they should.")
     slow_stages: list[SlowStage] = at_most(MAX_SLOW_STAGES, "The slowest of them, slowest first.")
     peak_memory: list[int] = at_most(MAX_STAGES, "Peak bytes per stage; 0 where not reported.")

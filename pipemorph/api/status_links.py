@@ -113,35 +113,3 @@ class RailsStatus(StatusModel):
     sick_ports: list[SickPort] = at_most(MAX_SICK_PORTS, "Some of them, by stage.")
     congested_count: int = number("Ports with a high rate of congestion notifications.")
     unavailable_count: int = number("Ports whose state or counters cannot be read in the pod.")
-
-
-class FabricDirectionStatus(StatusModel):
-    """What carries from one RDMA port to another."""
-
-    source: Text = Field(description="Pod and port that write.")
-    target: Text = Field(description="Pod and port that they write to.")
-    gbps: float | None = Field(default=None, ge=0, description="Gigabits per second.")
-    round_trip_us: float | None = Field(
-        default=None, ge=0, description="Median round trip, microseconds."
-    )
-    path_mtu: int | None = Field(
-        default=None, ge=0, description="Largest MTU whose packets arrive; none if nothing does."
-    )
-    resent: int | None = Field(default=None, ge=0, description="Packets that were sent again.")
-
-
-class FabricStatus(StatusModel):
-    """The check of the RDMA ports between the pods, before training (placement.rdma.check)."""
-
-    message: Text = Field(default="", description="Why it was not made; empty if it was.")
-    pods: int = number("Pods that took part.")
-    directions: int = number("Directions between RDMA ports that were measured.")
-    gbps: float | None = Field(default=None, ge=0, description="Their median rate.")
-    round_trip_us: float | None = Field(
-        default=None, ge=0, description="Their median round trip, microseconds."
-    )
-    sick_count: int = number("Findings.")
-    sick: list[Text] = at_most(MAX_SICK_PORTS, "Some of them, for people.")
-    slowest: list[FabricDirectionStatus] = at_most(
-        MAX_SICK_PORTS, "Some directions: sick ones first, then the slowest."
-    )

@@ -46,7 +46,6 @@ from pipemorph.wire import (
     AdaptationRecord,
     Directive,
     DirectiveEnvelope,
-    FabricView,
     LinkHealthReport,
     PlanMessage,
     RailsView,
@@ -171,10 +170,6 @@ class JobController:
     def rails(self, now: float) -> RailsView:
         """State of the ranks' RDMA ports."""
         return self._observed.rails(now)
-
-    def fabric(self) -> FabricView | None:
-        """What the check of the RDMA ports before the attempt found; None without one."""
-        return self._observed.fabric
 
     def stragglers(self) -> StragglersView:
         """Stages that compute slower than they should."""

@@ -11,7 +11,6 @@ from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (
-    FabricView,
     RailsView,
     ReductionHealth,
     StragglersView,
@@ -43,7 +42,6 @@ class JobView:
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
-    fabric: FabricView | None = None
     reductions: tuple[ReductionHealth, ...] = ()
     """Of every data-parallel group that has observed."""
     worth: Worth = field(default_factory=Worth)
@@ -75,7 +73,6 @@ class JobView:
             rails=observed.rails(now),
             transports=observed.transports,
             stragglers=observed.stragglers,
-            fabric=observed.fabric,
             reductions=observed.reductions(),
             worth=ledger.worth,
             own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),

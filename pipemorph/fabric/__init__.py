@@ -1,1 +1,1 @@
-"""What the links of all jobs, and checks by hand, tell about the network below them."""
+"""``pipemorph fabric check``: what the RDMA ports of hosts carry between them, by verbs."""

@@ -53,13 +53,9 @@ from pipemorph.wire.samples import (
     WireTime,
 )
 from pipemorph.wire.states import (
-    FABRIC_VARIABLE,
     MOST_SLOW,
     SHOWN,
     DirectionState,
-    FabricDirection,
-    FabricPair,
-    FabricView,
     FallenLink,
     LinkState,
     RailHealth,
@@ -75,7 +71,6 @@ from pipemorph.wire.states import (
 )
 
 __all__ = [
-    "FABRIC_VARIABLE",
     "MAX_OPS_BYTES",
     "MAX_PLAN_BYTES",
     "MAX_POD_REPORT_BYTES",
@@ -92,9 +87,6 @@ __all__ = [
     "Directive",
     "DirectiveEnvelope",
     "EventReport",
-    "FabricDirection",
-    "FabricPair",
-    "FabricView",
     "FallenLink",
     "GenerationState",
     "HandIn",

@@ -45,7 +45,6 @@ from pipemorph.wire.states import (
     MOST_SLOW,
     Device,
     DirectionState,
-    FabricView,
     LinkState,
     RailsView,
     ReductionHealth,
@@ -109,14 +108,13 @@ class LinkHealthReport(WireModel):
     rails: RailsView | None = None
     transports: TransportsView | None = None
     stragglers: StragglersView | None = None
-    fabric: FabricView | None = None
     events: list[EventReport] = Field(default_factory=list, max_length=MOST_EVENTS)
     message: str | None = Field(default=None, max_length=1024)
 
     @property
     def is_progress(self) -> bool:
         """Whether it tells of nothing but iterations, as most reports do."""
-        views = self.rails, self.transports, self.stragglers, self.fabric, self.message
+        views = self.rails, self.transports, self.stragglers, self.message
         states = self.directions, self.links, self.stages, self.reductions, self.events
         return not any(states) and views == (None,) * len(views)
 

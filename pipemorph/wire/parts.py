@@ -15,7 +15,7 @@ from pydantic import Field
 from pipemorph.wire.base import Count, Seconds, WireModel
 from pipemorph.wire.messages import DirectiveEnvelope, LinkHealthReport
 from pipemorph.wire.samples import DeviceClock
-from pipemorph.wire.states import FabricView, RouteTimes
+from pipemorph.wire.states import RouteTimes
 
 MOST_PACES, MOST_BUCKETS = 4096, 1024
 
@@ -73,5 +73,3 @@ class PartAnswer(DirectiveEnvelope):
     """Normal wire time of the job's directions, per route; those that have changed."""
     reductions: list[UsualReduction] = Field(default_factory=list)
     """Given for groups of the part that take much longer than others."""
-    fabric: FabricView | None = None
-    """What the check of the RDMA ports before training measured; given when it connects."""

@@ -19,17 +19,12 @@ from pipemorph.planning.analysis.partition import spread_layers
 from pipemorph.wire.base import Count, Seconds, WireModel
 from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
-FABRIC_VARIABLE = "PIPEMORPH_FABRIC"
-"""Environment variable with a :class:`FabricView`, as JSON, from the first pod's preflight to rank
-0's agent."""
 SHOWN = 32
 """Most ports, links or stages that a view lists."""
 FULL_CLOCK = 0.95
 """Part of a device's highest clock from which it is no reason to be slow."""
 MOST_SLOW = 512
 """Most slow directions of links in one message."""
-MOST_PAIRS, MOST_PORTS = 256, 32
-"""Most pairs of ports, and names of ports, that a check of the fabric tells of."""
 
 Direction = Literal["forward", "backward"]
 Positive = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
@@ -247,61 +242,6 @@ class TransportsView:
     fallen: Annotated[tuple[FallenLink, ...], Field(max_length=SHOWN)] = ()
     fallbacks: Count = 0
     failbacks: Count = 0
-
-
-@dataclass(frozen=True)
-class FabricDirection:
-    """What a check before training measured from one RDMA port to another. ``rate``: bytes a
-    second; ``round_trip``: the median, seconds; ``mtu``: the largest one that arrives; ``resent``:
-    packets sent again. None: not measured."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    source: Text
-    target: Text
-    rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    round_trip: Seconds | None = None
-    mtu: Count | None = None
-    resent: Count | None = None
-
-
-class FabricPair(NamedTuple):
-    """What a check before training found between two RDMA ports, of both directions the worse.
-
-    ``first``, ``second``: their pods; ``ports``: their names, as numbers in
-    :attr:`FabricView.ports`, None for all ports of a pod; ``rate``: bytes a second;
-    ``round_trip``: the median, seconds. None: not measured."""
-
-    first: Count
-    second: Count
-    ports: tuple[Count | None, Count | None]
-    sick: bool
-    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    round_trip: Seconds | None = None
-
-
-@dataclass(frozen=True)
-class FabricView:
-    """The check of the RDMA ports between a job's pods, before training. ``sick``: one text for
-    each of ``sick_count`` findings, at most :data:`SHOWN`; ``rate``, ``round_trip``: medians of all
-    ``directions``; ``slowest``: at most :data:`SHOWN` of them, sick ones first; ``message``: why
-    it was not made. ``at``: when it was, seconds since the Unix epoch; ``pairs``: at
-    most :data:`MOST_PAIRS`, those first that say the most."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    pods: Count = 0
-    directions: Count = 0
-    sick_count: Count = 0
-    sick: Annotated[tuple[Text, ...], Field(max_length=SHOWN)] = ()
-    rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    round_trip: Seconds | None = None
-    slowest: Annotated[tuple[FabricDirection, ...], Field(max_length=SHOWN)] = ()
-    message: Text = ""
-    at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    ranks_per_pod: Annotated[int, Field(ge=1)] = 1
-    ports: Annotated[tuple[Device, ...], Field(max_length=MOST_PORTS)] = ()
-    pairs: Annotated[tuple[FabricPair, ...], Field(max_length=MOST_PAIRS)] = ()
 
 
 @dataclass(frozen=True)

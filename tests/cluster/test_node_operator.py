@@ -213,34 +213,6 @@ def test_a_gpt_trains_to_completion(release: NodeCluster, node_jobs: Jobs) -> No
     node_jobs.delete("gpt")
 
 
-def test_pods_check_their_rdma_ports_before_they_train(node_jobs: Jobs) -> None:
-    """Here they have device files alone: that is what the image's pyverbs finds, in both pods."""
-
-    def checking(mode: str) -> Object:
-        return {"rdma": {"resourceName": RESOURCE, "ipcLock": False, "check": mode}}
-
-    for mode in ("report", "require"):
-        node_jobs.apply(
-            manifest(
-                f"check-{mode}",
-                stages=2,
-                iterations=20,
-                placement=checking(mode),
-                failurePolicy={"maxRestarts": 0},
-            )
-        )
-    failed = node_jobs.wait("check-require", "Failed", START)
-    preflight = condition(failed, "PreflightPassed")
-    assert preflight["status"] == "False"
-    assert "pod 1 -: has no active RDMA port" in preflight["message"]
-    done = node_jobs.wait("check-report", all_told, START)
-    found = done["status"]["training"]["fabric"]
-    assert (found["pods"], found["directions"], found["sickCount"]) == (2, 0, 2), told(done)
-    assert found["sick"] == [f"pod {n} -: has no active RDMA port" for n in range(2)]
-    for mode in ("report", "require"):
-        node_jobs.delete(f"check-{mode}")
-
-
 def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
     node_jobs.apply(
         manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1})

@@ -117,7 +117,7 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "parallelism": attempt.pods,
         "completionMode": "Indexed",
         "podReplacementPolicy": "Failed",
-        **(_replaces_pods() if _may_replace(attempt, template) else _ends_with_a_pod()),
+        **(_replaces_pods() if pod.starts_again(template) else _ends_with_a_pod()),
         "template": template,
     }
     if not gang.queued_by_kueue(attempt.job):
@@ -128,13 +128,6 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "metadata": attempt.metadata(attempt.name, labels),
         "spec": spec,
     }
-
-
-def _may_replace(attempt: Attempt, template: Object) -> bool:
-    """Whether a single pod can be replaced: launchers wait for it, and it does nothing with all
-    others before its ranks start."""
-    rdma = attempt.job.spec.placement.rdma if attempt.job.spec.placement else None
-    return pod.starts_again(template) and (rdma is None or rdma.check == "never")
 
 
 def _ends_with_a_pod() -> Object:

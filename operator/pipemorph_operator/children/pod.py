@@ -171,12 +171,6 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
         command.append("--rdma")
         if asked.rdma.ipc_lock:
             command.append("--memlock")
-        if asked.rdma.check != "never":
-            command.append(f"--fabric={asked.rdma.check}")
-            rdma = attempt.job.spec.transport.rdma
-            command += [f"--device={device}" for device in rdma.devices]
-            if rdma.gid_index is not None:
-                command.append(f"--gid-index={rdma.gid_index}")
     if asked.shared_memory is not None:
         command.append(f"--shm={kept.memory_bytes(asked.shared_memory) or 0}")
     trainer = attempt.job.spec.trainer.argv("python")

@@ -70,12 +70,6 @@ _STARTS_AGAIN = (
     "needs failurePolicy.maxRestarts of at least 1: ranks have to start again",
     ".failurePolicy",
 )
-_BEGINS_ALONE = (
-    "!has(self.placement) || !has(self.placement.rdma) || self.placement.rdma.check == 'never'",
-    "does not go with placement.rdma.check: pods that check their ports together cannot begin"
-    " one by one",
-    ".placement.rdma.check",
-)
 
 WITH_MIN_REPLICAS = (
     _STARTS_AGAIN,
@@ -96,7 +90,6 @@ WITH_MIN_REPLICAS = (
         "does not go with adaptation.relayout: ranks of fewer replicas have other numbers",
         ".adaptation.relayout",
     ),
-    _BEGINS_ALONE,
 )
 """What a job with ``parallelism.minReplicas`` needs: rule, message and field."""
 

@@ -6,16 +6,14 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import ConditionStatus
 from pipemorph.api.status_links import (
-    FabricDirectionStatus,
-    FabricStatus,
     FallenLink,
     RailsStatus,
     SickPort,
 )
 from pipemorph.control import JobView
 from pipemorph.explain.story import link_name
-from pipemorph.wire import FabricView, RailHealth, RailsView
 from pipemorph.wire import FallenLink as Fallen
+from pipemorph.wire import RailHealth, RailsView
 from pipemorph_operator import names
 
 NAMED = 5
@@ -63,40 +61,6 @@ def wants_rdma(spec: JobSpec) -> bool:
     """Whether the spec requests RDMA, as opposed to using it where available."""
     placed = spec.placement is not None and spec.placement.rdma is not None
     return placed or spec.transport.engine == "rdma" or spec.transport.require == "rdma"
-
-
-def fabric_status(view: FabricView | None) -> FabricStatus | None:
-    """The check before training, as status."""
-    if view is None:
-        return None
-    return FabricStatus(
-        message=view.message,
-        pods=view.pods,
-        directions=view.directions,
-        gbps=_gbps(view.rate),
-        round_trip_us=_microseconds(view.round_trip),
-        sick_count=view.sick_count,
-        sick=list(view.sick),
-        slowest=[
-            FabricDirectionStatus(
-                source=each.source,
-                target=each.target,
-                gbps=_gbps(each.rate),
-                round_trip_us=_microseconds(each.round_trip),
-                path_mtu=each.mtu,
-                resent=each.resent,
-            )
-            for each in view.slowest
-        ],
-    )
-
-
-def _gbps(rate: float | None) -> float | None:
-    return None if rate is None else round(rate * 8e-9, 3)
-
-
-def _microseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e6, 1)
 
 
 def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, str]:

@@ -39,12 +39,6 @@ class Rdma(SpecModel):
     ipc_lock: bool = Field(
         default=True, description="Add the capability IPC_LOCK, to lock memory without a limit."
     )
-    check: Literal["never", "report", "require"] = Field(
-        default="never",
-        description="Whether the pods probe the RDMA ports between them before the ranks start. "
-        "report: what was found is in status.training.fabric. require: the attempt also fails if "
-        "a port or a direction is sick.",
-    )
 
 
 class Topology(SpecModel):

@@ -113,8 +113,6 @@ class _Base:
     exact: bool = True
     guessed: bool = False
     """The route was first used while the link was slow, so no healthy window was seen on it."""
-    seeded: bool = False
-    """A seed, see :meth:`DelayDetector.take_seed`: no healthy window was seen yet."""
 
 
 class DelayDetector:
@@ -181,12 +179,6 @@ class DelayDetector:
         """Whether any arrival was observed exactly. If not, the base is an upper bound."""
         known = self._bases.get(self.route) if self.route is not None else None
         return known is not None and known.exact
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether the link is slow only by a base that no window has shown."""
-        known = self._bases.get(self.route) if self.route is not None else None
-        return known is not None and known.seeded
 
     @property
     def threshold(self) -> float:
@@ -371,25 +363,6 @@ class DelayDetector:
         # Receivers that compute may need iterations to learn it, of which the last ones were slow.
         return self._lower(base, self._learned_at)
 
-    def take_seed(self, base: float) -> bool:
-        """Use ``base``, from what was measured before the first window, as the normal wire time if
-        it is much lower than what was learned; or no more, if it was used and is not by now.
-
-        Returns whether the level has changed. A seed ends with the first recovery.
-        """
-        known = self._bases.get(self.route) if self.route is not None else None
-        if known is None:
-            return False
-        if not known.seeded:
-            known.seeded = self._lower(base, self._learned_at)
-            return known.seeded
-        if self.level is Level.SLOW and self.wire_time - base < self.thresholds.of(base, 0.0):
-            known.value, known.seeded = self.wire_time, False
-            self._since.clear()
-            self._become(Level.HEALTHY, self.changed_at)
-            return True
-        return False
-
     def _lower(self, base: float, since: int | None) -> bool:
         known = self._bases.get(self.route) if self.route is not None else None
         if known is None or not known.exact or self.level is not Level.HEALTHY:
@@ -572,10 +545,7 @@ class DelayDetector:
             if self._slow_for < RECENT and not known.guessed:
                 # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
-            if known.seeded:
-                # It was well in these windows, and the seed was only a guess of that.
-                known.value = median(likely([*self._since, *self._step][-LEARN:]))
-            known.guessed = known.seeded = False
+            known.guessed = False
             self._since.clear()
             self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
         else:

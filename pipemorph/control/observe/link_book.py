@@ -29,7 +29,6 @@ from pipemorph.control.observe.detector import (
     Thresholds,
     alarm_level,
 )
-from pipemorph.control.observe.fabric_seeds import FabricSeeds
 from pipemorph.control.observe.series import LEAST_BASE, Key, Series, Window
 from pipemorph.wire import DirectionState, LinkSample, LinkState, SlowDirection
 from pipemorph.wire.parts import RouteBases
@@ -58,14 +57,6 @@ LATE_SECONDS = 0.5
 BUCKET, BUCKETS_APART = 0.01, 3
 """Relative width of a bucket of normal wire times; and buckets by which one must have moved to be
 in another than before."""
-SEED_SECONDS = 30.0
-"""After so long a base that was learned needs no seed: what a link takes all that time is what it
-takes."""
-SEED_MARGIN = 3.0
-"""Times a seed that a message may take where too few links tell what it does: ports that carry a
-third of what others do are slow by the check itself."""
-FEW_SEEDED = 4
-"""Directions from which they tell: fewer cannot outvote the two of one link."""
 
 
 class Ends(Protocol):
@@ -107,10 +98,6 @@ class LinkBook:
         self._turned: dict[int, None] = {}
         """Links of which a direction has changed its state, or is heard of again, since
         :meth:`turned`."""
-        self.seeds: FabricSeeds | None = None
-        """What was measured before the first window."""
-        self._unsettled: dict[Key, Series] = {}
-        """Directions that are compared with their seeds."""
 
     def set(self, thresholds: Thresholds, stale_after: float) -> None:
         """Judge by these from now on. Bases and states stay: windows change them, as usual."""
@@ -211,10 +198,7 @@ class LinkBook:
         if level is Level.SLOW:
             self._slow[key] = series
         elif self._slow.pop(key, None) is None:
-            # It has learned its base.
-            if self.seeds is not None:
-                series.learned_at, self._unsettled[key] = series.seen_at, series
-            return
+            return  # It has learned its base.
         self._flipped[key] = None
         self._moved.pop(key, None)
 
@@ -226,7 +210,6 @@ class LinkBook:
         if not self._is_fresh(series, now):
             self._turned[sample.link] = None
         series.seen_at = max(series.seen_at, now)
-        series.message = sample.bytes / sample.wire.count
         sender, receiver = _ranks_of(sample)
         if sample.waited is not None:
             self._waited[receiver] = (sample.waited, now)
@@ -257,7 +240,6 @@ class LinkBook:
     def _add(self, key: Key, now: float) -> Series:
         """A direction without windows. Also replaces one."""
         self._count += key not in self._series[key[0]]
-        self._unsettled.pop(key, None)
         series = Series(key, DelayDetector(self._thresholds), now)
         self._series[key[0]][key] = series
         return series
@@ -322,7 +304,7 @@ class LinkBook:
         counts: dict[str, Counter[int]] = {}
         for series in self._all():
             base, route = series.detector.base, series.detector.route
-            if base is None or route is None or series.detector.is_seeded:
+            if base is None or route is None:
                 continue
             now = bucket(base)
             if series.bucket is None or abs(now - series.bucket) >= BUCKETS_APART:
@@ -346,7 +328,7 @@ class LinkBook:
         }
         for series in self._all():
             base, route = series.detector.base, series.detector.route
-            if base is not None and route is not None and not series.detector.is_seeded:
+            if base is not None and route is not None:
                 known.setdefault(route, []).append((base, 1))
         usual = {}
         for route, found in known.items():
@@ -364,48 +346,6 @@ class LinkBook:
             was = series.detector.level
             if base is not None and series.detector.lower_base(base):
                 self._note(series, was)
-
-    def compare_seeds(self, now: float) -> list[Key]:
-        """Find links that were slow from the start by what was measured before it, also where they
-        have no peers that are well. Returns the directions that are slow by that from now on.
-
-        Where enough directions have seeds, a message may take as many times its seed as it does on
-        most links (lower quartile), so that what the seeds do not know of is not taken for a delay;
-        and a direction that was found slow before so many were known is well again, if it is like
-        them. Walks all directions, while there are new ones or such as are slow by a seed.
-        """
-        for key, series in list(self._unsettled.items()):
-            if not series.detector.is_seeded and now - series.learned_at > SEED_SECONDS:
-                del self._unsettled[key]
-        if self.seeds is None or not self._unsettled:
-            return []
-        known: dict[str, dict[Key, float]] = {}
-        """By route, the seeds."""
-        ratios: dict[str, list[tuple[float, int]]] = {}
-        for series in self._all():
-            (link, column, _), found = series.key, series.detector
-            seed = self.seeds.wire_time(link, column, series.message)
-            if seed is None or found.route is None or found.base is None:
-                continue
-            known.setdefault(found.route, {})[series.key] = max(seed, LEAST_BASE)
-            if found.level is Level.HEALTHY or found.is_seeded:
-                ratio = found.wire_time / max(seed, LEAST_BASE)
-                ratios.setdefault(found.route, []).append((ratio, 1))
-        turned: list[Key] = []
-        for key, series in self._unsettled.items():
-            detector, was = series.detector, series.detector.level
-            seed = known.get(detector.route or "", {}).get(key)
-            if seed is None:
-                continue
-            found_ratios = ratios.get(detector.route or "", [])
-            times = SEED_MARGIN
-            if len(found_ratios) >= FEW_SEEDED:
-                times = max(1.0, _at(found_ratios, (len(found_ratios) - 1) // 4))
-            if detector.take_seed(seed * times):
-                self._note(series, was)
-                if detector.is_seeded:
-                    turned.append(key)
-        return turned
 
     @property
     def count(self) -> int:

@@ -17,7 +17,6 @@ from pipemorph.control.observe.reductions import GroupKey
 from pipemorph.control.observe.series import Key
 from pipemorph.wire import (
     DirectionState,
-    FabricView,
     LinkState,
     RailsView,
     ReductionHealth,
@@ -72,8 +71,6 @@ class Part:
     """What to tell it with the next answer."""
     usual: Mapping[str, float] | None = None
     """What it was last told to be usual."""
-    fabric: FabricView | None = None
-    """What it was told of the check of the RDMA ports."""
 
 
 class Parts:
@@ -126,7 +123,7 @@ class Parts:
         """Let the next answer to a part have all that it has to know."""
         part = self.parts[number]
         part.life += 1
-        part.usual = part.fabric = None
+        part.usual = None
         part.restore = [_remembered(row) for row in part.slow.values()]
 
     def misfit(self, report: PartReport) -> str | None:

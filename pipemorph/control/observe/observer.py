@@ -19,14 +19,13 @@ most links are late and what is usual.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.fabric_seeds import FabricSeeds
 from pipemorph.control.observe.link_book import LinkBook
 from pipemorph.control.observe.merge import Part, Parts, State
 from pipemorph.control.observe.rail_health import RailBook, merge_rails
@@ -41,7 +40,6 @@ from pipemorph.wire import (
     PROTOCOL,
     DirectionState,
     DirectiveEnvelope,
-    FabricView,
     IterationSample,
     LinkHealthReport,
     LinkSample,
@@ -135,8 +133,6 @@ class Observer:
         """Between two reports of a part of this job, as it is told."""
         self.pause = REPORT_SECONDS
         """Between two reports of this observer, as its host tells, or the job's observer."""
-        self._fabric: FabricView | None = None
-        """What parts are told of the check of the RDMA ports."""
         self._usual: dict[str, float] = {}
         """Per route, the normal wire time of the job's directions."""
         self._to_tell: set[int] = set()
@@ -218,14 +214,6 @@ class Observer:
 
     def _compare_peers(self, now: float) -> None:
         pause = PEERS_SECONDS * len(self._links)
-        for link, column, direction in self._links.compare_seeds(now):
-            name = self._mesh.column_name(column)
-            self._events.add(
-                now,
-                self._newest.iteration,
-                f"link {link}{' of ' if name else ''}{name}, {direction}, is slow from its first"
-                " message on, by the check of the RDMA ports before training",
-            )
         if self._part is not None:
             for bases in self._links.bases():
                 self._news.bases.put(bases)
@@ -383,7 +371,6 @@ class Observer:
         usual = {} if part.usual is self._usual else self._usual
         slow, part.restore = part.restore[:MOST_SLOW], part.restore[MOST_SLOW:]
         reductions, part.reductions = part.reductions, []
-        fabric, part.fabric = None if part.fabric is self._fabric else self._fabric, self._fabric
         part.usual, part.settings = self._usual, self._settings.revision
         self._to_tell.discard(number)
         return PartAnswer.model_construct(
@@ -396,16 +383,7 @@ class Observer:
             reductions_late=self._told_late[1],
             usual=usual,
             reductions=reductions,
-            fabric=fabric,
         )
-
-    def checked(self, fabric: FabricView) -> None:
-        """Take in what the check of the RDMA ports found before training: the host is told, and the
-        job's links have it as a seed of what is normal."""
-        self._news.fabric.put(fabric)
-        self._links.seeds = FabricSeeds(fabric, self._mesh)
-        self._fabric = replace(fabric, sick=(), slowest=())
-        self._to_tell.update(self._parts.parts)
 
     # --- reports --------------------------------------------------------------------------
 
@@ -478,8 +456,6 @@ class Observer:
             self._reductions.most_late = answer.reductions_late
             if answer.usual:
                 self._usual = answer.usual
-            if answer.fabric is not None:
-                self._links.seeds = FabricSeeds(answer.fabric, self._mesh)
             for each in answer.reductions:
                 self._reductions.lower((each.stage, each.replica), each.seconds, now)
         for row in answer.slow:

@@ -59,10 +59,6 @@ class Series:
     """Windows left in which it is not."""
     failed_over: bool = False
     """Whether its direct route broke, as of the newest window."""
-    message: float = 0.0
-    """Mean bytes of a message in the newest window that was not as usual."""
-    learned_at: float = float("-inf")
-    """When its first base was learned here."""
 
     @property
     def transfer(self) -> float:

@@ -15,7 +15,6 @@ from pipemorph.control.observed.stages import Footprint, StageTable, expected_ti
 from pipemorph.errors import PipeMorphError
 from pipemorph.wire import (
     DirectiveEnvelope,
-    FabricView,
     LinkHealthReport,
     ObserverSettings,
     RailHealth,
@@ -149,7 +148,6 @@ class Observed:
         )
         self.transports = TransportsView(links=("",) * (spec.parallelism.stages - 1))
         self.stragglers = StragglersView()
-        self.fabric: FabricView | None = None
         self._rails = RailsView()
         self._reductions: dict[tuple[int, int], ReductionHealth] = {}
         self._settings = settings_of(spec)
@@ -182,7 +180,6 @@ class Observed:
         self._rails = report.rails or self._rails
         self.transports = report.transports or self.transports
         self.stragglers = report.stragglers or self.stragglers
-        self.fabric = report.fabric or self.fabric
         for event in report.events:
             self._events.add(now, event.iteration, event.text)
         stale = report.settings != self._settings.revision
@@ -228,10 +225,9 @@ class Observed:
         return RailsView(RailHealth.UNKNOWN, rails.ports, rails.expected, silent=rails.ports)
 
     def adopt(self, other: Observed) -> None:
-        """Show the rails, transports, stragglers, reductions and the check of another one of the
-        same attempt, until the agent has told everything again."""
+        """Show the rails, transports, stragglers and reductions of another one of the same attempt,
+        until the agent has told everything again."""
         self.transports, self.stragglers = other.transports, other.stragglers
-        self.fabric = other.fabric
         self._rails, self._reductions = other._rails, dict(other._reductions)
         self._heard_at = other._heard_at
 

@@ -101,10 +101,6 @@ def test_a_pod_may_not_have_parts_of_several_replicas() -> None:
             "adaptation.relayout: is true, with parallelism.minReplicas",
         ),
         ({"recovery": {"snapshotIterations": 0}}, "recovery.snapshotIterations: is 0"),
-        (
-            {"placement": {"rdma": {"resourceName": "a/b", "check": "require"}}},
-            "placement.rdma.check: is require",
-        ),
     ],
 )
 def test_fields_that_do_not_go_with_it_are_refused(changes: dict[str, Any], why: str) -> None:

@@ -17,7 +17,6 @@ from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MOST_SLOW,
     DirectiveEnvelope,
-    FabricView,
     IterationSample,
     LinkHealthReport,
     LinkSample,
@@ -208,23 +207,18 @@ def test_a_host_that_has_lost_its_memory_is_told_everything_again() -> None:
     port = RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters={"x": 1})
     profile = {"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01}
     stages = [StageProfile(stage=i, split="graph", peak_memory=1, **profile) for i in range(4)]  # type: ignore[arg-type]
-    fabric = FabricView(pods=4, directions=12, sick_count=1, sick=("pod 1 mlx5_0/1: is DOWN",))
-    job.agent.observer.checked(fabric)
     job.run(SETTLED, rails=[port], ports=1, stages=stages)
     job.delays[1, 0] = LATE
     job.run(SETTLED, rails=[port], ports=1, stages=stages)
     before = job.controller.view(job.now)
-    assert before.fabric == fabric
-    assert [each.fabric for each in job.reports if each.fabric is not None] == [fabric]
     job.controller = JobController.restore(job.spec, job.controller.snapshot())
     assert job.health() == [Health.UNKNOWN] * 3
     job.run(21, ports=1)
     after = job.controller.view(job.now)
-    assert (after.links, after.rails, after.transports, after.fabric) == (
+    assert (after.links, after.rails, after.transports) == (
         before.links,
         before.rails,
         before.transports,
-        fabric,
     )
     assert job.controller._observed.stages.measured
     assert (after.rails.ports, after.links[1].health) == (1, Health.SLOW)

@@ -21,7 +21,6 @@ from pipemorph.control.observe.rail_health import (
 from pipemorph.control.observed.reports import ReportMismatch
 from pipemorph.wire import (
     SHOWN,
-    FabricView,
     FallenLink,
     LinkSample,
     RailHealth,
@@ -344,12 +343,10 @@ def test_events_of_ports_are_kept_and_bounded() -> None:
 def test_a_new_attempt_starts_without_and_an_edited_job_goes_on_with_them() -> None:
     controller = JobController(spec())
     agent = Agent(controller.spec)
-    agent.observer.checked(FabricView(pods=4))
     agent.tell(controller, 1.0, iteration=1, rails=[rail()], ports=1, transports=[end(1)])
     edited = JobController.restore(spec(), controller.snapshot())
     assert edited.rails(1.0).health is RailHealth.UNKNOWN
     edited.adopt(controller)
-    assert edited.view(1.0).fabric == FabricView(pods=4)
     assert edited.rails(1.0).health is RailHealth.HEALTHY
     controller.begin_attempt(1)
     assert controller.rails(1.0).ports == 0

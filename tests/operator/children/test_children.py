@@ -253,19 +253,6 @@ def test_memory_as_people_write_it(text: str, found: int | None) -> None:
     assert memory_bytes(text) == found
 
 
-def test_the_check_of_rdma_ports_uses_those_of_the_job() -> None:
-    rdma = {"resourceName": "rdma/hca", "ipcLock": False, "check": "require"}
-    transport = {"rdma": {"devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3}}
-    made = attempt(placement={"rdma": rdma}, transport=transport)
-    assert trainer(made)["command"][:8] == [
-        "python", "-m", "pipemorph_trainer.preflight", "--rdma",
-        "--fabric=require", "--device=mlx5_0", "--device=mlx5_1:2", "--gid-index=3",
-    ]  # fmt: skip
-    assert trainer(attempt(placement={"rdma": {"resourceName": "rdma/hca"}}))["command"][3:6] == [
-        "--rdma", "--memlock", "--",
-    ]  # fmt: skip
-
-
 def test_a_command_runs_in_place_of_the_module() -> None:
     command = ["torch-script", "--lr", "3e-4"]
     made = attempt(trainer={"command": command, "iterations": 4})

@@ -96,7 +96,6 @@ def test_what_does_not_go_with_fewer_replicas_is_refused_at_admission() -> None:
         ".recovery.neighbour",
         ".recovery.snapshotIterations",
         ".adaptation.relayout",
-        ".placement.rdma.check",
     }
     nodes = dict(walk(schema(), ""))
     for field, rule in found.items():

@@ -16,7 +16,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import JobStatus
 from pipemorph.api.status_links import MAX_SICK_PORTS
 from pipemorph.control import JobController
-from pipemorph.wire import FabricDirection, FabricView, RailSample, TransportSample
+from pipemorph.wire import RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.status.write_schedule import KeyState
@@ -280,25 +280,3 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
         | {k: metadata[k] for k in ("name", "namespace", "uid")}
     ]
-
-
-def test_the_check_before_training_is_in_status() -> None:
-    slow = FabricDirection("pod 0 mlx5_0/1", "pod 1 mlx5_0/1", 1.25e8, 4.26e-6, 4096, 3)
-    cut = FabricDirection("pod 1 mlx5_0/1", "pod 0 mlx5_0/1")
-    view = FabricView(2, 2, 1, ("pod 1 is sick",), 1.25e9, 4e-6, (cut, slow))
-    controller = JobController(spec_of())
-    agent = Agent(controller.spec)
-    agent.observer.checked(view)
-    agent.tell(controller, 90.0)
-    status = summarize(Source(controller, 90.0, 1), 100.0).model_dump(by_alias=True)["fabric"]
-    directions = status.pop("slowest")
-    assert status == {
-        "message": "", "pods": 2, "directions": 2, "gbps": 10.0, "roundTripUs": 4.0,
-        "sickCount": 1, "sick": ["pod 1 is sick"],
-    }  # fmt: skip
-    assert directions[0]["gbps"] is None and directions[0]["pathMtu"] is None
-    assert directions[1] == {
-        "source": "pod 0 mlx5_0/1", "target": "pod 1 mlx5_0/1", "gbps": 1.0, "roundTripUs": 4.3,
-        "pathMtu": 4096, "resent": 3,
-    }  # fmt: skip
-    assert summarize(Source(JobController(spec_of()), 90.0, 1), 100.0).fabric is None

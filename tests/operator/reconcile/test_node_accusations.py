@@ -81,7 +81,7 @@ def pod(index: int, node: str, made_by: str) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": f"p{index}-{node}",
+            "name": f"{node}-{index}",
             "namespace": "team",
             "labels": {names.LABEL_JOB_UID: UID, names.LABEL_ATTEMPT: "0"},
             "annotations": {names.COMPLETION_INDEX: str(index)},
@@ -109,10 +109,10 @@ def test_a_job_accuses_the_nodes_of_its_slow_links_as_read_from_its_own_pods(
         "status": {"active": 2, "ready": 2, "startTime": "2026-01-01T00:00:00Z"},
     }
     uid = world.jobs[0].uid
-    pods = pod(0, "n1", uid), pod(1, "n2", uid), pod(1, "innocent", "of a stranger")
+    pods = pod(0, "n1", uid), pod(1, "n2", uid), pod(1, "z-innocent", "of a stranger")
     api = FakeCluster(world.body, job, *pods)
     reconciler = Reconciler(api, lambda: CONFIG, lambda *_: [])
-    reconciler.accusations.add("other/job", {"n2": "link 5 is late", "innocent": "…"})
+    reconciler.accusations.add("other/job", {"n2": "link 5 is late", "z-innocent": "…"})
     asyncio.run(reconciler.reconcile("team", "gpt"))
     accused = [
         each

@@ -106,11 +106,6 @@ def test_the_job_bounds_what_its_controller_replaces_by_itself() -> None:
     assert disrupted["action"] == "Ignore" and disrupted["onPodConditions"]
     assert (exits["action"], exits["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
     assert exits["onExitCodes"]["values"] == [0, 75, 137, 143]
-    checked = {"rdma": {"resourceName": "example.com/r", "check": "require"}}
-    made = attempt(failurePolicy={"maxRestarts": 1}, placement=checked)
-    assert batch_job(made, CONFIG)["spec"]["backoffLimit"] == 0, (
-        "a new pod has nobody to check with"
-    )
 
 
 class OnePod:

@@ -37,9 +37,7 @@ from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import (
-    FABRIC_VARIABLE,
     Directive,
-    FabricView,
     LinkHealthReport,
     PlanMessage,
     RailSample,
@@ -100,21 +98,6 @@ def test_telemetry_of_all_ranks_in_one_stream_of_reports(
     assert newest.state == "training"
     sequences = [report.sequence for report in ingest.reports]
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
-
-
-@pytest.mark.parametrize("told", ['{"pods": 2, "sick": ["pod 1 is sick"]}', "[1]", ""])
-def test_what_the_preflight_has_found_is_reported(
-    ingest: Ingest, token_file: Path, monkeypatch: pytest.MonkeyPatch, told: str
-) -> None:
-    """What is not of this form is left out, and everything else is reported."""
-    monkeypatch.setenv(FABRIC_VARIABLE, told)
-    handle = start_agent(context(ingest, token_file), MeshShape(stages=2))
-    try:
-        until(lambda: len(ingest.reports) > 1, "two reports")
-    finally:
-        handle.close()
-    found = [report.fabric for report in ingest.reports if report.fabric is not None]
-    assert found == ([FabricView(pods=2, sick=("pod 1 is sick",))] if "pods" in told else [])
 
 
 def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], AgentClient]) -> None:

@@ -18,12 +18,10 @@ import socket
 import sys
 import time
 
-from pydantic import TypeAdapter, ValidationError
-
 from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
-from pipemorph.wire import FABRIC_VARIABLE, Directive, FabricView
+from pipemorph.wire import Directive
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -48,12 +46,6 @@ async def serve(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
     assert config.ingest_url is not None
     merger, observer = TelemetryMerger(config.ranks), _observer(config)
-
-    if fabric := os.environ.get(FABRIC_VARIABLE):
-        try:
-            observer.checked(TypeAdapter(FabricView).validate_json(fabric))
-        except ValidationError as error:
-            log.warning("%s is not what the preflight sets: %s", FABRIC_VARIABLE, error)
 
     # The first agent reports at once that the ranks are starting. From a later agent that would be
     # wrong: it waits until rank 0 has sent the state of training.

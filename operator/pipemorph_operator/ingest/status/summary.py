@@ -24,7 +24,6 @@ from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.ingest.rails import (
     MESSAGE_LENGTH,
     NAMED,
-    fabric_status,
     fallen_link,
     rails_healthy,
     rails_status,
@@ -138,7 +137,6 @@ def _summarize(
         link_fallbacks=view.transports.fallbacks,
         link_failbacks=view.transports.failbacks,
         rails=rails_status(view.rails),
-        fabric=fabric_status(view.fabric),
         slow_stage_count=view.stragglers.count,
         slow_stages=[
             SlowStage(

@@ -25,7 +25,6 @@ from pipemorph.wire import (
     MOST_SLOW,
     DirectionState,
     EventReport,
-    FabricView,
     IterationSample,
     LinkHealthReport,
     LinkState,
@@ -73,7 +72,6 @@ class Unreported:
         self.stragglers: News[None, StragglersView] = News(
             StragglersView, lambda _: None, stragglers_differ
         )
-        self.fabric: News[None, FabricView] = News(FabricView, lambda _: None, unlike)
         self.paces: News[tuple[int, int], Pace] = News(
             Pace, lambda row: (row.stage, row.column), pace_differs
         )
@@ -82,7 +80,7 @@ class Unreported:
         )
         self._kinds: tuple[News[Any, Any], ...] = (
             self.directions, self.links, self.stages, self.reductions, self.rails,
-            self.transports, self.stragglers, self.fabric, self.paces, self.bases,
+            self.transports, self.stragglers, self.paces, self.bases,
         )  # fmt: skip
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
@@ -117,7 +115,6 @@ class Unreported:
         rails = self.rails.take(budget, 1)
         transports = self.transports.take(budget, 1)
         stragglers = self.stragglers.take(budget, 1)
-        fabric = self.fabric.take(budget, 1)
         events = _fit(budget, self._unsaid_events())
         paces = self.paces.take(budget, MOST_PACES)
         bases = self.bases.take(budget, len(self.bases))
@@ -133,7 +130,6 @@ class Unreported:
             "rails": rails[0] if rails else None,
             "transports": transports[0] if transports else None,
             "stragglers": stragglers[0] if stragglers else None,
-            "fabric": fabric[0] if fabric else None,
             "events": events,
         }
         if isinstance(empty, PartReport):
@@ -164,8 +160,6 @@ class Unreported:
             self.transports.delivered([report.transports])
         if report.stragglers is not None:
             self.stragglers.delivered([report.stragglers])
-        if report.fabric is not None:
-            self.fabric.delivered([report.fabric])
         if isinstance(report, PartReport):
             self.paces.delivered(report.paces)
             self.bases.delivered(report.bases)

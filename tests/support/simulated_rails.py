@@ -1,14 +1,13 @@
-"""Hosts whose RDMA devices are arithmetic, for checks of the fabric."""
+"""Hosts whose RDMA devices are arithmetic."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pipemorph.fabric.check.members import Member
-from pipemorph.fabric.check.probe import ProbeFailed
-from pipemorph.fabric.check.verdict import Rail
+from pipemorph.fabric.hosts import Host, Rail, describe
+from pipemorph.fabric.json_process import ProbeError
 
 
 def rail(number: int, host: int, **changes: Any) -> Rail:
@@ -32,7 +31,6 @@ class Way:
     rate: float = 12e9
     round_trip: float = 4e-6
     mtu: int = 4096
-    resent: int = 0
     refuses: str = ""
 
 
@@ -43,25 +41,26 @@ class Plant:
     hosts: int = 3
     rails: int = 2
     ways: dict[tuple[tuple[str, str], tuple[str, str]], Way] = field(default_factory=dict)
-    bursts: list[Way] = field(default_factory=list)
     open: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ids, self._resent = itertools.count(1), dict[tuple[str, str], int]()
+        self._ids = itertools.count(1)
         self._peers: dict[str, tuple[str, str]] = {}
 
-    def members(self) -> list[Member]:
-        def made(host: int) -> Member:
-            name = f"h{host}"
-            return Member(
-                name,
-                lambda request: self.ask(name, request),
-                tuple(rail(n, host) for n in range(self.rails)),
-            )
+    def all_hosts(self) -> list[Host]:
+        def made(number: int) -> Host:
+            rails = [asdict(rail(n, number)) for n in range(self.rails)]
 
-        return [made(host) for host in range(self.hosts)]
+            def send(request: dict[str, Any]) -> dict[str, Any]:
+                if request["op"] == "describe":
+                    return {"rails": rails}
+                return self.carry_out(f"h{number}", request)
 
-    def ask(self, host: str, request: dict[str, Any]) -> dict[str, Any]:
+            return describe(f"h{number}", send)
+
+        return [made(number) for number in range(self.hosts)]
+
+    def carry_out(self, host: str, request: dict[str, Any]) -> dict[str, Any]:
         op, own = request["op"], (host, request.get("id", 0))
         if op == "open":
             number = next(self._ids)
@@ -74,22 +73,17 @@ class Plant:
         if op == "close":
             del self.open[own]
             return {}
-        if op == "resent":
-            return {"count": self._resent.get((host, request["device"]), 0)}
         assert op == "write"
         here, there = (host, self.open[own]["device"]), self.open[own]["peer"]
         way = self.ways.get((here, there), Way())
         if way.refuses:
-            raise ProbeFailed(way.refuses)
+            raise ProbeError(way.refuses)
         if self.open[own]["mtu"] > way.mtu:
             return {"failed": "transport retry counter exceeded", "bytes": 0, "each": []}
         if request["window"] == 1:
             took = max(way.round_trip, request["bytes"] / way.rate)
             each = [took] * min(request["count"], 100)
             return {"bytes": request["bytes"] * len(each), "seconds": sum(each), "each": each}
-        self._resent[here] = self._resent.get(here, 0) + way.resent
-        if way in self.bursts:
-            del self.ways[here, there]
         return {"bytes": way.rate * 0.5, "seconds": 0.5, "each": []}
 
 

@@ -7,7 +7,7 @@ result, or has ``error``.
 ====== ======================================= =================================================
 op     needs                                   result
 ====== ======================================= =================================================
-ports                                          MTUs in bytes of all ports, by device/number
+ports                                          active MTU in bytes of each port, by device/number
 open   device, port, gid_index, bytes          id, qpn, psn, gid, lid, key, address
 join   id, mtu, peer: the other end's ``open``
 write  id, bytes, count, seconds, window       bytes and seconds in all; each: seconds of every
@@ -42,7 +42,7 @@ HOP_LIMIT = 64
 MODULES = ("device", "pd", "mr", "cq", "qp", "addr", "wr", "enums", "pyverbs_error")
 
 
-class ProbeError(Exception):
+class RequestError(Exception):
     """A request that cannot be carried out."""
 
 
@@ -57,7 +57,7 @@ def load() -> dict[str, Any]:
 
 
 def ports(verbs: dict[str, Any]) -> dict[str, Any]:
-    """Active and largest MTU in bytes of each port that can be read."""
+    """Active MTU in bytes of each port that can be read."""
     found: dict[str, Any] = {}
     for device in verbs["device"].get_device_list():
         name = device.name.decode()
@@ -66,10 +66,7 @@ def ports(verbs: dict[str, Any]) -> dict[str, Any]:
             for number in range(1, context.query_device().phys_port_cnt + 1):
                 port = context.query_port(number)
                 # 256 bytes are IBV_MTU_256 = 1; each next value doubles it.
-                found["%s/%d" % (name, number)] = {  # noqa: UP031 - as the names in sysfs are
-                    "mtu": 128 << int(port.active_mtu),
-                    "max_mtu": 128 << int(port.max_mtu),
-                }
+                found["%s/%d" % (name, number)] = 128 << int(port.active_mtu)  # noqa: UP031
             context.close()
     return found
 
@@ -77,13 +74,13 @@ def ports(verbs: dict[str, Any]) -> dict[str, Any]:
 class Connection:
     """One queue pair, with memory of its own."""
 
-    def __init__(self, verbs: dict[str, Any], asked: dict[str, Any]) -> None:
+    def __init__(self, verbs: dict[str, Any], request: dict[str, Any]) -> None:
         self._verbs, self._e = verbs, verbs["enums"]
-        self._port, self._gid_index = int(asked["port"]), int(asked["gid_index"])
-        self._context = verbs["device"].Context(name=asked["device"])
+        self._port, self._gid_index = int(request["port"]), int(request["gid_index"])
+        self._context = verbs["device"].Context(name=request["device"])
         self._pd = verbs["pd"].PD(self._context)
         access = self._e.IBV_ACCESS_LOCAL_WRITE | self._e.IBV_ACCESS_REMOTE_WRITE
-        self._mr = verbs["mr"].MR(self._pd, int(asked["bytes"]), access)
+        self._mr = verbs["mr"].MR(self._pd, int(request["bytes"]), access)
         self._cq = verbs["cq"].CQ(self._context, 256)
         init = verbs["qp"].QPInitAttr(
             qp_type=self._e.IBV_QPT_RC,
@@ -97,8 +94,8 @@ class Connection:
         self._psn = random.getrandbits(PSN_BITS)
         self._peer: dict[str, Any] = {}
 
-    def told(self) -> dict[str, Any]:
-        """What the other end must know."""
+    def address(self) -> dict[str, Any]:
+        """What the other end needs to connect."""
         return {
             "qpn": self._qp.qp_num,
             "psn": self._psn,
@@ -161,7 +158,7 @@ class Connection:
             if number:
                 return list(found)
             if time.perf_counter() > deadline:
-                raise ProbeError("the device completed no write within %g s" % COMPLETION_SECONDS)  # noqa: UP031
+                raise RequestError("the device completed no write within %g s" % COMPLETION_SECONDS)  # noqa: UP031
 
     def close(self) -> None:
         for each in (self._qp, self._cq, self._mr, self._pd, self._context):
@@ -169,27 +166,27 @@ class Connection:
 
 
 def answer(
-    verbs: dict[str, Any], connections: dict[int, Connection], asked: dict[str, Any]
+    verbs: dict[str, Any], connections: dict[int, Connection], request: dict[str, Any]
 ) -> dict[str, Any]:
     """Carry out one request."""
-    op = asked["op"]
+    op = request["op"]
     if op == "ports":
         return {"ports": ports(verbs)}
     if op == "open":
         number = max(connections, default=0) + 1
-        connections[number] = Connection(verbs, asked)
-        return {"id": number, **connections[number].told()}
+        connections[number] = Connection(verbs, request)
+        return {"id": number, **connections[number].address()}
     if op == "join":
-        connections[asked["id"]].join(asked["peer"], asked["mtu"])
+        connections[request["id"]].join(request["peer"], request["mtu"])
         return {}
     if op == "write":
-        return connections[asked["id"]].write(
-            asked["bytes"], asked["count"], asked["seconds"], asked["window"]
+        return connections[request["id"]].write(
+            request["bytes"], request["count"], request["seconds"], request["window"]
         )
     if op == "close":
-        connections.pop(asked["id"]).close()
+        connections.pop(request["id"]).close()
         return {}
-    raise ProbeError("op is %r; expected ports, open, join, write or close" % (op,))  # noqa: UP031
+    raise RequestError("op is %r; expected ports, open, join, write or close" % (op,))  # noqa: UP031
 
 
 def main() -> int:
@@ -199,10 +196,7 @@ def main() -> int:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
     print(json.dumps({"ready": True}), flush=True)
-    failures = (
-        *(verbs["pyverbs_error"].PyverbsError, ProbeError, OSError),
-        *(AttributeError, KeyError, TypeError, ValueError),
-    )
+    failures = (verbs["pyverbs_error"].PyverbsError, RequestError, OSError, ValueError)
     connections: dict[int, Connection] = {}
     for line in sys.stdin:
         try:
