@@ -204,10 +204,6 @@ class ClusterStore:
     def keys(self) -> list[Key]:
         return list(self._tracked)
 
-    def jobs(self) -> list[TrackedJob]:
-        """All tracked jobs."""
-        return list(self._tracked.values())
-
     # --- changes from the informer --------------------------------------------------------
 
     def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:

@@ -123,7 +123,7 @@ def test_a_write_that_fails_does_not_keep_ranks_waiting(caplog: pytest.LogCaptur
     api.apply = refuse  # type: ignore[method-assign]
     assert asyncio.run(lose(store, 0))["generation"] == 1
     assert "a generation was begun and not persisted: connection refused" in caplog.text
-    tracked = store.jobs()[0]
+    tracked = store._tracked[KEY]
     assert tracked.recovers and tracked.has_news, "the next round writes it"
 
 

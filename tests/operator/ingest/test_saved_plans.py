@@ -214,7 +214,7 @@ def test_the_plan_is_in_an_object_of_the_job_and_not_in_status() -> None:
     asyncio.run(store.persist(*KEY, controller.snapshot()))
     assert control_of(api) == {"attempt": 0, "planVersion": 8, "reserved": 8 + ALL}
     assert api.plan is not None
-    assert store.jobs()[0].unsaved is None, "it keeps the plan, and writes it again and again"
+    assert store._tracked[KEY].unsaved is None, "it keeps the plan, and writes it again and again"
     job = api.job["metadata"]
     assert (api.plan["kind"], api.plan["jobUid"]) == (names.PLAN_KIND, job["uid"])
     assert api.plan["metadata"]["ownerReferences"] == [
