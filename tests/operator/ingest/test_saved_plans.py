@@ -223,7 +223,7 @@ def test_the_plan_is_in_an_object_of_the_job_and_not_in_status() -> None:
     ]  # fmt: skip
     again, back = store_of(api)
     assert (back.wanted, api.reads) == (controller.wanted, ["pipemorphplans"])
-    tracked = again.jobs()[0]
+    tracked = again._tracked[KEY]
     assert tracked.unsaved is None and tracked.control is not None
 
 
@@ -336,7 +336,7 @@ def test_a_job_that_was_read_before_its_plan_was_written_is_read_again() -> None
         late = ClusterStore(cluster)
         await known(late, early)
         assert controller_of(late).wanted == controller.wanted
-        assert late.jobs()[0].control == JobStatus.model_validate(api.job["status"]).control
+        assert late._tracked[KEY].control == JobStatus.model_validate(api.job["status"]).control
 
     asyncio.run(run())
     assert api.reads == ["pipemorphplans", "pipemorphjobs"]
