@@ -63,8 +63,8 @@ class Election:
         self._clock = clock
         self._act_until = float("-inf")
         self.term = 0
-        """Term in which this process leads: ``leaseTransitions`` of the Lease that it holds. A later
-        leader has a higher one, unless the Lease was deleted while no process had read it."""
+        """Term in which this process leads: ``leaseTransitions`` of the Lease that it holds. A
+        later leader has a higher one, unless the Lease was deleted while no process had read it."""
         self._lease = Lease(
             cluster, namespace, name, identity, component=component, seconds=seconds, clock=clock
         )
