@@ -23,7 +23,7 @@ from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server, names
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
-from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.election import Election, add_options, first_of
 from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
@@ -112,14 +112,6 @@ async def resync(
             keys |= {(m["namespace"], m["name"]) for m in listed}
         for key in keys:
             queue.add(key)
-
-
-async def first_of(*events: asyncio.Event) -> None:
-    """Return once any of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in waits:
-        each.cancel()
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -108,8 +108,7 @@ PLAN_WAIT_SECONDS = Histogram(
 )
 PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for a process.")
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
-JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report to this replica.")
-MEMBERS = Gauge("pipemorph_ingest_members", "Replicas that serve, as far as this one knows.")
+JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report; none at a standby.")
 TOKEN_REVIEWS = Counter(
     "pipemorph_ingest_token_reviews_total", "TokenReviews requested for callers other than viewers."
 )

@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from typing import NamedTuple
 
 from aiohttp import web
@@ -65,6 +64,9 @@ class Timeouts:
     shutdown: float = 3.0
 
 
+STANDBY = Reply.error(503, "this replica of the ingest stands by; connect again")._replace(
+    hangs_up=True  # The next connection may lead to the leader.
+)
 HELD = frozenset({401, 403, 429})
 """Answers that are held back for a moment. No agent that has its job's token needs them soon."""
 
@@ -98,12 +100,14 @@ def make_app(
     join: Join | None = None,
     desk: GenerationDesk | None = None,
     watch: Watch | None = None,
+    leads: Callable[[], bool] = lambda: True,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
     ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
     without it, ranks cannot ask for their job. ``desk``: for a host whose ranks have launchers.
-    ``watch``: for one whose users watch jobs.
+    ``watch``: for one whose users watch jobs. ``leads``: whether this process serves now; a standby
+    answers every request with 503.
     """
     limits = timeouts or Timeouts()
 
@@ -121,19 +125,15 @@ def make_app(
             )
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
-            elsewhere = refusal.status == HTTPStatus.MISDIRECTED_REQUEST
             # Anybody may say it; it helps to find which machine has the wrong token.
             rank = request.query.get("rank")
             says = "" if rank is None else f" (says that it is rank {rank[:20]!a})"
-            # A browser asks every second, and again until the replica is met that serves the job.
-            moved = logging.INFO if who is authenticator else logging.DEBUG
-            log.log(
-                moved if elsewhere else logging.WARNING, "refused %s for %s from %s%s: %s",
+            log.warning(
+                "refused %s for %s from %s%s: %s",
                 request.method, wanted, request.remote, says, refusal.reason,
             )  # fmt: skip
-            # Disconnect unauthorized callers, and those whose next connection may lead elsewhere.
-            reply = Reply.error(refusal.status, refusal.reason, owner=refusal.owner)
-            return reply._replace(hangs_up=True)
+            # Disconnect unauthorized callers.
+            return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
 
     async def reports(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
@@ -253,7 +253,7 @@ def make_app(
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def respond(request: web.Request) -> web.Response:
             began = time.monotonic()
-            reply = await decide(request)
+            reply = await decide(request) if leads() else STANDBY
             if on_answer is not None:
                 on_answer(kind, reply.status, time.monotonic() - began)
             if reply.status in HELD:
@@ -345,6 +345,7 @@ class IngestServer:
         join: Join | None = None,
         desk: GenerationDesk | None = None,
         watch: Watch | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
@@ -357,6 +358,7 @@ class IngestServer:
         self._join = join
         self._desk = desk
         self._watch = watch
+        self._leads = leads
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
 
@@ -380,6 +382,7 @@ class IngestServer:
             join=self._join,
             desk=self._desk,
             watch=self._watch,
+            leads=self._leads,
         )
         runner = web.AppRunner(
             app,

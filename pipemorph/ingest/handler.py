@@ -18,9 +18,9 @@ status meaning
        wanted
 413    more than ``MAX_REPORT_BYTES`` or ``MAX_PLAN_BYTES``
 415    a compressed report or plan
-421    another replica serves the job; ``owner`` is its ``host:port``, if it is known
 422    JSON that is not a report of this job, or no plan for it; ``field`` names the field
 429    more reports or polls than the limits allow
+503    this process stands by, or does not know the job yet: try again after ``Retry-After`` seconds
 ====== ===============================================================
 
 Every error is one line of JSON: ``{"error": "...", "field": "links[0].wire.p50"}``.
@@ -86,16 +86,13 @@ class Reply(NamedTuple):
         *,
         field: str | None = None,
         last: int | None = None,
-        owner: str | None = None,
     ) -> Reply:
         content: dict[str, str | int] = {"error": " ".join(message.split())[:500]}
         if field is not None:
             content["field"] = field[:200]
         if last is not None:
             content["last"] = last
-        if owner is not None:
-            content["owner"] = owner
-        headers = (("Retry-After", "1"),) if status == 429 else ()
+        headers = (("Retry-After", "1"),) if status in (429, 503) else ()
         return Reply(status, json.dumps(content).encode(), headers)
 
     @staticmethod

@@ -25,15 +25,13 @@ class Identity:
 
 
 class Refused(Exception):
-    """A caller is rejected: 401 (not authenticated), 403 (not authorized for this job), 421
-    (another replica serves it, at ``owner`` if that is known: ``host:port``) or 429 (too many
-    callers to check)."""
+    """A caller is rejected: 401 (not authenticated), 403 (not authorized for this job), 429
+    (too many callers to check) or 503 (they cannot be checked yet)."""
 
-    def __init__(self, status: int, reason: str, *, owner: str | None = None) -> None:
+    def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
-        self.owner = owner
 
 
 class Authenticator(Protocol):

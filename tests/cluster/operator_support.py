@@ -154,14 +154,8 @@ class Installation:
         self.operator = self.replica("operator", self.account())
         self.ingest, self.port = self.ingest_replica("ingest")
 
-    def ingest_replica(
-        self,
-        identity: str,
-        kube: Path | None = None,
-        *,
-        seats: int = 1,
-    ) -> tuple[Program, int]:
-        """A replica of the ingest, and its port. One that starts again has its seat at once.
+    def ingest_replica(self, identity: str, kube: Path | None = None) -> tuple[Program, int]:
+        """A replica of the ingest, and its port. A leader that starts again leads at once.
         ``kube``: its way to the API server, if not the usual one."""
         port = free_port()
         arguments = [
@@ -170,8 +164,6 @@ class Installation:
             f"--tls-key={self.folder / 'tls.key'}",
             f"--lease={LEASE}-ingest",
             f"--identity={identity}",
-            f"--seats={seats}",
-            "--address=127.0.0.1",
         ]
         kube = kube or self.account(f"{FULL_NAME}-ingest")
         return Program(identity, "pipemorph_operator.ingest", arguments, self.folder, kube), port

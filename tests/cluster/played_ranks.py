@@ -230,24 +230,18 @@ class Ranks:
 
 
 class Followers(Ranks):
-    """Ranks whose agent goes to the owner that a replica names, and back to the Service when that
-    one does not answer; it sends a refused report anew, as another one. ``service``: the ports to
-    which the Service may lead, in turn."""
+    """Ranks whose agent connects to a replica until one does not serve it, and then to the next; it
+    sends a refused report anew, as another one. ``ports``: of all replicas."""
 
     def __init__(
-        self, jobs: Jobs, name: str, service: list[int], pod: Object, attempt: int = 0
+        self, jobs: Jobs, name: str, ports: list[int], pod: Object, attempt: int = 0
     ) -> None:
         spec = JobSpec.model_validate(jobs.get(name)["spec"])
         super().__init__(jobs, name, spec, jobs.token(name, pod), attempt)
-        self.service = list(service)
-        self.owner: int | None = None
-        self.owners: list[int] = []
-        """All that have answered, one after the other."""
+        self.ports = list(ports)
         self.plans: dict[int, Plan] = {}
-        self.answered: list[float] = []
-        """When reports were answered."""
         self.delivered: list[float] = []
-        """Seconds until each was, over all tries."""
+        """Seconds until each report was answered, over all tries."""
 
     def deliver(self, now: float) -> None:
         began = time.monotonic()
@@ -266,8 +260,7 @@ class Followers(Ranks):
                 assert time.monotonic() < deadline, f"{self.name}: {error!r} {self.refused}"
             time.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
-        self.answered.append(time.monotonic())
-        self.delivered.append(self.answered[-1] - began)
+        self.delivered.append(time.monotonic() - began)
         directive = self.newest
         if directive is not None:
             plan = directive.plan.plan()
@@ -276,25 +269,14 @@ class Followers(Ranks):
     def post(
         self, body: bytes, token: str | None = None, path: str | None = None
     ) -> tuple[int, Object]:
-        for last in (False, True):
-            port = self.owner
-            if port is None:
-                self.service.append(self.service.pop(0))
-                port = self.service[0]
-            try:
-                status, answer = self.jobs.installation.request(
-                    "POST", path or self.path, token=token or self.token, body=body, port=port
-                )
-            except OSError:
-                self.owner = None
-                raise
-            named = answer.get("owner") if status == 421 else None
-            if named is None or last:
-                break
-            self.owner = int(named.rpartition(":")[2])
-        if status == 200:
-            if self.owners[-1:] != [port]:
-                self.owners.append(port)
-        else:
-            self.owner, self.refused = None, answer
+        try:
+            status, answer = self.jobs.installation.request(
+                "POST", path or self.path, token=token or self.token, body=body, port=self.ports[0]
+            )
+        except OSError:
+            self.ports.append(self.ports.pop(0))
+            raise
+        if status != 200:
+            self.ports.append(self.ports.pop(0))
+            self.refused = answer
         return status, answer

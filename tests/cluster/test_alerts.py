@@ -112,10 +112,10 @@ PROVOKED = {
         5,
         {},
     ),
-    "PipeMorphIngestReplicaMissing": Provoked(
+    "PipeMorphIngestNoLeader": Provoked(
+        {leads("ingest", "a"): "0x10", leads("ingest", "b"): "0x10"},
         {leads("ingest", "a"): "1x10", leads("ingest", "b"): "0x10"},
-        {leads("ingest", "a"): "1x10", leads("ingest", "b"): "1x10"},
-        8,
+        5,
         {},
     ),
     "PipeMorphReconcileErrors": Provoked(

@@ -380,8 +380,8 @@ def test_no_operator_leads(scene: Scene) -> None:
         scene.installation.operator.start()
 
 
-def test_a_replica_of_the_ingest_is_missing(scene: Scene) -> None:
-    assert not scene.firing("PipeMorphIngestReplicaMissing")
+def test_no_ingest_leads(scene: Scene) -> None:
+    assert not scene.firing("PipeMorphIngestNoLeader")
     scene.installation.ingest.kill()
-    alarm = scene.expect("PipeMorphIngestReplicaMissing")
-    assert f"{FULL_NAME}-ingest" in scene.follow(alarm)["kubectl describe"]
+    alarm = scene.expect("PipeMorphIngestNoLeader")
+    assert f"{FULL_NAME}-ingest" in scene.follow(alarm)["kubectl get"], "its Lease"

@@ -1,5 +1,5 @@
 """The ingest is killed at its writes of a job, status and plan, from the first to the last: one
-that starts again, or one of two, whose jobs the other takes over."""
+that starts again, or the leader of two, of which the other takes over."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ PASSED = 1, 2
 """Writes between two that the ingest is killed at, in turn. A plan follows its status: so both are
 killed at, and both get through."""
 FEW = 4
-"""Kills of one of two replicas, unless it is a long run: each takes as long as a seat lasts."""
+"""Kills of the leader of two, unless it is a long run: each takes as long as the Lease lasts."""
 MOST_MORE = 12
 """Changes of the link at the end, until there was a kill of each kind."""
 AWAY_SECONDS = 10.0
-"""Until another replica has answered for one that was killed."""
+"""Until the standby has answered for one that was killed."""
 
 
 class Replica(NamedTuple):
@@ -50,8 +50,8 @@ class Replica(NamedTuple):
 
 class Killer:
     """Kills the ingest at writes of a job: in turn the write is lost, arrives after another ingest
-    serves the job, or has arrived and nobody was told. Of several replicas the one that writes is
-    killed, and starts again once another one has written in its stead. ``most``: kills; None: as
+    serves the job, or has arrived and nobody was told. Of two replicas the leader is killed, and
+    starts again once the other one has written in its stead. ``most``: kills; None: as
     many as there is time for."""
 
     def __init__(self, replicas: Sequence[Replica], seed: int, most: int | None) -> None:
@@ -206,7 +206,7 @@ class Launchers:
 
 
 @pytest.mark.parametrize(
-    ("seats", "seed", "most"),
+    ("number", "seed", "most"),
     [
         (1, 0, None),
         (2, 0, FEW),
@@ -215,45 +215,41 @@ class Launchers:
     ],
 )
 def test_killed_at_writes_of_every_transition(
-    jobs: Jobs, tmp_path: Path, seats: int, seed: int, most: int | None
+    jobs: Jobs, tmp_path: Path, number: int, seed: int, most: int | None
 ) -> None:
     """No version is two plans, also not over attempts; each change of a link is answered with a
     newer plan; a failure is one generation, counted once; the last word is right."""
     jobs.installation.ingest.process.stop()
     with (
-        _replicas(jobs, tmp_path, seats) as replicas,
+        _replicas(jobs, tmp_path, number) as replicas,
         Killer(replicas, seed, most).at_work() as killer,
     ):
         away = _live(jobs, [each.port for each in replicas], killer)
     assert set(killer.kills) == set(MOMENTS), killer.kills
     print(f"{len(killer.kills)} kills; no answer for {away:.1f} s at most")
-    if seats > 1:
+    if number > 1:
         assert killer.taken_over >= len(killer.kills) - 1, "but after the job's last write"
         assert away < AWAY_SECONDS * patience(), f"no answer for {away:.1f} s"
 
 
 @contextmanager
-def _replicas(jobs: Jobs, folder: Path, seats: int) -> Iterator[list[Replica]]:
-    """So many, which all serve, each with a way of its own to the API server."""
+def _replicas(jobs: Jobs, folder: Path, number: int) -> Iterator[list[Replica]]:
+    """``number`` replicas, each with a way of its own to the API server; the first one leads."""
     installation = jobs.installation
     account = installation.account(f"{FULL_NAME}-ingest")
     with ExitStack() as stack:
         found = []
-        for number in range(seats):
-            proxy = stack.enter_context(
-                api_proxy(jobs.cluster, account, folder / f"ingest-{number}")
-            )
-            program, port = installation.ingest_replica(
-                f"killed-{number}", proxy.kubeconfig, seats=seats
-            )
+        for each in range(number):
+            proxy = stack.enter_context(api_proxy(jobs.cluster, account, folder / f"ingest-{each}"))
+            program, port = installation.ingest_replica(f"killed-{each}", proxy.kubeconfig)
             found.append(Replica(program, proxy, port))
         try:
-            for each in found:
-                each.program.start()
+            for replica in found:
+                replica.program.start()
             yield found
         finally:
-            for each in found:
-                each.program.process.stop()
+            for replica in found:
+                replica.program.process.stop()
 
 
 def _live(jobs: Jobs, ports: list[int], killer: Killer) -> float:

@@ -31,6 +31,7 @@ from pipemorph_operator.cluster.client import METADATA_ONLY, Cluster
 from pipemorph_operator.cluster.client import path as api_path
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.names import LABEL_LEADER
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -346,10 +347,13 @@ def test_both_processes_are_replaced_within_seconds_of_their_nodes_loss(jobs: Jo
         assert [s["labelSelector"]["matchLabels"] for s in spread] == [labels] * 2
         budget = by_kind["PodDisruptionBudget", name]["spec"]
         assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels)
-    # As many seats as replicas, and the address that others tell agents.
+    # The ingest labels its pod that leads, and the Service selects the label beside all others.
     (container,) = pod["containers"]
-    assert {"--seats=2", "--address=$(POD_IP)", "--identity=$(POD_NAME)"} < {*container["args"]}
-    assert {"POD_IP", "POD_NAME"} < {each["name"] for each in container["env"]}
+    selector = ",".join(f"{key}={value}" for key, value in labels.items())
+    assert {f"--pods={selector}", "--identity=$(POD_NAME)"} < {*container["args"]}
+    assert "POD_NAME" in {each["name"] for each in container["env"]}
+    service = by_kind["Service", "x-pipemorph-operator-ingest"]["spec"]["selector"]
+    assert service == labels | {LABEL_LEADER: "true"}
     alone = rendered(jobs, **{"operator.replicas": 1, "ingest.replicas": 1})
     assert "PodDisruptionBudget" not in {d["kind"] for d in alone}
 

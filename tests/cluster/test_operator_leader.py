@@ -45,6 +45,11 @@ def lease(jobs: Jobs) -> Object:
     return found
 
 
+def ingest_lease(jobs: Jobs) -> Object:
+    found: Object = jobs.cluster.client.get("leases", f"{FULL_NAME}-ingest", SYSTEM)["spec"]
+    return found
+
+
 @contextmanager
 def two(
     jobs: Jobs, *, lease_seconds: int = SHORT, through: Path | None = None
@@ -224,12 +229,11 @@ def test_the_api_server_is_away_for_a_while_and_one_leads_when_it_is_back(jobs: 
         assert all(program.process.running for program in both)
 
 
-def test_another_ingest_serves_when_the_one_that_serves_is_killed(
+def test_the_standby_of_the_ingest_leads_when_the_leader_is_killed(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is one seat. Ranks reach the replicas by one name, as a Service gives it: any of them,
-    until one serves. Plan versions only grow, and the directive that was served last is the one in
-    status."""
+    """Ranks reach the replicas by one name, here any of them, until one leads. Plan versions only
+    grow, and the directive that was served last is the one in status."""
     installation = jobs.installation
     first = installation.ingest
     second, port = installation.ingest_replica("second-ingest")
@@ -243,24 +247,25 @@ def test_another_ingest_serves_when_the_one_that_serves_is_killed(
                 answer = request(*arguments, **more, port=chance.choice(ports))
             except OSError:
                 return None
-            if answer[0] == 421:
+            if answer[0] == 503:
                 turned_away.append(answer[1]["error"])
-            # Another one first has to hear of the job.
-            return None if answer[0] in (421, 403) else answer
+            # The leader first has to hear of the job.
+            return None if answer[0] in (503, 403) else answer
 
-        return wait_for("a replica that serves", look, DEADLINE, interval=0.01)
+        return wait_for("a replica that leads", look, DEADLINE, interval=0.01)
 
     monkeypatch.setattr(installation, "request", by_name)
     # So many iterations that a change of plan always pays, however long this takes.
     endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
-    jobs.apply(manifest("dealt", trainer=endless))
-    pods = jobs.run("dealt", 4)
+    jobs.apply(manifest("led", trainer=endless))
+    pods = jobs.run("led", 4)
     second.start()
     try:
-        ranks = Ranks.of(jobs, "dealt", pods[0])
+        assert second.says() == "ok\nsecond-ingest stands by; ingest leads\n"
+        ranks = Ranks.of(jobs, "led", pods[0])
         ranks.run(3)
-        assert turned_away[0] == "second-ingest stands by; 1 replica serves; connect again"
-        seen = [0]
+        assert "this replica of the ingest stands by; connect again" in turned_away
+        seen, term = [0], ingest_lease(jobs)["leaseTransitions"]
 
         def adapted() -> bool:
             ranks.run(1)
@@ -272,15 +277,21 @@ def test_another_ingest_serves_when_the_one_that_serves_is_killed(
         began = time.monotonic()
         ranks.run(1)
         took = time.monotonic() - began
-        assert took < 10.0 * patience(), f"another served after {took:.1f} s"
-        assert second.says() == f"ok\nsecond-ingest has {FULL_NAME}-ingest-0; 1 replica serves\n"
+        assert took < 10.0 * patience(), f"another led after {took:.1f} s"
+        assert second.says() == "ok\nsecond-ingest leads\n"
+        assert ingest_lease(jobs)["leaseTransitions"] == term + 1
         wait_for("a directive", adapted, DEADLINE, interval=0.0)
         seen.append(ranks.observed)
-        assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed
-        first.start()
+        assert jobs.get("led")["status"]["control"]["planVersion"] >= ranks.observed
+        # The Lease is deleted under its leader: adaptation goes on.
+        jobs.cluster.client.delete("leases", f"{FULL_NAME}-ingest", SYSTEM)
         ranks.delays[1] = 0.0
-        second.process.stop()  # A clean end: the seat is free at once.
         wait_for("another directive", adapted, DEADLINE, interval=0.0)
-        assert jobs.get("dealt")["status"]["control"]["planVersion"] >= ranks.observed > seen[-1]
+        seen.append(ranks.observed)
+        first.start()
+        ranks.delays[1] = 0.06
+        second.process.stop()  # A clean end: the Lease is free at once.
+        wait_for("a third directive", adapted, DEADLINE, interval=0.0)
+        assert jobs.get("led")["status"]["control"]["planVersion"] >= ranks.observed > seen[-1]
     finally:
         second.process.stop()

@@ -151,20 +151,44 @@ def test_the_operator_alone_replaces_pods(jobs: Jobs, verb: str) -> None:
     assert not may(jobs, f"{FULL_NAME}-ingest", asked)
 
 
-def test_each_process_may_touch_its_own_leases_only(jobs: Jobs) -> None:
+def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
     asked = {"group": "coordination.k8s.io", "resource": "leases", "namespace": SYSTEM}
-    ingest = f"{FULL_NAME}-ingest"
-    seats = [f"{ingest}-{i}" for i in range(17)]
+    accounts = (FULL_NAME, f"{FULL_NAME}-ingest")
     allowed = {
         (account, verb, lease)
-        for account in (FULL_NAME, ingest)
-        for verb in ("get", "update", "patch", "delete")
-        for lease in (FULL_NAME, ingest, "another", *seats)
+        for account in accounts
+        for verb in ("get", "update", "patch", "delete", "list")
+        for lease in (*accounts, "another", "")
         if may(jobs, account, asked | {"verb": verb, "name": lease})
     }
-    own = {(FULL_NAME, FULL_NAME)} | {(ingest, seat) for seat in seats[:16]}
-    assert allowed == {(account, verb, name) for account, name in own for verb in ("get", "update")}
-    # It sees who holds the others of its namespace, and nothing elsewhere.
-    assert may(jobs, ingest, asked | {"verb": "list"})
-    assert not may(jobs, ingest, asked | {"verb": "list", "namespace": jobs.namespace})
-    assert not may(jobs, FULL_NAME, asked | {"verb": "list"})
+    assert allowed == {
+        (account, verb, account) for account in accounts for verb in ("get", "update")
+    }
+
+
+def test_the_ingest_labels_its_own_pods_and_changes_nothing_else(jobs: Jobs) -> None:
+    """It may patch pods of its namespace only, and there an admission policy lets labels pass."""
+    ingest = f"{FULL_NAME}-ingest"
+    asked = {"group": "", "resource": "pods", "verb": "patch"}
+    assert may(jobs, ingest, asked | {"namespace": SYSTEM})
+    assert not may(jobs, ingest, asked | {"namespace": jobs.namespace})
+    client = ApiClient(jobs.installation.account(ingest))
+    label = {"metadata": {"labels": {"pipemorph.io/leader": "true"}}}
+    image = {"spec": {"containers": [{"name": "c", "image": "none.invalid/other"}]}}
+    for component in ("ingest", "operator"):
+        name = f"labelled-{component}"
+        about = {"name": name, "labels": {"app.kubernetes.io/component": component}}
+        containers = [{"name": "c", "image": "none.invalid/image"}]
+        spec = {"schedulerName": "nobody", "containers": containers}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
+        jobs.cluster.apply(pod, f"--namespace={SYSTEM}")
+        try:
+            with pytest.raises(ApiError, match="labels of its own pods only"):
+                client.patch("pods", name, image, SYSTEM)
+            if component == "ingest":
+                client.patch("pods", name, label, SYSTEM)
+            else:
+                with pytest.raises(ApiError, match="labels of its own pods only"):
+                    client.patch("pods", name, label, SYSTEM)
+        finally:
+            jobs.cluster.client.delete("pods", name, SYSTEM)

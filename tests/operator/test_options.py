@@ -27,7 +27,6 @@ INGEST = ingest_parser, ["--lease=a/b"]
         (INGEST, "--lease-seconds", 1, 3600),
         (INGEST, "--port", 0, 65535),
         (INGEST, "--metrics-port", 0, 65535),
-        (INGEST, "--seats", 1, 16),
         (INGEST, "--max-connections", 1, None),
         (INGEST, "--max-connections-per-source", 1, None),
         (INGEST, "--planners", 1, None),
@@ -93,8 +92,8 @@ def test_what_is_not_given_has_a_default() -> None:
     """Without a host all addresses are used."""
     parser, needed = INGEST
     found = parser().parse_args(needed)
-    assert (found.planners, found.host, found.address) == (2, None, "")
-    assert (found.seats, found.lease_seconds, found.plain_http) == (1, 6, False)
+    assert (found.planners, found.host, found.pods) == (2, None, None)
+    assert (found.lease_seconds, found.plain_http) == (6, False)
     parser, needed = OPERATOR
     found = parser().parse_args(needed)
     assert (found.ingest_ca, found.namespace) == (None, [])

@@ -13,6 +13,8 @@ Their rules are those of kube-apiserver 1.37; tests/cluster/test_operator_forgot
 - An apply creates what does not exist. It removes fields that its manager applied before and
   does not apply now. Conditions are merged by their type, other lists are replaced. An apply of a
   subresource changes only that, and is 404 if there is no object.
+- A strategic merge patch changes the keys of maps that it names, and removes those that it sets to
+  null. Of what does not exist it is 404.
 - A delete with another UID than the object's deletes nothing.
 - Items of a list have neither kind nor apiVersion.
 """
@@ -158,6 +160,15 @@ class FakeCluster(Cluster):
         await self.answers("apply", url)
         return made
 
+    async def patch(self, url: str, changes: Object, owner: str) -> Object:
+        await self._arrives("patch", url)
+        found = self.objects.get(url)
+        if found is None:
+            raise ApiRefused(404, "NotFound", f"{url} not found")
+        made = self._write(url, _patched(found, changes))
+        await self.answers("patch", url)
+        return made
+
     async def delete(
         self,
         url: str,
@@ -194,6 +205,14 @@ def _selects(labels: str | None, obj: Object) -> bool:
         if name not in found or (equals and found[name] != value):
             return False
     return True
+
+
+def _patched(now: Any, changes: Any) -> Any:
+    """Maps after a strategic merge patch: null removes a key."""
+    if not (isinstance(now, dict) and isinstance(changes, dict)):
+        return changes
+    stay = {k: v for k, v in now.items() if k not in changes}
+    return stay | {k: _patched(now.get(k), v) for k, v in changes.items() if v is not None}
 
 
 def _merged(now: Any, before: Any, new: Any) -> Any:

@@ -30,7 +30,7 @@ from pipemorph.watch.access import HEADER, path
 from pipemorph.watch.document import WatchView
 from pipemorph.wire import DirectiveEnvelope, OpsReport, OpsTrace
 
-OTHERS, ELSEWHERE = "another-token", "a-token-for-another-replica"
+OTHERS = "another-token"
 URL = path("default", "gpt")
 
 
@@ -55,8 +55,6 @@ class Viewers(BearerAuthenticator):
     """One token is good, one is somebody's who may not see the job."""
 
     async def authenticate(self, token: str, namespace: str, job: str, source: str = "") -> Any:
-        if token == ELSEWHERE:
-            raise Refused(421, "another replica serves this job")
         if token == OTHERS:
             raise Refused(403, "may not get that job")
         return await super().authenticate(token, namespace, job, source)

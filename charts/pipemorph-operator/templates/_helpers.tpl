@@ -50,6 +50,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ include "pipemorph.fullname" . }}-ingest
 {{- end -}}
 
+{{- /* Label selector of the ingest's pods. */}}
+{{- define "pipemorph.ingestPods" -}}
+app.kubernetes.io/name={{ default .Chart.Name .Values.nameOverride }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=ingest
+{{- end -}}
+
 {{- define "pipemorph.tlsSecret" -}}
 {{- default (printf "%s-tls" (include "pipemorph.ingestService" .)) .Values.ingest.tls.existingSecret -}}
 {{- end -}}

@@ -1,10 +1,10 @@
 """Leader election by a Lease (coordination.k8s.io/v1): of several replicas one acts at a time.
 
-The rules are those of Kubernetes' own controllers. The holder renews the Lease and stops acting if
+The rules are those of Kubernetes' own controllers. The holder renews the Lease and stops writing if
 it could not for two thirds of the Lease's duration. Another replica takes the Lease when it has not
 seen it change for the whole duration, or at once if it was released. Each replica judges by its own
 clock only, so clocks need not agree; a write is based on the resourceVersion that was read, so of
-two replicas that take the Lease one succeeds.
+two replicas that take the Lease one succeeds. Operator and ingest have a Lease each.
 """
 
 from __future__ import annotations
@@ -53,15 +53,21 @@ class Election:
         *,
         component: str = OPERATOR_OWNER,
         seconds: int = DURATION_SECONDS,
+        outlasts_renewals: bool = False,
         clock: Callable[[], float] = clock,
     ) -> None:
-        """``component``: who elects. ``seconds``: duration of the Lease."""
+        """``component``: who elects. ``seconds``: duration of the Lease. ``outlasts_renewals``:
+        whether the work goes on, without writes, while the Lease cannot be renewed, and ends when
+        another holder is read; an API server that is away for all elects no other leader."""
         self._cluster = cluster
         self._identity = identity
         self._component = component
         self._seconds = seconds
+        self._outlasts_renewals = outlasts_renewals
         self._clock = clock
         self._act_until = float("-inf")
+        self._works = False
+        """Whether the leader's work runs."""
         self.term = 0
         """Term in which this process leads: ``leaseTransitions`` of the Lease that it holds. A
         later leader has a higher one, unless the Lease was deleted while no process had read it."""
@@ -71,16 +77,23 @@ class Election:
         self._failing = False
 
     @staticmethod
-    def configured(cluster: Cluster, options: argparse.Namespace, component: str) -> Election:
+    def configured(
+        cluster: Cluster,
+        options: argparse.Namespace,
+        component: str,
+        *,
+        outlasts_renewals: bool = False,
+    ) -> Election:
         """The candidate of ``options`` (:func:`add_options`)."""
         namespace, name = options.lease
         return Election(
             cluster,
             namespace,
             name,
-            identity_of(options),
+            options.identity or f"{socket.gethostname()}_{uuid.uuid4()}",
             component=component,
             seconds=options.lease_seconds,
+            outlasts_renewals=outlasts_renewals,
         )
 
     @property
@@ -93,6 +106,11 @@ class Election:
         """Whether this process may act now."""
         return self._clock() < self._act_until
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether another process holds the Lease, as last read."""
+        return bool(self._lease.holder) and not self._lease.is_mine
+
     def permit(self) -> float:
         """Seconds for which this process may still act. Raises :class:`NotLeader`."""
         left = self._act_until - self._clock()
@@ -104,6 +122,8 @@ class Election:
         """Who leads, in one line."""
         if self.leads:
             return f"{self._identity} leads"
+        if self._works and self._outlasts_renewals:
+            return f"{self._identity} leads and writes nothing: its Lease cannot be renewed"
         other = "" if self._lease.is_mine else self._lease.holder
         return f"{self._identity} stands by; {other or 'nobody'} leads"
 
@@ -120,11 +140,12 @@ class Election:
 
     async def _lead(self, lead: Work, stop: asyncio.Event) -> None:
         log.info("%s leads", self._identity)
+        self._works = True
         LEADS[self._component].set(1)
         work = asyncio.create_task(lead())
         tell = asyncio.create_task(self._tell())
         try:
-            while self.leads and not stop.is_set() and not work.done():
+            while self._goes_on and not stop.is_set() and not work.done():
                 await self._pause(stop, work)
                 if not stop.is_set():
                     await self._round()
@@ -135,10 +156,16 @@ class Election:
             for task in (work, tell):
                 task.cancel()
             await asyncio.wait((work, tell))
+            self._works = False
             LEADS[self._component].set(0)
             if self.leads:
                 await self._release()
             log.warning("%s does not lead any more", self._identity)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the leader's work may go on."""
+        return self.leads or (self._outlasts_renewals and self._lease.is_mine)
 
     async def _pause(self, stop: asyncio.Event, *ends: asyncio.Future[None]) -> None:
         """Wait for the next try, ``stop``, or the first of ``ends``."""
@@ -162,7 +189,9 @@ class Election:
             async with asyncio.timeout(limit):
                 if not self.leads or self._lease.read is None:
                     await self._lease.look()
-                if not self._lease.may_be_taken:
+                # Work that runs has ended its turn if another may have led since the last renewal.
+                overtaken = self._works and not self.leads and not self._lease.is_mine
+                if overtaken or not self._lease.may_be_taken:
                     self._act_until = float("-inf")
                     return False
                 await self._lease.write(self._identity)
@@ -202,18 +231,22 @@ class Election:
             log.warning("the event could not be written: %s", reason_of(error))
 
 
-def identity_of(options: argparse.Namespace) -> str:
-    """The name of this process in Leases."""
-    return options.identity or f"{socket.gethostname()}_{uuid.uuid4()}"
+async def first_of(*events: asyncio.Event) -> None:
+    """Return once any of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
 
 
-def add_options(
-    parser: argparse.ArgumentParser,
-    lease: str = "the Lease that the acting replica holds; it is made if it does not exist",
-) -> None:
-    """Add the options of :meth:`Election.configured`. ``lease``: what the one of that name is."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :meth:`Election.configured`."""
     parser.add_argument(
-        "--lease", type=_namespaced, required=True, metavar="NAMESPACE/NAME", help=lease
+        "--lease",
+        type=_namespaced,
+        required=True,
+        metavar="NAMESPACE/NAME",
+        help="the Lease that the leader holds; it is made if it does not exist",
     )
     parser.add_argument(
         "--lease-seconds",

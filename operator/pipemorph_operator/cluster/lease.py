@@ -8,7 +8,7 @@ that write at a time one succeeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,11 +46,9 @@ class Lease:
         component: str,
         seconds: int,
         clock: Callable[[], float] = clock,
-        labels: Mapping[str, str] | None = None,
     ) -> None:
         self._cluster = cluster
         self._about = {"namespace": namespace, "name": name}
-        self._labels = dict(labels or {})
         self._identity = identity
         self._component = component
         self._seconds = seconds
@@ -84,9 +82,6 @@ class Lease:
     def metadata(self) -> dict[str, Any]:
         return dict((self.read or {}).get("metadata") or {})
 
-    def annotation(self, key: str) -> str:
-        return str((self.metadata.get("annotations") or {}).get(key) or "")
-
     def observe(self, lease: dict[str, Any] | None) -> None:
         """Take note of what was read: None if it does not exist."""
         self.known = True
@@ -96,10 +91,6 @@ class Lease:
         self._newest_term = max(self._newest_term, -1 if term is None else int(term))
         if spec != self._spec:
             self._spec, self._changed_at = spec, self._clock()
-
-    def excuse(self, seconds: float) -> None:
-        """Do not count a time in which a change could not have been seen."""
-        self._changed_at += seconds
 
     async def look(self) -> None:
         """Read it. Raises :data:`~.client.REQUEST_ERRORS`."""
@@ -114,7 +105,7 @@ class Lease:
     def may_be_taken(self) -> bool:
         return self.holder in ("", self._identity) or self._clock() >= self.free_at
 
-    async def write(self, holder: str, annotations: Mapping[str, str] | None = None) -> None:
+    async def write(self, holder: str) -> None:
         """Write it, based on what was read; ``holder``: empty to leave it to anybody. Raises
         :data:`~.client.REQUEST_ERRORS`, :class:`ApiRefused` with 409 if somebody else has written
         it since."""
@@ -130,19 +121,11 @@ class Lease:
             spec["acquireTime"] = now
             spec["leaseTransitions"] = self._newest_term + 1
         if self.read is not None:
-            lease = self.read | {"spec": spec}
-            if annotations is not None:
-                lease["metadata"] = self.metadata | {"annotations": dict(annotations)}
-            self.observe(await self._cluster.replace(lease))
+            self.observe(await self._cluster.replace(self.read | {"spec": spec}))
             self._held |= bool(holder)
             return
-        metadata: dict[str, Any] = dict(self._about)
-        if self._labels:
-            metadata["labels"] = self._labels
-        if annotations is not None:
-            metadata["annotations"] = dict(annotations)
-        lease = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
-        made = await self._cluster.create(lease, self._component)
+        about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": dict(self._about)}
+        made = await self._cluster.create(about | {"spec": spec}, self._component)
         if made is None:
             raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
         self.observe(made)

@@ -2,5 +2,5 @@
 
 ``auth`` authenticates the ranks of a job, ``store`` tracks the jobs and persists directives,
 ``summary`` turns a controller into status, ``write_schedule`` says when status is written,
-``seats`` deals the jobs to the replicas.
+``job_cache`` holds them for the process that leads next.
 """

@@ -10,7 +10,6 @@ import signal
 import ssl
 from asyncio import sslproto
 from functools import cache, partial
-from http import HTTPStatus
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -24,7 +23,6 @@ from pipemorph.ingest import (
     GenerationDesk,
     IngestServer,
     PlannerPool,
-    Refused,
     Watch,
     WatchDesk,
     WatchProcess,
@@ -32,14 +30,14 @@ from pipemorph.ingest import (
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.election import add_options
+from pipemorph_operator.cluster.election import Election, add_options, first_of
 from pipemorph_operator.cluster.informer import Informer
+from pipemorph_operator.cluster.leader_label import LeaderLabel
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
-from pipemorph_operator.ingest.auth import Expected, PodTokenAuthenticator
+from pipemorph_operator.ingest.auth import PodTokenAuthenticator
+from pipemorph_operator.ingest.job_cache import JobCache
 from pipemorph_operator.ingest.moving import LayerMoves
-from pipemorph_operator.ingest.seats.seats import MOST_SEATS, Seats
-from pipemorph_operator.ingest.seats.share import Share
 from pipemorph_operator.ingest.status.write_schedule import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.viewers import ViewerAuthenticator
@@ -50,9 +48,8 @@ from pipemorph_operator.metrics import (
     REFUSED,
     REPORT_SECONDS,
     REPORTS,
-    VIEWERS_REFUSED,
 )
-from pipemorph_operator.names import KIND
+from pipemorph_operator.names import INGEST_OWNER, KIND, LABEL_LEADER
 from pipemorph_operator.options import port, whole_number
 
 log = logging.getLogger("pipemorph.ingest")
@@ -69,14 +66,7 @@ CERTIFICATE_SECONDS = 60.0
 
 
 PERSIST_SECONDS = 1.0
-"""How long a replica that stops goes on writing what it has served: its seat lasts longer."""
-
-
-def misdirected(reason: str, why: str, owner: str | None, counter: Counter) -> Refused:
-    """Counts a request for a job that this replica does not serve. The connection is closed, and
-    the next may lead to the one that does."""
-    counter.labels(reason=reason).inc()
-    return Refused(HTTPStatus.MISDIRECTED_REQUEST, f"{why}; connect again", owner=owner or None)
+"""How long a leader that stops goes on writing what it has served: its Lease lasts longer."""
 
 
 def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
@@ -163,141 +153,139 @@ def count_decision(waited: float, took: float) -> None:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT, or until another process leads."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    context = certificate(options)
     async with await Cluster.configured() as cluster:
-        first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
-        seats = Seats.configured(cluster, options)
-        # An API server that is away stops writes, and not adaptation.
-        seated = cluster.permitted(seats.permit)
-        store = ClusterStore(seated, first_plan=first)
-        share = Share(cluster, store, seats.serves)
-        planner = PlannerPool(options.planners, on_decided=count_decision)
-        PLANS_WAITING.set_function(lambda: planner.waiting)
+        await serve(options, cluster, stop)
 
-        def locate(namespace: str, job: str, counter: Counter = REFUSED) -> None:
-            """Raises Refused for a job that this replica does not serve."""
-            if not seats.acts:
-                raise misdirected("standby", seats.state(), None, counter)
-            uid = share.elsewhere(namespace, job)
-            if uid is not None:
-                owner = seats.owner(uid)
-                who = "another replica serves this job" if owner else "nobody serves this job yet"
-                address = owner.address if owner else None
-                raise misdirected("elsewhere", who, address, counter)
 
-        def expected(namespace: str, job: str) -> Expected | None:
-            locate(namespace, job)
-            return store.expected(namespace, job)
+async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Event) -> None:
+    """Stand by, and lead once elected, until ``stop`` is set. Sets it when another process leads:
+    what this one knows of jobs is out of date then, and its container starts again as a standby."""
+    context = certificate(options)
+    first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
+    # An API server that is away stops writes, and not adaptation.
+    election = Election.configured(cluster, options, INGEST_OWNER, outlasts_renewals=True)
+    leading = cluster.permitted(election.permit)
+    store = ClusterStore(leading, first_plan=first)
+    job_cache = JobCache(store)
+    label: LeaderLabel | None = None
+    if options.pods is not None:
+        namespace, _ = options.lease
+        label = LeaderLabel(cluster, namespace, options.identity, options.pods, owner=INGEST_OWNER)
+    planner = PlannerPool(options.planners, on_decided=count_decision)
+    PLANS_WAITING.set_function(lambda: planner.waiting)
+    leads = False
+    desk = GenerationDesk(store)
+    layers = LayerMoves(store, desk, planner.search)
+    pages = WatchProcess("pipemorph_operator.ingest.viewing")
+    server = IngestServer(
+        store,
+        PodTokenAuthenticator(cluster, store.expected, store.arrival, store.may_come),
+        host=options.host,
+        port=options.port,
+        tls=context,
+        planner=planner,
+        on_answer=count_response,
+        connections=ConnectionLimits(
+            in_all=options.max_connections, per_source=options.max_connections_per_source
+        ),
+        on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
+        desk=desk,
+        watch=Watch(WatchDesk(store, pages), ViewerAuthenticator(pages.ask)),
+        leads=lambda: leads,
+    )
 
-        desk = GenerationDesk(store)
-        layers = LayerMoves(store, desk, planner.search)
-        pages = WatchProcess("pipemorph_operator.ingest.viewing")
-        viewers = ViewerAuthenticator(pages.ask, partial(locate, counter=VIEWERS_REFUSED))
-        server = IngestServer(
-            store,
-            PodTokenAuthenticator(cluster, expected, share.arrival, share.may_come),
-            host=options.host,
-            port=options.port,
-            tls=context,
-            planner=planner,
-            on_answer=count_response,
-            connections=ConnectionLimits(
-                in_all=options.max_connections, per_source=options.max_connections_per_source
-            ),
-            on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
-            desk=desk,
-            watch=Watch(WatchDesk(store, pages), viewers),
-        )
+    def dropped(job: JobController, generations: Generations) -> None:
+        server.handler.dropped(job)
+        desk.dropped(generations)
 
-        def dropped(job: JobController, generations: Generations) -> None:
-            server.handler.dropped(job)
-            desk.dropped(generations)
+    store.on_dropped, store.on_lost = dropped, desk.hurry
+    server.handler.on_taken = layers.reported
+    serving = False
+    jobs = [
+        Informer(cluster, KIND, job_cache.changed, namespace=namespace)
+        for namespace in options.namespace or [None]
+    ]
 
-        store.on_dropped, store.on_lost = dropped, desk.hurry
-        server.handler.on_taken = layers.reported
-        serving = False
-        jobs = [
-            Informer(cluster, KIND, share.changed, namespace=namespace)
-            for namespace in options.namespace or [None]
-        ]
+    async def warm_up() -> None:
+        """Beside what is served: agents need their answers before another plan."""
+        await planner.warm_up()
+        await stop.wait()
 
-        async def warm_up() -> None:
-            """Beside what is served: agents need their answers before another plan."""
-            await planner.warm_up()
-            await stop.wait()
+    loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
 
-        loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
-        work = (ticked, *(each.alive for each in jobs))
+    def ready() -> bool:
+        """It leads, or can as soon as the one that leads does not."""
+        synced = all(each.synced.is_set() for each in jobs)
+        return serving and synced and (leads or election.stands_by)
 
-        def synced() -> bool:
-            return all(each.synced.is_set() for each in jobs)
+    http = await health_server.start(
+        options.host,
+        options.metrics_port,
+        ready,
+        (loop_monitor, lambda: ticked() if leads else "", *(each.alive for each in jobs)),
+        election.state,
+    )
 
-        def ready() -> bool:
-            """It serves, or stands by: not while it is about to serve."""
-            return serving and (synced() if seats.acts else seats.known and seats.mine is None)
-
-        def problem() -> str:
-            return "; ".join(found for each in work if (found := each())) if seats.acts else ""
-
-        seats.on_change = share.redeal
-
-        http = await health_server.start(
-            options.host,
-            options.metrics_port,
-            ready,
-            (loop_monitor, problem),
-            seats.state,
-        )
-
-        async def serve() -> None:
-            for each in work:
-                each.beat()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for informer in jobs:
-                        group.create_task(informer.run())
-                    group.create_task(store.listed(each.synced.wait() for each in jobs))
-                    group.create_task(tick(server, store, ticked))
-                    group.create_task(heap.freeze(lambda: len(store.keys)))
-            finally:
-                # Before the seat is left to others, and with it the right to write.
-                await server.handler.persisted(PERSIST_SECONDS)
-
-        tasks = [asyncio.create_task(loop_monitor.run()), asyncio.create_task(warm_up())]
-        if context is not None:
-            tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
+    async def lead() -> None:
+        nonlocal leads
+        leads = True
+        ticked.beat()
         try:
-            async with server:
-                serving = True
-                log.info("serving at %s", server.url)
-                seating = asyncio.create_task(seats.run(serve, stop))
-                stopping = asyncio.create_task(stop.wait())
-                try:
-                    # A background task that ends before ``stop`` has failed: exit with its error.
-                    # Without its seat, what this replica knows of jobs is out of date: start again.
-                    await asyncio.wait(
-                        [seating, *tasks, stopping], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in (seating, *tasks):
-                        if task.done():
-                            task.result()
-                finally:
-                    stop.set()
-                    await asyncio.wait([seating])  # It leaves the seat.
+            async with asyncio.TaskGroup() as group:
+                if label is not None:
+                    group.create_task(label.hold(leading))
+                group.create_task(job_cache.lead())
+                group.create_task(tick(server, store, ticked))
+                group.create_task(heap.freeze(lambda: len(store.keys)))
         finally:
-            for task in tasks:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-            layers.close()
-            await planner.close()
-            await pages.close()
-            await first.close()
-            await http.cleanup()
+            leads = False
+            stop.set()
+            if label is not None:
+                await label.remove()
+            # Before the Lease is released, and with it the right to write.
+            await server.handler.persisted(PERSIST_SECONDS)
+
+    async def elect() -> None:
+        # Until the jobs are listed, an unknown one may report: this process cannot lead.
+        for each in jobs:
+            await first_of(each.synced, stop)
+        await election.run(lead, stop)
+
+    tasks = [asyncio.create_task(each.run()) for each in jobs]
+    tasks += [asyncio.create_task(loop_monitor.run()), asyncio.create_task(warm_up())]
+    if context is not None:
+        tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
+    try:
+        async with server:
+            serving = True
+            log.info("serving at %s", server.url)
+            electing = asyncio.create_task(elect())
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                # A background task that ends before ``stop`` has failed: exit with its error.
+                await asyncio.wait(
+                    [electing, *tasks, stopping], return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in (electing, *tasks):
+                    if task.done():
+                        task.result()
+            finally:
+                stop.set()
+                await asyncio.wait([electing])  # It releases the Lease.
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        layers.close()
+        await planner.close()
+        await pages.close()
+        await first.close()
+        await http.cleanup()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -313,19 +301,12 @@ def parser() -> argparse.ArgumentParser:
         "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh with TLS"
     )
     made.add_argument("--metrics-port", type=port, default=8081)
-    add_options(made, "the seats of the replicas are the Leases NAME-0, NAME-1 and so on")
+    add_options(made)
     made.add_argument(
-        "--seats",
-        type=whole_number(1, MOST_SEATS),
-        default=1,
-        help=f"how many replicas may serve at a time, up to {MOST_SEATS}; others stand by"
-        " (default: %(default)s)",
-    )
-    made.add_argument(
-        "--address",
-        default="",
-        help="IP address at which agents reach this replica, to which others send them with the"
-        " jobs that it serves (default: they are not sent, and find it by the Service)",
+        "--pods",
+        metavar="SELECTOR",
+        help="label selector of the pods of the ingest, in the namespace of the Lease; the pod that"
+        f" leads, which --identity names, gets the label {LABEL_LEADER} (default: no label)",
     )
     made.add_argument(
         "--max-connections",
@@ -351,6 +332,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    if options.pods is not None and not options.identity:
+        parser().error("--pods needs --identity")
     try:
         level = log_level()
     except InputError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -76,10 +76,8 @@ class ComingJobs:
 
     # --- who waits for them ---------------------------------------------------------------
 
-    async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
-        """All jobs are known once these have been waited for."""
-        for each in kinds:
-            await each
+    def listed(self) -> None:
+        """All jobs that there are, are known."""
         self._listed = True
         for key in self._awaited.keys() - self._jobs.keys():
             self.arrived(key)

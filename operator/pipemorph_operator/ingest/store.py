@@ -1,7 +1,7 @@
 """Tracks the jobs that may report.
 
-Kept up to date by an informer of PipeMorphJobs: a job of this replica is tracked while it has an
-attempt and has not finished.
+Kept up to date by an informer of PipeMorphJobs: a job is tracked while it has an attempt and has
+not finished.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -103,9 +103,9 @@ class ClusterStore:
             tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid, pods
         )
 
-    async def listed(self, kinds: Iterable[Awaitable[object]]) -> None:
-        """All jobs are known once these have been waited for."""
-        await self._coming.listed(kinds)
+    def listed(self) -> None:
+        """All jobs that there are have been passed to :meth:`changed`."""
+        self._coming.listed()
 
     async def arrival(self, namespace: str, job: str) -> None:
         """Wait a little for a job that may be tracked soon."""

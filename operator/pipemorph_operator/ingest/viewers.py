@@ -2,13 +2,12 @@
 
 The token is one that the API server has made for a service account, with the page as its only
 audience. A TokenReview says whose it is, a SubjectAccessReview whether that account may ``get`` the
-PipeMorphJob. Without both, a caller learns nothing: not which replica serves the job, nor whether
-there is one. Verdicts are cached for a short time, good and bad ones separately. That is done in
-the process that makes pages, so that reports do not wait for it; the ingest itself refuses what
-cannot be a token for the page. Viewers come
-through the API server and so from one address; what is reviewed for them at a time is bounded,
-apart from what is for ranks. So are the metrics: any user of the cluster may ask for a page with a
-forged token, which says nothing of pods.
+PipeMorphJob. Without both, a caller learns nothing, not even whether there is such a job. Verdicts
+are cached for a short time, good and bad ones separately. That is done in the process that makes
+pages, so that reports do not wait for it; the ingest itself refuses what cannot be a token for the
+page. Viewers come through the API server and so from one address; what is reviewed for them at a
+time is bounded, apart from what is for ranks. So are the metrics: any user of the cluster may ask
+for a page with a forged token, which says nothing of pods.
 """
 
 from __future__ import annotations
@@ -68,14 +67,12 @@ class ViewerAuthenticator:
     def __init__(
         self,
         ask: Ask,
-        locate: Callable[[str, str], None],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``ask``: :class:`ViewerReviews` in that process, raises
-        :class:`~pipemorph.ingest.WatchProcessLost`; ``locate`` raises :class:`Refused` for a job
-        that another replica serves."""
-        self._ask, self._locate, self._clock = ask, locate, clock
+        :class:`~pipemorph.ingest.WatchProcessLost`."""
+        self._ask, self._clock = ask, clock
 
     async def authenticate(
         self, token: str, namespace: str, job: str, source: str = ""
@@ -94,7 +91,6 @@ class ViewerAuthenticator:
             API_REQUESTS.labels(verb=verb, code=code).inc(count)
         if verdict.status != 200:
             self._refuse(verdict.status, verdict.reason, verdict.said)
-        self._locate(namespace, job)
         return Identity(verdict.said)
 
     @staticmethod

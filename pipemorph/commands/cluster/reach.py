@@ -34,11 +34,6 @@ ANSWER_SECONDS = 30.0
 TOKEN_SECONDS = 1800
 RENEW_SECONDS = 300.0
 """Before the end of a token another one is made: clocks may differ."""
-TRIES = 24
-"""Requests until the replica that serves the job is met: the Service picks one at random, and
-there are mostly two."""
-TRIES_AT_ONCE, PAUSE_SECONDS = 4, 0.1
-"""After so many tries, a pause before each of the others: jobs may be moving between replicas."""
 URL_VARIABLE = "PIPEMORPH_INGEST_URL"
 
 
@@ -171,23 +166,17 @@ class Ingest:
     async def _ask(self, query: Mapping[str, str], *, page: bool) -> Reached:
         url = "http://localhost" + self._place.path + ("" if page else "view")
         headers = {access.HEADER: self._token}
-        for each in range(TRIES):
-            if each >= TRIES_AT_ONCE:
-                await asyncio.sleep(PAUSE_SECONDS)
-            try:
-                async with self._session.get(url, params=query, headers=headers) as answer:
-                    body = await answer.read()
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                if self._proxy is not None and self._proxy.returncode is not None:
-                    raise InputError(
-                        f"{self.name}: kubectl proxy has ended; start this command again"
-                    ) from None
-                why = json.dumps({"error": str(error) or "no answer in time"})
-                return Reached(504, why.encode(), of_ingest=False)
-            found = Reached(answer.status, body, _of_ingest(answer.status, body))
-            if answer.status != 421:
-                return found
-        return found
+        try:
+            async with self._session.get(url, params=query, headers=headers) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if self._proxy is not None and self._proxy.returncode is not None:
+                raise InputError(
+                    f"{self.name}: kubectl proxy has ended; start this command again"
+                ) from None
+            why = json.dumps({"error": str(error) or "no answer in time"})
+            return Reached(504, why.encode(), of_ingest=False)
+        return Reached(answer.status, body, _of_ingest(answer.status, body))
 
     async def _renew(self, *, even_if_good: bool = False) -> None:
         before = self._token

@@ -25,9 +25,8 @@ EVERY_SECONDS = 0.5
 FIRST_SECONDS = 30.0
 """How much longer to wait for the first iteration: ranks are asked for one with a report's answer,
 and tell of it when it is finished."""
-PASSING = (429, 421, 502, 503, 504)
-"""Answers after which another one may come: the ingest is busy, starts again, or has handed the job
-to another replica."""
+PASSING = (429, 502, 503, 504)
+"""Answers after which another one may come: the ingest is busy, or another one begins to lead."""
 KINDS = {letter: kind for kind, letter in LETTERS.items()}
 
 

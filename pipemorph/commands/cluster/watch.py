@@ -98,8 +98,6 @@ def why(name: str, found: Reached) -> str:
         return f"{said}; bind role view to that account, or name another with --service-account"
     if found.status == 404 and not found.of_ingest:
         return f"{said}; an ingest of this release is needed"
-    if found.status == 421:
-        return f"{said}; the replica that serves the job was not met"
     return said
 
 

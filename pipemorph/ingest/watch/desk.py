@@ -58,7 +58,7 @@ MOST_WATCHED = 256
 MOST_WAITING = 64
 """Requests that wait for documents."""
 REQUESTS_PER_SECOND, REQUEST_BURST = 40.0, 80.0
-"""Of one job: its viewers ask once a second, and again where another replica serves the job."""
+"""Of one job: its viewers ask once a second."""
 
 WATCHED_SECONDS = 8.0
 """Who has asked within so many seconds watches. Browsers ask once a second, or take their time."""

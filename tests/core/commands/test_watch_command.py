@@ -14,7 +14,7 @@ import pytest
 from watched_jobs import Trace, watched
 
 from pipemorph.cli import main
-from pipemorph.commands.cluster import reach, timeline, watch
+from pipemorph.commands.cluster import timeline
 from pipemorph.commands.cluster.reach import Ingest, Place, Reached, find
 from pipemorph.errors import InputError
 from pipemorph.watch.access import HEADER, audience, path, through_api_server
@@ -170,29 +170,6 @@ def test_requests_go_through_the_api_server_with_a_token_of_the_page_alone(
     assert proxy.endswith("--context prod")
 
 
-def test_another_replica_is_asked_until_the_one_is_met_that_serves_the_job(
-    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def paused(seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", paused)
-    elsewhere = (421, json.dumps({"error": "another replica serves this job"}))
-    kubectl.answers(elsewhere, elsewhere, (200, "{}"))
-    (found,) = ask({})
-    assert found.status == 200 and len(kubectl.lines("requests")) == 3
-    assert pauses == [], "mostly there are two replicas"
-    kubectl.answers(elsewhere)
-    (found,) = ask({})
-    assert found.status == 421 and len(kubectl.lines("requests")) == 3 + reach.TRIES
-    assert pauses == [reach.PAUSE_SECONDS] * (reach.TRIES - reach.TRIES_AT_ONCE)
-    assert "the replica that serves the job was not met" in watch.why("team/gpt", found)
-
-
 def test_a_token_is_made_anew_before_it_ends_and_when_it_is_refused(kubectl: Kubectl) -> None:
     kubectl.token("old", "2020-01-01T00:00:00Z")
     ask({}, {})
@@ -307,7 +284,7 @@ def test_the_iterations_that_were_seen_are_a_trace(
 
 
 BUSY = {
-    421: '{"error": "another replica serves this job"}', 502: "bad gateway",
+    502: "bad gateway",
     503: '{"kind": "Status", "message": "no endpoints available"}', 504: "timeout",
 }  # fmt: skip
 
@@ -316,11 +293,9 @@ def test_a_trace_goes_on_after_errors_that_pass(
     kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
-    monkeypatch.setattr(reach, "PAUSE_SECONDS", 0.0)
     first, second = documents(3, 5)
-    elsewhere = [(421, BUSY[421])] * reach.TRIES
     passing = [(status, BUSY[status]) for status in (502, 503, 504)]
-    kubectl.answers(*elsewhere, first, *passing, *elsewhere, second, (200, "null"))
+    kubectl.answers(first, *passing, second, (200, "null"))
     out = tmp_path / "trace.json"
     assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "2"]) == 0
     assert json.loads(out.read_text())["otherData"]["iterations"] == [3, 5]

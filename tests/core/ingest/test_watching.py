@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from ingest_client import PATIENCE, TOKEN
 from waiting import until_async
 from watch_site import (
-    ELSEWHERE,
     LINKS,
     OTHERS,
     SLOW,
@@ -129,18 +127,6 @@ def test_an_ingest_that_stops_makes_no_more_documents() -> None:
         await site.view()
         desk.close()
         assert not desk._watching and (await site.get())[0] == 503
-
-    serve(look)
-
-
-def test_a_viewer_who_is_sent_on_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    """A browser asks every second, and again until the right replica is met."""
-    caplog.set_level(logging.INFO, "pipemorph.ingest")
-
-    async def look(site: Site) -> None:
-        for token, status, told in ((ELSEWHERE, 421, 0), (OTHERS, 403, 1)):
-            assert (await site.get(**{HEADER: token}))[0] == status
-            assert sum("refused" in each.message for each in caplog.records) == told
 
     serve(look)
 

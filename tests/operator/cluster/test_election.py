@@ -37,11 +37,12 @@ class Candidate:
         *,
         clock: float = 0.0,
         seconds: int = SECONDS,
+        outlasts: bool = False,
     ) -> None:
         self.now = clock
         self.election = Election(
             api, "system", NAME, name,
-            seconds=seconds, clock=lambda: self.now,
+            seconds=seconds, outlasts_renewals=outlasts, clock=lambda: self.now,
         )  # fmt: skip
 
     def tries(self, *, after: float = 0.0) -> bool:
@@ -248,6 +249,61 @@ def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
     assert turns == ["begun", "ended", "begun", "ended"]
 
 
+def test_work_that_outlasts_renewals_goes_on_without_writes_until_another_leads() -> None:
+    api = Leases()
+    leader = Candidate(api, "a", seconds=1, outlasts=True)
+    turns: list[str] = []
+
+    async def test() -> None:
+        election, stop = leader.election, asyncio.Event()
+        turn = asyncio.create_task(election.run(lambda: recorded(turns), stop))
+        await until_async(lambda: turns == ["begun"], "begun")
+        term = election.term
+        api.away = True
+        leader.now += 60.0
+        said = "a leads and writes nothing: its Lease cannot be renewed"
+        await until_async(lambda: election.state() == said, "an outage")
+        with pytest.raises(NotLeader):
+            election.permit()
+        api.away = False
+        await until_async(lambda: election.leads, "its Lease again")
+        assert (turns, election.term) == (["begun"], term), "the outage ended its work"
+        # Another one has led meanwhile, and has released the Lease.
+        api.away = True
+        leader.now += 60.0
+        await until_async(lambda: election.state() == said, "another outage")
+        api.take(NAME, holderIdentity="", leaseTransitions=5)
+        api.away = False
+        await until_async(lambda: turns[:2] == ["begun", "ended"], "the end of its work")
+        await until_async(lambda: len(turns) == 3, "another turn")
+        assert election.term == 6
+        stop.set()
+        await turn
+
+    run(test)
+    assert turns == ["begun", "ended", "begun", "ended"]
+
+
+def test_a_lease_that_is_deleted_under_its_leader_does_not_end_the_work() -> None:
+    api = Leases()
+    leader = Candidate(api, "a", seconds=1, outlasts=True)
+    turns: list[str] = []
+
+    async def test() -> None:
+        stop = asyncio.Event()
+        turn = asyncio.create_task(leader.election.run(lambda: recorded(turns), stop))
+        await until_async(lambda: turns == ["begun"], "begun")
+        term = leader.election.term
+        api.lose(NAME)
+        await until_async(lambda: api.holders() == {NAME: "a"}, "the Lease again")
+        await until_async(lambda: leader.election.term == term + 1, "a higher term")
+        assert turns == ["begun"]
+        stop.set()
+        await turn
+
+    run(test)
+
+
 def test_work_that_fails_is_raised() -> None:
     async def work() -> None:
         raise ZeroDivisionError
@@ -320,15 +376,15 @@ def test_fields_that_a_lease_lacks_have_defaults(
         component="c", seconds=SECONDS, clock=lambda: now,
     )  # fmt: skip
 
-    def seen() -> tuple[str, int, str, bool]:
-        return lease.holder, lease.term, lease.annotation("any"), lease.known
+    def seen() -> tuple[str, int, bool]:
+        return lease.holder, lease.term, lease.known
 
-    assert seen() == ("", 0, "", False) and lease.may_be_taken
+    assert seen() == ("", 0, False) and lease.may_be_taken
     lease.observe({"metadata": {"annotations": None}, "spec": spec})
-    assert seen() == (holder, term, "", True)
+    assert seen() == (holder, term, True)
     now += lasts - 0.001
     assert lease.may_be_taken is not bool(holder)
     now += 0.002
     assert lease.may_be_taken
     lease.observe(None)
-    assert seen() == ("", 0, "", True) and lease.may_be_taken
+    assert seen() == ("", 0, True) and lease.may_be_taken

@@ -315,7 +315,7 @@ def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -
         api: Any = SlowApi()
         first = LaterPlan()
         store = ClusterStore(api, first_plan=first)
-        read, large = asyncio.Event(), copy.deepcopy(JOB)
+        large = copy.deepcopy(JOB)
         large["metadata"]["name"] = "large"
         large["spec"]["parallelism"]["stages"] = 64
         large["spec"]["schedule"] = {"microbatches": 72}
@@ -323,15 +323,13 @@ def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -
             name: asyncio.create_task(store.arrival("default", name))
             for name in ("gpt", "large", "none")
         }
-        listed = asyncio.create_task(store.listed([read.wait()]))
         await asyncio.sleep(0)
         assert not any(each.done() for each in waiting.values())
         store.changed(KEY, JOB)
         await asyncio.wait_for(waiting["gpt"], 5)
         store.changed(("default", "large"), large)
-        read.set()
+        store.listed()
         await asyncio.wait_for(waiting["none"], 5)
-        await listed
         late = asyncio.create_task(store.arrival("default", "large"))
         await asyncio.sleep(0)
         assert not (waiting["large"].done() or late.done())

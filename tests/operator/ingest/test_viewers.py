@@ -59,15 +59,9 @@ class Api:
 
 class Door:
     def __init__(self) -> None:
-        self.api, self.now, self.located = Api(), 1000.0, 0
-        self.elsewhere = False
+        self.api, self.now = Api(), 1000.0
         self.reviews = ViewerReviews(self.api, clock=lambda: self.now)
-        self.authenticator = ViewerAuthenticator(self.reviews, self.locate, clock=lambda: self.now)
-
-    def locate(self, namespace: str, job: str) -> None:
-        self.located += 1
-        if self.elsewhere:
-            raise Refused(421, "another replica serves this job", owner="10.0.0.1:8443")
+        self.authenticator = ViewerAuthenticator(self.reviews, clock=lambda: self.now)
 
     async def ask(self, text: str, job: str = "gpt") -> int:
         try:
@@ -105,9 +99,8 @@ def test_who_may_get_the_job_may_watch_it_and_is_asked_about_every_half_minute()
 )  # fmt: skip
 def test_what_cannot_be_right_never_reaches_the_api_server(text: str) -> None:
     door = Door()
-    door.elsewhere = True
     assert door.knock(text) == 401
-    assert door.api.asked == [] and door.located == 0
+    assert door.api.asked == []
 
 
 @pytest.mark.parametrize(
@@ -115,21 +108,13 @@ def test_what_cannot_be_right_never_reaches_the_api_server(text: str) -> None:
     [({"authenticated": False}, 401), ({"audiences": []}, 401), ({"allowed": False}, 403)],
 )
 def test_who_may_not_learns_nothing_else(changes: dict[str, Any], status: int) -> None:
-    """Not even which replica serves the job; and the verdict is kept for some seconds."""
+    """The verdict is cached for some seconds."""
     door = Door()
-    door.elsewhere = True
     vars(door.api).update(changes)
     assert [door.knock(token()) for _ in range(3)] == [status] * 3
-    assert door.located == 0
     asked = len(door.api.asked)
     door.now += viewers.KEPT_BAD_SECONDS + 1
     assert door.knock(token()) == status and len(door.api.asked) == 2 * asked
-
-
-def test_who_may_is_sent_to_the_replica_that_serves_the_job() -> None:
-    door = Door()
-    door.elsewhere = True
-    assert door.knock(token()) == 421
 
 
 def test_a_verdict_on_one_job_is_none_on_another() -> None:
@@ -253,7 +238,7 @@ def test_requests_of_the_process_that_reviews_are_counted_where_they_are_scraped
         return REGISTRY.get_sample_value("pipemorph_api_requests_total", where) or 0.0
 
     before = counted()
-    viewer = ViewerAuthenticator(ask, lambda *_: None, clock=lambda: 1000.0)
+    viewer = ViewerAuthenticator(ask, clock=lambda: 1000.0)
     asyncio.run(viewer.authenticate(token(), "team", "gpt"))
     assert counted() == before + 2
 
@@ -262,7 +247,7 @@ def test_who_cannot_be_checked_now_is_told_to_ask_again() -> None:
     async def lost(_: Check) -> Verdict:
         raise WatchProcessLost("the process that makes pages ended; ask again")
 
-    viewer = ViewerAuthenticator(lost, lambda *_: None, clock=lambda: 1000.0)
+    viewer = ViewerAuthenticator(lost, clock=lambda: 1000.0)
     with pytest.raises(Refused, match="ask again") as refused:
         asyncio.run(viewer.authenticate(token(), "team", "gpt"))
     assert refused.value.status == 503

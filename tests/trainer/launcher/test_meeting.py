@@ -1,4 +1,4 @@
-"""A launcher whose ingest is away, refuses it, or is another replica."""
+"""A launcher whose ingest is away, refuses it, or stands by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import pytest
 from launch import free_port
-from played_replica import Replica, certificate
+from played_ingest import PlayedIngest, certificate
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.exits import leave_file, stay_file
@@ -344,48 +344,39 @@ def test_a_new_pod_waits_for_the_others_longer_than_for_an_ingest(
     assert isinstance(met, GenerationState) and met.generation == 4, met
 
 
-def test_a_launcher_goes_to_the_owner_that_a_replica_names_and_stays_there(tmp_path: Path) -> None:
+def test_a_launcher_sends_its_token_to_the_ingest_alone_and_tries_a_standby_again(
+    tmp_path: Path,
+) -> None:
     made = certificate(tmp_path, "localhost")
-    first, second, stranger = Replica(made), Replica(made), Replica(None)
-    second.says = GenerationState(attempt=0, generation=4).model_dump()
-    first.says = GenerationState(attempt=0, generation=5).model_dump()
-    first.serves = False
+    (tmp_path / "stranger").mkdir()
+    ingest = PlayedIngest(made)
+    strangers = PlayedIngest(certificate(tmp_path / "stranger", "localhost")), PlayedIngest(None)
+    ingest.says = GenerationState(attempt=0, generation=4).model_dump()
     (tmp_path / "token").write_text("secret")
 
+    async def asks(port: int) -> int:
+        endpoint = Endpoint.from_env(
+            {
+                "PIPEMORPH_INGEST_URL": f"https://localhost:{port}",
+                "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token"),
+                "PIPEMORPH_CA_FILE": str(made[0]),
+            },
+            "a",
+            "b",
+        )
+        state = await asyncio.to_thread(endpoint.ask, {}, b"{}", 5.0)
+        return state.generation
+
     async def work() -> None:
-        async with first.running(), second.running(), stranger.running():
-            endpoint = Endpoint.from_env(
-                {
-                    "PIPEMORPH_INGEST_URL": f"https://localhost:{first.port}",
-                    "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token"),
-                    "PIPEMORPH_CA_FILE": str(made[0]),
-                },
-                "a",
-                "b",
-            )
-
-            async def asks() -> int:
-                state = await asyncio.to_thread(endpoint.ask, {}, b"{}", 5.0)
-                return state.generation
-
-            first.owner = f"127.0.0.1:{stranger.port}"
-            with pytest.raises(OSError):
-                await asks()
-            assert stranger.asked == [], "the token is for the ingest alone"
-            first.owner = f"127.0.0.1:{second.port}"
-            assert [await asks() for _ in range(3)] == [4] * 3
-            assert (len(first.asked), len(second.asked)) == (2, 3)
-            second.status = 503
+        async with ingest.running(), strangers[0].running(), strangers[1].running():
+            for each in strangers:
+                with pytest.raises(OSError):
+                    await asks(each.port)
+                assert each.asked == [], "the token is for the ingest alone"
+            ingest.status = 503
             with pytest.raises(OSError, match="answered 503"):
-                await asks()
-            second.status = 200
-            assert await asks() == 4
-            assert (len(first.asked), len(second.asked)) == (3, 5), "back at the Service first"
-            second.serves, second.owner = False, f"127.0.0.1:{first.port}"
-            with pytest.raises(OSError, match="answered 421"):
-                await asks()
-            assert (len(first.asked), len(second.asked)) == (4, 6), "each is asked once"
-            first.serves = True
-            assert await asks() == 5
+                await asks(ingest.port)
+            ingest.status = 200
+            assert await asks(ingest.port) == 4
 
     asyncio.run(asyncio.wait_for(work(), 30.0))

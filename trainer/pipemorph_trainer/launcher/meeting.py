@@ -24,7 +24,6 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.supervise import Told
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
 from pipemorph.wire.generations import LONGEST_LINE
-from pipemorph.wire.owner import owner_in
 
 log = logging.getLogger("pipemorph.launcher")
 
@@ -62,8 +61,7 @@ _NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
 class Endpoint:
     """Where the ingest answers launchers of the job, and how they prove to be some. For any thread.
 
-    Requests go to the Service's address, ``base``, which leads to any replica, until one names the
-    one that serves the job (:mod:`pipemorph.wire.owner`), and then to that one until it fails.
+    ``base`` is the address of the Service, which leads to the leader.
     """
 
     base: SplitResult
@@ -71,7 +69,6 @@ class Endpoint:
     token_file: Path | None
     authority: str | None
     """PEM file with the authority of the ingest's certificate; None: the system's."""
-    owner: str | None = None
 
     @staticmethod
     def from_env(environ: Mapping[str, str], namespace: str, job: str) -> Endpoint:
@@ -97,69 +94,40 @@ class Endpoint:
     def ask(self, query: Mapping[str, str], body: bytes | None, seconds: float) -> GenerationState:
         """One request: POST with a ``body``, else GET. Raises OSError, ValueError or
         http.client.HTTPException if there is no answer, and :class:`Refused`."""
-        asked = self.owner
-        status, said = self._request(asked, query, body, seconds)
-        if status == HTTPStatus.MISDIRECTED_REQUEST:
-            named = owner_in(said) if self.base.scheme == "https" else None
-            self.owner = None
-            if named is not None and named != asked:
-                status, said = self._request(named, query, body, seconds)
-                if status != HTTPStatus.MISDIRECTED_REQUEST:
-                    self.owner = named
+        status, said = self._request(query, body, seconds)
         if status == HTTPStatus.OK:
             try:
                 return GenerationState.model_validate_json(said)
             except ValidationError as error:
                 raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
-        if status not in FINAL:
-            self.owner = None  # It may have lost the API server: another one serves the job then.
         why = f"the ingest answered {status}: {_reason(said)}"
         if status in FINAL:
             raise Refused(why)
         raise OSError(why)
 
     def _request(
-        self, owner: str | None, query: Mapping[str, str], body: bytes | None, seconds: float
+        self, query: Mapping[str, str], body: bytes | None, seconds: float
     ) -> tuple[int, bytes]:
         """The status and the body of an answer. Without proxies, as the agent."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self.token_file is not None:
             # Projected tokens are renewed in place.
             headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
-        connection = self._connection(owner, seconds)
+        connection = self._connection(seconds)
         try:
             where = f"{self.path}?{urlencode(query)}"
             connection.request("GET" if body is None else "POST", where, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read(MOST_ANSWER_BYTES)
-        except _NO_ANSWER:
-            if owner is not None and self.owner == owner:
-                self.owner = None
-            raise
         finally:
             connection.close()
 
-    def _connection(self, owner: str | None, seconds: float) -> http.client.HTTPConnection:
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
         name = self.base.hostname or ""
-        at = urlsplit(f"//{owner}") if owner is not None else self.base
         if self.base.scheme == "http":
             return http.client.HTTPConnection(name, self.base.port, timeout=seconds)
         trust = ssl.create_default_context(cafile=self.authority)
-        return _Replica(name, at.hostname or "", at.port, context=trust, timeout=seconds)
-
-
-class _Replica(http.client.HTTPSConnection):
-    """A connection to an address that has to prove the name of the Service, ``name``."""
-
-    def __init__(
-        self, name: str, host: str, port: int | None, *, context: ssl.SSLContext, timeout: float
-    ) -> None:
-        super().__init__(host, port, context=context, timeout=timeout)
-        self._name, self._trust = name, context
-
-    def connect(self) -> None:
-        http.client.HTTPConnection.connect(self)
-        self.sock = self._trust.wrap_socket(self.sock, server_hostname=self._name)
+        return http.client.HTTPSConnection(name, self.base.port, context=trust, timeout=seconds)
 
 
 def _reason(said: bytes) -> str:

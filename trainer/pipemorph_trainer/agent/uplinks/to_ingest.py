@@ -3,10 +3,10 @@
 There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
 the host has to know something at once, at most 20 a second, and else once a second or as seldom as
 the host asks for, so that silence indicates a fault. The third keeps a long poll open, so that a
-directive arrives as soon as it is made. Both go to the replica that serves the job
-(:mod:`.replicas`). Both answers may bring a directive; the higher plan version wins. An ingest that
-does not know the newest one, as after the crash of another, is handed it. If the ingest is
-unreachable, the last two retry with backoff forever.
+directive arrives as soon as it is made. Both answers may bring a directive; the higher plan version
+wins. An ingest that does not know the newest one, as after the crash of another, is handed it. If
+the ingest is unreachable, the last two retry with backoff forever. A standby of the ingest answers
+503 and says when to try again: the next connection leads to the leader.
 
 If no ingest has answered for a while, a fourth loop reports to a :class:`~.deputy.Deputy`, which
 decides within the plan versions that an ingest has reserved for this agent. When an ingest answers
@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import random
+import re
 import ssl
 import time
 import zlib
@@ -52,7 +53,6 @@ from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.uplinks.deputy import Deputy
 from pipemorph_trainer.agent.uplinks.observing import OBSERVE_SECONDS, Observing, wait
-from pipemorph_trainer.agent.uplinks.replicas import Replicas
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -61,20 +61,25 @@ POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 1.0
-"""Another replica serves seconds after one is lost."""
+"""The standby leads seconds after the leader is lost."""
+LONGEST_RETRY_AFTER_SECONDS = 5.0
+"""Limit of the pause for which a standby asks."""
+CONNECT_SECONDS = 5.0
+"""Limit of connecting, also where an answer may take longer. A lost node refuses no connection."""
 AUTONOMY_SECONDS = 10.0
-"""Silence of the ingest after which the agent decides by itself: longer than another replica needs
+"""Silence of the ingest after which the agent decides by itself: longer than a standby needs
 to take over."""
 
 
 class Refused(Exception):
     """The ingest answered with an error. ``decided``: whether that is its answer, and not that it
-    cannot answer."""
+    cannot answer. ``retry_after``: seconds after which a standby asks for another try, else None.
+    """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        cannot = status in (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.NOT_FOUND)
-        self.decided = not cannot and status < HTTPStatus.INTERNAL_SERVER_ERROR
+        self.decided = status != HTTPStatus.NOT_FOUND and status < HTTPStatus.INTERNAL_SERVER_ERROR
+        self.retry_after = retry_after
 
 
 class Uplink:
@@ -97,8 +102,7 @@ class Uplink:
         on_watched: Callable[[OpsWanted | None], None] = lambda _: None,
         autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
-        self._replicas = Replicas(base_url)
-        self._path = f"/v1/jobs/{namespace}/{job}"
+        self._url = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._namespace, self._job, self._attempt = namespace, job, attempt
         self._token_file = token_file
         self._observer = observer
@@ -119,7 +123,6 @@ class Uplink:
         """The highest plan version that was issued here."""
         self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
-        self.failures = 0
 
     def notify(self) -> None:
         """Observe soon: the merger has something."""
@@ -177,18 +180,20 @@ class Uplink:
             try:
                 await loop(session, worked)
             except (aiohttp.ClientError, TimeoutError, OSError, Refused, ValidationError) as error:
-                self.failures += 1
+                pause = error.retry_after if isinstance(error, Refused) else None
                 if isinstance(error, Refused) and error.decided:
                     self._answered_at = time.monotonic()
                 if down_since is None:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
-                    log.warning("%s failed (%s); trying again, training goes on", what, why)
+                    level = logging.WARNING if pause is None else logging.INFO
+                    log.log(level, "%s failed (%s); trying again, training goes on", what, why)
                     # A poll that breaks tells it before the next report is due: the next host
                     # knows nothing yet.
                     self._due.set()
-                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
-                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+                if pause is None:
+                    pause, backoff = backoff, min(2 * backoff, LAST_BACKOFF_SECONDS)
+                await asyncio.sleep(pause * random.uniform(0.75, 1.25))
 
     async def _report_loop(
         self, session: aiohttp.ClientSession, worked: Callable[[], None]
@@ -272,9 +277,9 @@ class Uplink:
                 "after": str(self._plan_version),
                 "wait": str(POLL_SECONDS),
             }
-            async with self._replicas.request(
-                session, "GET", f"{self._path}/directive", params=query, headers=self._headers(),
-                seconds=POLL_SECONDS + REQUEST_SECONDS,
+            async with session.get(
+                f"{self._url}/directive", params=query, headers=self._headers(),
+                timeout=_limit(POLL_SECONDS + REQUEST_SECONDS), allow_redirects=False,
             ) as answer:  # fmt: skip
                 self._take(await _envelope(answer))
             worked()
@@ -344,9 +349,9 @@ class Uplink:
         more: Mapping[str, str] = MappingProxyType({}),
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = self._headers() | {"Content-Type": "application/json", **more}
-        return self._replicas.request(
-            session, "POST", f"{self._path}/{what}", data=body, headers=headers,
-            seconds=REQUEST_SECONDS,
+        return session.post(
+            f"{self._url}/{what}", data=body, headers=headers,
+            timeout=_limit(REQUEST_SECONDS), allow_redirects=False,
         )  # fmt: skip
 
     def _message(self, directive: Directive) -> HandIn:
@@ -385,6 +390,11 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust))
 
 
+def _limit(seconds: float) -> aiohttp.ClientTimeout:
+    """Time limit of a request."""
+    return aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+
+
 def _last_taken(refusal: bytes) -> int:
     """The highest sequence number that the ingest has accepted, from a refusal; 0 if missing."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -394,12 +404,22 @@ def _last_taken(refusal: bytes) -> int:
     return 0
 
 
+def _retry_after(answer: aiohttp.ClientResponse) -> float | None:
+    """Seconds after which a standby asks for another try; None for any other answer."""
+    text = answer.headers.get("Retry-After", "")
+    if answer.status != HTTPStatus.SERVICE_UNAVAILABLE or not re.fullmatch("[0-9]{1,9}", text):
+        return None
+    return min(float(text), LONGEST_RETRY_AFTER_SECONDS)
+
+
 async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
     """Parse an answer. Raises :class:`Refused` with the server's message."""
     body = await answer.read()
     if answer.status != HTTPStatus.OK:
         said = body[:200].decode(errors="replace").strip()
         raise Refused(
-            answer.status, f"{answer.method} {answer.url.path} answered {answer.status}: {said}"
+            answer.status,
+            f"{answer.method} {answer.url.path} answered {answer.status}: {said}",
+            retry_after=_retry_after(answer),
         )
     return DirectiveEnvelope.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""Replicas of the ingest that name each other as the owner of a job."""
+"""An ingest that answers what the test says."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     return self_signed(folder, name, name=name)
 
 
-class Replica:
-    """Answers what it is told to; ``asked``: the tokens of all requests."""
+class PlayedIngest:
+    """``certificate``: None for plain HTTP. ``asked``: the tokens of all requests."""
 
     def __init__(self, certificate: tuple[Path, Path] | None) -> None:
         self.certificate = certificate
         self.asked: list[str] = []
-        self.owner: str | None = None
-        """Whom it names; None: nobody, and it answers itself."""
-        self.serves = True
         self.says: dict[str, object] = {}
         self.status = 200
+        self.headers: dict[str, str] = {}
         self.port = 0
 
     @asynccontextmanager
@@ -49,9 +47,4 @@ class Replica:
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.headers["Authorization"])
-        if self.serves:
-            return web.json_response(self.says, status=self.status)
-        said = {"error": "another one"} | ({"owner": self.owner} if self.owner else {})
-        answer = web.json_response(said, status=421)
-        answer.force_close()
-        return answer
+        return web.json_response(self.says, status=self.status, headers=self.headers)

@@ -1,1 +1,0 @@
-"""Which replicas of the ingest serve, and which jobs are whose."""

@@ -1,0 +1,116 @@
+"""The pod that leads has the label that the Service selects, and no other one of its Deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from operator_leases import Leases
+from waiting import until_async
+
+from pipemorph_operator.cluster import leader_label
+from pipemorph_operator.cluster.client import path
+from pipemorph_operator.cluster.leader_label import LeaderLabel
+from pipemorph_operator.names import LABEL_LEADER
+
+INGEST = {"app.kubernetes.io/component": "ingest"}
+SELECTOR = "app.kubernetes.io/component=ingest"
+PATIENCE = 15.0
+
+
+class Pods(Leases):
+    """Pods of namespace ``system``."""
+
+    def add(self, name: str, *, leads: bool = False, **labels: str) -> None:
+        found = (labels or INGEST) | ({LABEL_LEADER: "true"} if leads else {})
+        about = {"namespace": "system", "name": name, "labels": found}
+        self.put({"apiVersion": "v1", "kind": "Pod", "metadata": about})
+
+    def labelled(self) -> list[str]:
+        pods = [each for url, each in sorted(self.objects.items()) if "/pods/" in url]
+        return [
+            pod["metadata"]["name"] for pod in pods if LABEL_LEADER in pod["metadata"]["labels"]
+        ]
+
+
+def label_of(api: Pods, pod: str) -> LeaderLabel:
+    return LeaderLabel(api, "system", pod, SELECTOR, owner="ingest")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), PATIENCE)
+
+    asyncio.run(bounded())
+
+
+def test_a_new_leader_takes_the_label_of_a_dead_one_before_it_has_its_own() -> None:
+    api = Pods()
+    api.add("dead", leads=True)
+    api.add("next")
+    api.add("stranger", leads=True, app="another")
+    order: list[list[str]] = []
+
+    async def test() -> None:
+        holding = asyncio.create_task(label_of(api, "next").hold(api))
+        await until_async(lambda: "next" in api.labelled(), "the leader's label")
+        holding.cancel()
+
+    async def arrives(verb: str, url: str) -> None:
+        if verb == "patch":
+            order.append(api.labelled())
+
+    api.arrives = arrives  # type: ignore[method-assign]
+    run(test)
+    assert api.labelled() == ["next", "stranger"]
+    assert order == [["dead", "stranger"], ["stranger"]]
+
+
+def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone edits them, or a write of a former leader arrives late."""
+    monkeypatch.setattr(leader_label, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(leader_label, "RETRY_SECONDS", 0.01)
+    api = Pods()
+    api.add("former")
+    api.add("leader")
+
+    async def test() -> None:
+        holding = asyncio.create_task(label_of(api, "leader").hold(api))
+        await until_async(lambda: api.labelled() == ["leader"], "the leader's label")
+        api.add("former", leads=True)
+        api.add("leader")
+        await until_async(lambda: api.labelled() == ["leader"], "its label again")
+        api.away = True
+        api.add("former", leads=True)
+        await until_async(lambda: api.made("list")[-1:] != [], "another check")
+        assert not holding.done(), "an API server that is away ends it"
+        api.away = False
+        await until_async(lambda: api.labelled() == ["leader"], "its label alone")
+        holding.cancel()
+
+    run(test)
+
+
+def test_a_leader_that_stops_removes_its_label_within_a_second(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader_label, "REMOVE_SECONDS", 0.02)
+    api = Pods()
+    api.add("a", leads=True)
+
+    async def test() -> None:
+        label = label_of(api, "a")
+        await label.remove()
+        assert api.labelled() == []
+        await label.remove()
+
+        async def hangs(verb: str, url: str) -> None:
+            await asyncio.Event().wait()
+
+        api.arrives = hangs  # type: ignore[method-assign]
+        await label.remove()
+        assert "the leader's label could not be removed: TimeoutError" in caplog.text
+
+    run(test)
+    assert path("Pod", "system", "a") in api.made("patch")

@@ -1,0 +1,106 @@
+"""The agent and a standby of the ingest, and who gets the agent's token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from observing import Agent
+from plant_support import spec
+from played_ingest import PlayedIngest, certificate
+from waiting import until_async
+
+from pipemorph.wire import DirectiveEnvelope
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.uplinks import to_ingest
+from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
+
+ANSWER: dict[str, object] = DirectiveEnvelope(memory="m").model_dump(mode="json")
+
+
+@asynccontextmanager
+async def agent_of(url: str, folder: Path) -> AsyncIterator[None]:
+    """An agent that reports and polls."""
+    (folder / "token").write_text("secret")
+    uplink = Uplink(
+        base_url=url, namespace="default", job="j", attempt=0, token_file=folder / "token",
+        merger=TelemetryMerger(range(4)), observer=Agent(spec()).observer,
+        on_directive=lambda _: None,
+    )  # fmt: skip
+    working = asyncio.create_task(uplink.run())
+    try:
+        yield
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "pipemorph.agent")
+    ingest = PlayedIngest(None)
+    ingest.says, ingest.status = {"error": "this replica stands by"}, 503
+    # A backoff that grows would reach so many requests after half a minute.
+    ingest.headers = {"Retry-After": "0"}
+
+    async def test() -> None:
+        async with (
+            ingest.running(),
+            agent_of(f"http://127.0.0.1:{ingest.port}", tmp_path),
+        ):
+            await until_async(lambda: len(ingest.asked) > 60, "requests", seconds=15)
+            ingest.says, ingest.status = ANSWER, 200
+            await until_async(lambda: "report works again" in caplog.text, "an answer")
+
+    asyncio.run(test())
+    assert "report failed" in caplog.text
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "pause"),
+    [
+        (503, "1", 1.0),
+        (503, "3600", 5.0),
+        (503, "", None),
+        (503, "-1", None),
+        (503, "Fri, 31 Dec 1999 23:59:59 GMT", None),
+        (429, "1", None),
+        (500, "1", None),
+    ],
+)
+def test_only_a_standby_says_when_to_try_again(
+    status: int, header: str, pause: float | None
+) -> None:
+    answer: Any = SimpleNamespace(status=status, headers={"Retry-After": header})
+    assert to_ingest._retry_after(answer) == pause
+
+
+def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither to one of another authority, nor to one that speaks no TLS."""
+    made = certificate(tmp_path, "localhost")
+    (tmp_path / "stranger").mkdir()
+    monkeypatch.setenv("PIPEMORPH_CA_FILE", str(made[0]))
+    strangers = PlayedIngest(certificate(tmp_path / "stranger", "localhost")), PlayedIngest(None)
+    ingest = PlayedIngest(made)
+    ingest.says = ANSWER
+
+    async def test() -> None:
+        for each in strangers:
+            caplog.clear()
+            async with each.running(), agent_of(f"https://localhost:{each.port}", tmp_path):
+                await until_async(lambda: caplog.text.count("failed (") >= 2, "two failures")
+                assert each.asked == []
+        async with ingest.running(), agent_of(f"https://localhost:{ingest.port}", tmp_path):
+            await until_async(lambda: "Bearer secret" in ingest.asked, "a report")
+
+    asyncio.run(test())
