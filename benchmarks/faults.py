@@ -135,8 +135,7 @@ def drawn(count: int, iterations: int, draw: random.Random) -> list[Fault]:
 
 def job(folder: Path, iterations: int, policy: dict[str, Any], **spec: Any) -> dict[str, Any]:
     made = manifest(iterations, 0, folder, CHECKPOINT_EVERY)
-    # There are more ranks than processors, and plans shall follow slow links all the same.
-    made["spec"] |= {"adaptation": {"crowdedHosts": True}, "failurePolicy": policy, **spec}
+    made["spec"] |= {"failurePolicy": policy, **spec}
     made["spec"]["checkpoint"]["keep"] = CHECKPOINTS
     return made
 

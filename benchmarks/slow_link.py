@@ -126,7 +126,7 @@ def manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
                 "policy": variant.policy,
                 "stageTimes": [TIMES] * STAGES,
             },
-            "transport": {"route": variant.route, "directDuplex": variant.duplex},
+            "transport": {"route": variant.route},
             "emulation": {
                 "stageTimes": [TIMES],
                 "messageBytes": MESSAGE_BYTES,
@@ -135,6 +135,7 @@ def manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
             "trainer": {
                 "module": "pipemorph_trainer.examples.emulated",
                 "iterations": PHASE * len(DELAYS_MS),
+                "args": {"direct_duplex": variant.duplex},
             },
             "faults": faults,
         },

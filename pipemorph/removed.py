@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FIELDS: Mapping[str, str] = {
+    "spec.adaptation.allowDelegation": "use transport.route: direct",
+    "spec.adaptation.crowdedHosts": "leave it out; a job with faults adapts on crowded hosts, too",
+    "spec.adaptation.minDelayFraction": "leave it out; it is 0.25",
+    "spec.emulation.inputBytes": "leave it out; emulated stages do not recompute",
     "spec.failurePolicy.latePodSeconds": "leave it out",
     "spec.parallelism.spares": "use minReplicas; a lost pod is replaced in its Job",
+    "spec.placement.gang.coscheduling.scheduleTimeoutSeconds": "leave it out; it is 300",
+    "spec.placement.nodeExclusion.afterAttempts": "leave it out; it is 2",
+    "spec.placement.nodeExclusion.maxNodes": "leave it out; it is 8",
     "spec.placement.rdma.check": "run pipemorph fabric check between the hosts before the job",
+    "spec.transport.directDuplex": "leave it out, or use Pipeline(direct_duplex=...) to compare",
+    "spec.transport.flightBytes": "leave it out; it is 512 MiB",
+    "spec.transport.queues": "leave it out; it is 8",
 }
 """Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
 keeps them without a type, so that the operator receives and refuses them."""

@@ -183,10 +183,10 @@ class Decider:
 
     def say_crowded(self, now: float) -> None:
         """Say once that the job does not adapt, or why its measurements tell little."""
-        crowding, adaptation = self._observed.stages.crowding, self._spec.adaptation
-        adapts = adaptation.enabled and self._spec.schedule.policy_kind is Policy.PIPEMORPH
+        crowding, spec = self._observed.stages.crowding, self._spec
+        adapts = spec.adaptation.enabled and spec.schedule.policy_kind is Policy.PIPEMORPH
         if crowding > 1 and adapts:
-            text = reasons.crowded(crowding, adaptation.crowded_hosts)
+            text = reasons.crowded(crowding, bool(spec.faults))
             self.journal.note(now, "crowded", text)
 
     def _knows_memory(self, now: float) -> bool:

@@ -79,7 +79,6 @@ class Links:
         narrow = any(state.gbps for states in trace.states for state in states.values())
         self._rates = narrow or any(self._transfers)
         self._may_fail = any(state.down for states in trace.states for state in states.values())
-        self._half = [link.half_duplex for link in problem.links]
         self._problem, self._trace = problem, trace
         self.rank_of = ranks_of(problem)
         for states in trace.states:
@@ -107,12 +106,8 @@ class Links:
         what delegating takes of the ops at their ends."""
         several = len(set(self.rank_of)) < len(self.rank_of)
         links = [
-            link_on(route, base, half_duplex=half, several=several).model_copy(
-                update={"transfer": transfer}
-            )
-            for route, base, transfer, half in zip(
-                routes, self._base, self._transfers, self._half, strict=True
-            )
+            link_on(route, base, several=several).model_copy(update={"transfer": transfer})
+            for route, base, transfer in zip(routes, self._base, self._transfers, strict=True)
         ]
         away = [route is Route.DELEGATED for route in routes]
         ends = [above + below for above, below in zip([False, *away], [*away, False], strict=True)]
@@ -363,9 +358,9 @@ def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> J
         if stage.device_limit is not None:
             raise InputError(f"stages[{i}].device_limit is set; a replay does not offload")
     caps = problem.in_flight_limits()
-    half = {link.half_duplex for link in problem.links}
-    if len(half) > 1:
-        raise InputError("some links have half_duplex; a replay needs all of them, or none")
+    for i, link in enumerate(problem.links):
+        if link.half_duplex:
+            raise InputError(f"links[{i}].half_duplex is set; a replay has a queue per direction")
     times = [
         {
             "forward": stage.forward,
@@ -397,7 +392,6 @@ def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> J
             "schedule": schedule,
             # A job has to say so; the control loop is told that no end is known.
             "trainer": {"module": "replay", "iterations": 1_000_000},
-            "transport": {"directDuplex": "half" if True in half else "full"},
         }
     )
 

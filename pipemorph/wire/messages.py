@@ -236,7 +236,6 @@ class ObserverSettings(WireModel):
     revision: Revision = ""
     """Changes with the other fields."""
     min_delay: Seconds = 0.002
-    min_delay_fraction: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.25
     stale_after: Seconds = 30.0
     rails: list[Device] = Field(default_factory=list, max_length=256)
     """RDMA devices that the spec names, such as ``mlx5_0`` or ``mlx5_0:2``."""

@@ -435,7 +435,7 @@ def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
 
 
 def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
-    placement = {"nodeExclusion": {"afterAttempts": 2}, "excludeNodes": ["no-1", "no-2"]}
+    placement = {"excludeNodes": ["no-1", "no-2"]}
     # What is slow at the end must still be so when the operator gets to it.
     lasting = {"staleAfterSeconds": 600.0}
     jobs.apply(

@@ -89,8 +89,6 @@ class Settings:
             deadline_seconds=spec.transport.deadline_seconds,
             route=spec.transport.route,
             engine=spec.transport.engine,
-            queues=spec.transport.queues,
-            direct_duplex=spec.transport.direct_duplex,
             checkpoint=spec.checkpoint,
             host_memory=adaptation.host_memory if adaptation.allow_offload else None,
             recompute=spec.schedule.recompute,
@@ -142,9 +140,8 @@ class Settings:
                 f"Pipeline was given a mesh of {shape.described()}, and the manifest says "
                 f"spec.parallelism: {wanted_mesh.described()}; make the mesh with make_mesh()"
             )
-        settings = replace(
-            Settings.of(context.job.spec), direct_sends=told.pop("direct_sends", None)
-        )
+        own = {name: told.pop(name) for name in OF_SCRIPT if name in told}
+        settings = replace(Settings.of(context.job.spec), **own)
         for name, value in told.items():
             wanted = getattr(settings, name)
             same = list(value) == list(wanted) if name == "faults" else value == wanted
@@ -187,8 +184,6 @@ MANIFEST = {
     "deadline_seconds": "transport.deadlineSeconds",
     "route": "transport.route",
     "engine": "transport.engine",
-    "queues": "transport.queues",
-    "direct_duplex": "transport.directDuplex",
     "checkpoint": "checkpoint",
     "host_memory": "adaptation.hostMemory",
     "recompute": "schedule.recompute",
@@ -196,6 +191,8 @@ MANIFEST = {
     "neighbour": "recovery.neighbour",
 }
 """Field in ``spec`` of each setting."""
+OF_SCRIPT = ("direct_sends", "queues", "direct_duplex")
+"""Settings that only a script gives."""
 
 
 def engine_options(
@@ -229,6 +226,5 @@ def engine_options(
         own = own_rails(context.local_rank, context.local_world_size)
         rdma = rdma.model_copy(update={"devices": own})
     return EngineOptions(
-        job, settings.engine, settings.queues, wanted.require, wanted.integrity,
-        wanted.flight_bytes, rdma,
-    )  # fmt: skip
+        job, settings.engine, settings.queues, wanted.require, wanted.integrity, rdma
+    )

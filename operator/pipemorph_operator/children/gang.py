@@ -9,6 +9,9 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import Attempt
 
+SCHEDULE_TIMEOUT_SECONDS = 300
+"""Longest wait of the coscheduling plugin for room for the whole gang."""
+
 
 def job_labels(job: PipeMorphJob) -> dict[str, str]:
     """Kueue labels of the Job, from the PipeMorphJob's labels or from ``placement.gang``."""
@@ -68,7 +71,7 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
     elif gang.coscheduling is not None:
         spec = {
             "minMember": attempt.pods,
-            "scheduleTimeoutSeconds": gang.coscheduling.schedule_timeout_seconds,
+            "scheduleTimeoutSeconds": SCHEDULE_TIMEOUT_SECONDS,
         }
         group = "scheduling.x-k8s.io/v1alpha1"
     else:

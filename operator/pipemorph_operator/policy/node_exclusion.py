@@ -16,6 +16,9 @@ from pipemorph.api.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord
 from pipemorph.api.status_base import MAX_SLOW_LINKS
 from pipemorph.api.status_links import AttemptNodes, LinkNodes, SlowLink
 
+SUSPECT_ATTEMPTS, MOST_EXCLUDED = 2, 8
+"""Attempts that end with a slow link at a node before it is excluded, and most excluded nodes."""
+
 
 def ends(link: SlowLink, mesh: MeshShape) -> tuple[int, int]:
     """Ranks at the two ends of a link."""
@@ -75,8 +78,8 @@ def add_suspects(
 ) -> list[NodeRecord]:
     """The records after adding an attempt's suspect nodes and excluding repeated suspects.
 
-    Exclusions are permanent. No node is excluded beyond ``max_nodes``, nor if that would leave
-    fewer known nodes than the attempt ran on (``noted``): the ranks might wait forever.
+    Exclusions are permanent. No node is excluded beyond :data:`MOST_EXCLUDED`, nor if that would
+    leave fewer known nodes than the attempt ran on (``noted``): the ranks might wait forever.
     """
     by_name = {record.name: record for record in records}
     for name in sorted(set(found)):
@@ -91,7 +94,7 @@ def add_suspects(
         newly = (
             _is_repeated(record, rule)
             and not record.excluded
-            and len(excluded) < rule.max_nodes
+            and len(excluded) < MOST_EXCLUDED
             and len(known - excluded - {record.name}) + noted.others >= noted.count
         )
         if newly:
@@ -120,4 +123,4 @@ def _named(noted: AttemptNodes) -> set[str]:
 
 
 def _is_repeated(record: NodeRecord, rule: NodeExclusion) -> bool:
-    return rule.enabled and len(record.attempts) >= rule.after_attempts
+    return rule.enabled and len(record.attempts) >= SUSPECT_ATTEMPTS

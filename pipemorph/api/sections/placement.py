@@ -66,13 +66,6 @@ class NodeExclusion(SpecModel):
     """Avoid nodes whose links were slow in several attempts."""
 
     enabled: bool = Field(default=True, description="Whether nodes are excluded at all.")
-    after_attempts: int = Field(
-        default=2,
-        ge=1,
-        le=100,
-        description="Number of attempts that end with a slow link at a node before it is excluded.",
-    )
-    max_nodes: int = Field(default=8, ge=1, le=64, description="Most nodes to exclude.")
 
 
 class KueueGang(SpecModel):
@@ -101,9 +94,6 @@ class CoschedulingGang(SpecModel):
 
     scheduler_name: ObjectName = Field(
         default="scheduler-plugins-scheduler", description="Scheduler that runs the plugin."
-    )
-    schedule_timeout_seconds: int = Field(
-        default=300, ge=1, le=86400, description="Longest wait for room for the whole gang."
     )
 
 

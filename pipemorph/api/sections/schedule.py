@@ -107,27 +107,11 @@ class Adaptation(SpecModel):
     min_delay_ms: Milliseconds = Field(
         default=2.0, description="Changes of link delay below this count as noise."
     )
-    min_delay_fraction: float = Field(
-        default=0.25,
-        ge=0,
-        le=100,
-        allow_inf_nan=False,
-        description="Changes of link delay below this fraction of its normal wire time count as "
-        "noise.",
-    )
     stale_after_seconds: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
         description="Time without samples after which a link is Unknown.",
-    )
-    crowded_hosts: bool = Field(
-        default=False,
-        description="Whether to adapt even if more ranks compute on a host than it has processors. "
-        "There, iterations and wire times tell of the processors, not of links.",
-    )
-    allow_delegation: bool = Field(
-        default=True, description="Whether a slow link may move to the delegated route."
     )
     allow_offload: bool = Field(
         default=False,

@@ -78,12 +78,6 @@ class Emulation(SpecModel):
         ge=1,
         description="Bytes that an emulated microbatch reports to hold between its F and its W.",
     )
-    input_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Bytes that it holds if only its inputs are kept, for schedule.recompute. "
-        "Default: an emulated stage does not recompute.",
-    )
     gradient_bytes: int | None = Field(
         default=None,
         ge=1,

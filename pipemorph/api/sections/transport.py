@@ -47,12 +47,6 @@ class Transport(SpecModel):
         description="auto: direct, but delegated to the engine while a link is slow; direct and "
         "delegated: fixed for all links.",
     )
-    direct_duplex: Literal["full", "half"] = Field(
-        default="full",
-        description="Direct route: full gives each direction of a link its own communicator and "
-        "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
-        "send waits for the neighbour's sends. half is for comparisons, on CPU.",
-    )
     engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
         default="auto",
         description="Transport of the transfer engine. auto: shm within a host, rdma if both "
@@ -70,14 +64,6 @@ class Transport(SpecModel):
         "With mac and aead the engine uses no RDMA device, which writes payloads on its own.",
     )
     rdma: Rdma = Field(default_factory=Rdma)
-    queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
-    flight_bytes: int = Field(
-        default=512 << 20,
-        ge=1 << 20,
-        description="Bytes of a link that may be under way between hosts, which is host memory at "
-        "both ends. Links take what bandwidth times round trip needs, up to this: 400 Gb/s over "
-        "20 ms need 2 GiB.",
-    )
     deadline_seconds: float = Field(
         default=300.0,
         gt=0,

@@ -327,8 +327,6 @@ class Forecast:
             [max(0.0, w - t) for w, t in zip(situation.wire_times, transfers, strict=True)],
             routes,
             transfers=transfers,
-            queues=self._spec.transport.queues,
-            half_duplex=self._spec.transport.direct_duplex == "half",
             several=cut.stages_per_rank > 1,
         )
         if not situation.barrier:
@@ -534,7 +532,7 @@ class Forecast:
         ``auto`` may delegate slow links only, since a healthy link is fastest direct. A link
         without recent samples keeps its route, and one whose direct route broke has no other.
         """
-        if self._spec.transport.route != "auto" or not self._spec.adaptation.allow_delegation:
+        if self._spec.transport.route != "auto":
             return [initial]
         situation = self._situation
         back = tuple(

@@ -39,8 +39,8 @@ def why_not(spec: JobSpec, crowding: float) -> str | None:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
         return f"policy {spec.schedule.policy} keeps its schedule and routes"
-    if crowding > 1 and not spec.adaptation.crowded_hosts:
-        return f"{crowding:.3g} ranks per processor compute on a host, see adaptation.crowdedHosts"
+    if crowding > 1 and not spec.faults:
+        return f"{crowding:.3g} ranks per processor compute on a host"
     return None
 
 
@@ -48,8 +48,8 @@ def crowded(crowding: float, adapts: bool) -> str:
     """More ranks compute on a host than it has processors."""
     what = f"{crowding:.3g} ranks per processor compute on a host, so it is slow when links are not"
     if adapts:
-        return f"{what}; adaptation.crowdedHosts is set: the plan may change"
-    return f"{what}: the plan stays; to change it nevertheless, set adaptation.crowdedHosts"
+        return f"{what}; the job has spec.faults: the plan may change"
+    return f"{what}: the plan stays; give each rank a processor"
 
 
 def not_measured(stages: Sequence[int]) -> str:

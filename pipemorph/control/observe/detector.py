@@ -34,6 +34,8 @@ from statistics import fmean, median, pstdev
 
 from pipemorph.control.observe.windows import MEMORY, TRIM, RecentDelays, Within, likely
 
+MIN_DELAY_FRACTION = 0.25
+"""Part of a normal wire time by which a delay must change to count."""
 ALARM = 3.0
 """Windows well above the threshold before an alarm: the fewest that one short stall does not
 reach."""
@@ -93,7 +95,7 @@ class Thresholds:
     ``alarm``: windows of evidence for it."""
 
     min_delay: float = 0.002
-    relative: float = 0.25
+    relative: float = MIN_DELAY_FRACTION
     noise: float = 4.0
     alarm: float = ALARM
 

@@ -496,4 +496,4 @@ def _heartbeat(pause: float) -> float:
 
 
 def _thresholds(settings: ObserverSettings) -> Thresholds:
-    return Thresholds(min_delay=settings.min_delay, relative=settings.min_delay_fraction)
+    return Thresholds(min_delay=settings.min_delay)

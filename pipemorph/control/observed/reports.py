@@ -107,7 +107,6 @@ def settings_of(spec: JobSpec) -> ObserverSettings:
     adaptation = spec.adaptation
     settings = ObserverSettings(
         min_delay=adaptation.min_delay_ms / 1e3,
-        min_delay_fraction=adaptation.min_delay_fraction,
         stale_after=adaptation.stale_after_seconds,
         rails=list(spec.transport.rdma.devices),
         offloads=bool(adaptation.allow_offload and adaptation.host_memory),

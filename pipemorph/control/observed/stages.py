@@ -139,7 +139,6 @@ class StageTable:
         if spec.emulation is not None:
             for mine, stated in zip(self.footprints, _stated(spec) or (), strict=True):
                 mine.activation_bytes = spec.emulation.activation_bytes
-                mine.input_bytes = spec.emulation.input_bytes
                 mine.offload_copy = stated.offload_copy / 1e3
         self._rooms = self._measure_rooms()
 

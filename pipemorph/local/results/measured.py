@@ -81,11 +81,8 @@ def measured_problem(path: str) -> Measured:
         stages = _with_reductions(stages, report.get("reductions", []))
         delays, routes = _links(report, spec)
         iterations = [_finite(each["seconds"]) for each in report["iterations"]]
-        half, cut = spec.transport.direct_duplex == "half", spec.parallelism
-        links = [
-            link_on(route, delay, queues=spec.transport.queues, half_duplex=half)
-            for route, delay in zip(routes, delays, strict=True)
-        ]
+        cut = spec.parallelism
+        links = [link_on(route, delay) for route, delay in zip(routes, delays, strict=True)]
         problem = Problem(
             microbatches=spec.schedule.microbatches,
             stages=stages,

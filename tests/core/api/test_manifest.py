@@ -36,7 +36,7 @@ GOOD: dict[str, Any] = {
         },
         "trainer": {"module": "json.tool", "iterations": 40, "args": {"width": 128}},
         "adaptation": {"minGain": 0.1, "minDelayMs": 3},
-        "transport": {"route": "auto", "queues": 4},
+        "transport": {"route": "auto"},
         "emulation": {
             "stageTimes": [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}],
             "messageBytes": 1024,

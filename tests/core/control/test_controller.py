@@ -237,7 +237,6 @@ def test_only_policy_pipemorph_adapts(fields: dict[str, Any], reason: str) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        {"adaptation": {"allowDelegation": False}},
         {"transport": {"route": "direct"}},
         {"transport": {"route": "delegated"}},
     ],
@@ -647,14 +646,15 @@ def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_job_with_more_ranks_than_processors_adapts_only_if_its_spec_says_so(
+def test_a_job_with_more_ranks_than_processors_adapts_only_if_it_plays_faults(
     allowed: bool,
 ) -> None:
     class Crowded(Plant):
         def profile(self, stage: int, op: StageTimes) -> StageProfile:
             return super().profile(stage, op).model_copy(update={"crowding": 2.0})
 
-    plant = Crowded(spec(adaptation={"crowdedHosts": allowed}))
+    faults = [{"link": 0, "fromIteration": 10**6, "delayMs": 1}]
+    plant = Crowded(spec(faults=faults if allowed else []))
     plant.run(6)
     plant.delays[1] = 0.060
     plant.run(10)

@@ -263,20 +263,22 @@ MANY = noted({"k", "l", "m", "n"})
 """Nodes that an attempt ran on besides the accused."""
 
 
-def test_a_node_accused_in_several_attempts_is_excluded() -> None:
-    rule = NodeExclusion(after_attempts=2, max_nodes=1)
+def test_a_node_accused_in_several_attempts_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_exclusion, "MOST_EXCLUDED", 1)
+    rule = NodeExclusion()
     records = node_exclusion.add_suspects([], {"a", "b"}, 0, rule, noted({"a", "b"}))
     records = node_exclusion.add_suspects(records, {"a"}, 0, rule, noted({"a", "b"}))
     assert not any(r.excluded for r in records), "one attempt counted twice"
     records = node_exclusion.add_suspects(records, {"b", "c"}, 1, rule, noted({"b", "c"}))
     assert [r.name for r in records if r.excluded] == ["b"]
     records = node_exclusion.add_suspects(records, {"a"}, 2, rule, noted({"a"}))
-    assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
+    assert [r.name for r in records if r.excluded] == ["b"], "more than the limit"
     assert node_exclusion.avoided(records, rule) == (("b",), ("a",))
 
 
-def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
-    rule = NodeExclusion(after_attempts=1)
+def test_so_many_nodes_stay_as_the_last_attempt_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_exclusion, "SUSPECT_ATTEMPTS", 1)
+    rule = NodeExclusion()
 
     def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
         before = [NodeRecord(name=name) for name in known]
@@ -293,7 +295,7 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
 
 def test_exclusion_can_be_off_and_is_bounded() -> None:
-    off = NodeExclusion(enabled=False, after_attempts=1)
+    off = NodeExclusion(enabled=False)
     records = node_exclusion.add_suspects(
         [NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY
     )

@@ -395,7 +395,7 @@ def after(
 ) -> World:
     """A job of three ranks after attempts on those nodes, link 1 slow in all of them; and the
     next attempt, started."""
-    rule = {"nodeExclusion": {"afterAttempts": 2}}
+    rule = {"nodeExclusion": {"enabled": True}}
     world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, placement=rule, **more))
     for attempt, nodes in enumerate(attempts):
         world.running(attempt, ranks=3)

@@ -82,14 +82,12 @@ def test_the_engine_is_told_what_the_job_says(monkeypatch: pytest.MonkeyPatch) -
         "devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3, "trafficClass": 104, "serviceLevel": 5,
         "queuePairs": 4,
     }  # fmt: skip
-    transport = {
-        "engine": "rdma", "require": "rdma", "queues": 6, "rdma": rdma, "flightBytes": 1 << 30
-    }  # fmt: skip
+    transport = {"engine": "rdma", "require": "rdma", "rdma": rdma}
     assert told(monkeypatch, transport) == {
         "job": "a-team/a-job/3/0", "rank": 0, "secret": b"the job's secret", "host": "127.0.0.1",
-        "queues": 6, "transport": "rdma", "require": "rdma",
+        "queues": 8, "transport": "rdma", "require": "rdma",
         "rdma_devices": ["mlx5_0", "mlx5_1:2"], "gid_index": 3, "traffic_class": 104,
-        "service_level": 5, "integrity": "crc", "queue_pairs": 4, "flight_bytes": 1 << 30,
+        "service_level": 5, "integrity": "crc", "queue_pairs": 4,
     }  # fmt: skip
     assert told(monkeypatch, {"integrity": "aead"})["integrity"] == "aead"
 
@@ -101,4 +99,4 @@ def test_what_the_job_leaves_open_is_left_to_the_engine(monkeypatch: pytest.Monk
     assert (given["transport"], given["require"]) == ("auto", None)
     assert (given["rdma_devices"], given["gid_index"]) == ([], -1)
     assert (given["traffic_class"], given["service_level"]) == (0, 0)
-    assert (given["queue_pairs"], given["flight_bytes"]) == (1, 512 << 20)
+    assert given["queue_pairs"] == 1

@@ -139,7 +139,6 @@ def test_the_plan_in_force_outlives_the_ranks(tmp_path: Path) -> None:
         schedule={"microbatches": 12, "policy": "pipemorph"},
         emulation={"stageTimes": [TIMES], "messageBytes": 16384, "standsForBytes": 1 << 24},
         faults=[{"link": 2, "fromIteration": 6, "toIteration": 1000, "delayMs": 60.0}],
-        adaptation={"crowdedHosts": True},
     )
     done = run(tmp_path / "a", made)
     assert done.status == 0, done

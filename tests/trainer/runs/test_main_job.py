@@ -193,7 +193,6 @@ def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
                 "module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS,
             },
             faults=[fault],
-            adaptation={"crowdedHosts": True},
         ),
     )  # fmt: skip
     assert done.status == 0, done
@@ -282,9 +281,7 @@ def test_ranks_of_torchrun_are_served(tmp_path: Path) -> None:
     fault = {"link": 0, "fromIteration": SLOW_FROM, "delayMs": SLOW_MS}
     host = Served(
         tmp_path,
-        served_manifest(
-            iterations=ITERATIONS, faults=[fault], adaptation={"crowdedHosts": True}
-        ),
+        served_manifest(iterations=ITERATIONS, faults=[fault]),
         "--tls-cert", str(cert), "--tls-key", str(key), "--out", str(tmp_path / "out"),
     )  # fmt: skip
     try:

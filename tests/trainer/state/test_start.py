@@ -30,7 +30,7 @@ from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.preparation import Preparation, prepare
-from pipemorph_trainer.settings import MANIFEST, Settings
+from pipemorph_trainer.settings import MANIFEST, OF_SCRIPT, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
 from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
 
@@ -222,7 +222,7 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
     two = {"parallelism": {"stages": 2}, "faults": [{"link": 0, "delayMs": 5}]}
     context = context_of(job(checkpoint=checkpoint, **two))
     same: dict[str, Any] = {
-        "microbatches": 4, "stages": 2, "policy": Policy.PIPEMORPH, "route": None, "queues": 8,
+        "microbatches": 4, "stages": 2, "policy": Policy.PIPEMORPH, "route": None,
         "faults": (Fault(link=0, delay_ms=5),), "checkpoint": Checkpoint(directory="/x", every=2),
     }  # fmt: skip
     assert Settings.choose(context, same) == Settings.choose(context, {})
@@ -248,10 +248,9 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
         with pytest.raises(InputError, match="leave the argument out") as refused:
             Settings.choose(context, given)
         assert told in str(refused.value), refused.value
-    # How many sends may be outstanding is no part of a job.
     names = {field.name for field in fields(Settings)}
     of_mesh = {"stages", "stages_per_rank", "placement"}
-    assert {*MANIFEST, "direct_sends"} - of_mesh == names - {"mesh"}
+    assert {*MANIFEST, *OF_SCRIPT} - of_mesh == names - {"mesh"}
     alone = Settings.choose(context_of(None, world_size=3), {"microbatches": 2, "queues": None})
     assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
 

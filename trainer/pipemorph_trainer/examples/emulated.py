@@ -3,7 +3,7 @@
 Run it with ``pipemorph run examples/emulated-14b.yaml --out out/emulated``. Times and message sizes
 come from ``spec.emulation``. Executor, transports, agent and controller are those of a real model.
 ``spec.trainer.args``: ``clip`` (true), whether every rank waits for the global gradient norm after
-each iteration.
+each iteration; ``direct_duplex`` (full), see :class:`~pipemorph_trainer.Pipeline`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ def train(context: TrainerContext) -> None:
     if context.job is None or context.job.spec.emulation is None:
         raise InputError("this example needs a job with spec.emulation; see examples/")
     spec, clip = context.job.spec, context.args.get("clip", True)
-    if set(context.args) - {"clip"} or not isinstance(clip, bool):
+    duplex = context.args.get("direct_duplex", "full")
+    unknown = set(context.args) - {"clip", "direct_duplex"}
+    if unknown or not isinstance(clip, bool) or duplex not in ("full", "half"):
         raise InputError(
-            f"spec.trainer.args is {context.args}; this example knows clip: true|false"
+            f"spec.trainer.args is {context.args}; this example knows clip: true|false and"
+            " direct_duplex: full|half"
         )
 
     def build_stage(part: Part) -> EmulatedStage:
@@ -29,7 +32,7 @@ def train(context: TrainerContext) -> None:
         share = 1.0 if layers is None else len(part.layers(layers)) * part.stages / layers
         return EmulatedStage.of(spec, stage=part.stage, share=share)
 
-    with Pipeline(build_stage, context=context) as pipe:
+    with Pipeline(build_stage, context=context, direct_duplex=duplex) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
             if clip:

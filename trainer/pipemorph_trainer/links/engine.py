@@ -29,7 +29,6 @@ class EngineOptions:
     queues: int = 8
     require: str | None = None
     integrity: str = "crc"
-    flight_bytes: int = 512 << 20
     rdma: Rdma = field(default_factory=Rdma)
 
 
@@ -69,7 +68,6 @@ def make_engine(
         traffic_class=rdma.traffic_class,
         service_level=rdma.service_level,
         queue_pairs=rdma.queue_pairs,
-        flight_bytes=options.flight_bytes,
         **near(device),
     )
     if engine.rails_trouble is not None:

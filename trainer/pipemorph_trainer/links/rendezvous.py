@@ -83,8 +83,7 @@ class LinkConfig:
         if self.faults.half_duplex and self.cuda:
             # Receives are posted before sends; on one NCCL stream that would deadlock.
             raise PipelineError(
-                "transport.directDuplex is half, which is for comparisons on the CPU; use full "
-                "on CUDA"
+                "direct_duplex is half, which is for comparisons on the CPU; use full on CUDA"
             )
 
     @property

@@ -21,6 +21,7 @@ from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.sections.schedule import Adaptation
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
+from pipemorph.control.observe.detector import MIN_DELAY_FRACTION
 from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
@@ -114,7 +115,7 @@ class Wires:
 
     def _is_late(self, late: float, usual: float) -> bool:
         least = self.adaptation.min_delay_ms / 1e3
-        return late >= max(least, self.adaptation.min_delay_fraction * usual)
+        return late >= max(least, MIN_DELAY_FRACTION * usual)
 
 
 @dataclass(frozen=True)
@@ -312,13 +313,9 @@ class Score:
                 times.model_copy(update={"reduction": reduction})
                 for times, reduction in zip(self._stages_of(layers), reductions, strict=True)
             ]
-            delegates = self._spec.adaptation.allow_delegation
+            delegates = self._spec.transport.route != "direct"
             routes = [Route.DELEGATED if delay and delegates else Route.DIRECT for delay in delays]
-            problem = problem_for(
-                self._spec.schedule.microbatches, stages, delays, routes,
-                queues=self._spec.transport.queues,
-                half_duplex=self._spec.transport.direct_duplex == "half",
-            )  # fmt: skip
+            problem = problem_for(self._spec.schedule.microbatches, stages, delays, routes)
             if not self._network.barrier:
                 problem = problem.model_copy(update={"objective": "period"})
             try:

@@ -129,7 +129,6 @@ class EmulatedStage:
             sized(emulation.activation_bytes),
             None if mine.fused_backward is None else mine.fused_backward * share / 1e3,
             sized(emulation.gradient_bytes),
-            emulation.input_bytes,
         )
 
     @property
