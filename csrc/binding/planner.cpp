@@ -357,23 +357,6 @@ double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double 
     return windows_bound(costs, head, tail, machine_bound(costs, head, tail), makespan, effort);
 }
 
-// Per kind and stage, the earliest start of each op and the least time from it to the end.
-std::pair<std::vector<std::vector<std::vector<double>>>,
-          std::vector<std::vector<std::vector<double>>>>
-windows(const CostsTuple& given, std::vector<int> caps) {
-    const Costs costs = to_costs(given, std::move(caps));
-    const auto rows = [&](const Times& times) {
-        std::vector<std::vector<std::vector<double>>> found(kKinds);
-        for (int kind = 0; kind < kKinds; ++kind)
-            for (int stage = 0; stage < costs.stages; ++stage) {
-                const double* row = times.row(kind, stage);
-                found[kind].emplace_back(row, row + costs.microbatches);
-            }
-        return found;
-    };
-    return {rows(heads(costs, costs.caps)), rows(tails(costs, costs.caps))};
-}
-
 }  // namespace
 }  // namespace pipemorph::planner
 
@@ -401,5 +384,4 @@ NB_MODULE(_planner, module) {
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
     module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
                "effort"_a);
-    module.def("windows", &planner::windows, "costs"_a, "caps"_a);
 }

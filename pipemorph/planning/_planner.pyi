@@ -133,7 +133,3 @@ def lower_bound(costs: Costs, caps: Sequence[int]) -> float:
 def tight_lower_bound(costs: Costs, caps: Sequence[int], makespan: float, effort: int) -> float:
     """A larger lower bound where ``effort`` is enough for it: between :func:`lower_bound` and
     ``makespan``, which a schedule has. Effort counts states of stages, of about 10 ns each."""
-
-def windows(costs: Costs, caps: Sequence[int]) -> tuple[list[Rows], list[Rows]]:
-    """Per kind (F, B, W), stage and microbatch: the earliest start of the op, and the least time
-    from its start to the end of the iteration."""

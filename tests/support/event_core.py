@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipemorph.planning.ir import KINDS
 from pipemorph.planning.offload import Residency
@@ -81,8 +81,8 @@ class _Core:
         bound = self.costs.outstanding[link] if to is not None else 0
         return row[op.microbatch - bound] if bound and op.microbatch >= bound else 0.0
 
-    def run(self, choose: _Chooser) -> tuple[Any, ...]:
-        """Run until nothing can; the fields of :class:`~pipemorph.planning.simulation.core.Ran`."""
+    def run(self, choose: _Chooser) -> Ran:
+        """Run until nothing can."""
         running: list[_Op | None] = [None] * self.ranks
         # A rank may have no stage.
         begins = [*self.costs.before, *[0.0] * self.ranks]
@@ -112,7 +112,7 @@ class _Core:
                 elif again < INF:
                     heappush(events, (again, _CHOOSE, rank))
         codes = [bytes(row) for row in self.codes]
-        return (codes, self.start, self.end, self.free, *self.arrival)
+        return Ran(codes, self.start, self.end, self.free, *self.arrival)
 
     def _begin(self, rank: int, op: _Op, now: float) -> float:
         """Record an op; returns its end."""
@@ -165,9 +165,9 @@ def in_order(
     costs: Costs,
     codes: Sequence[bytes],
     stages_of: Sequence[Sequence[int]],
-    delay_at: DelayAt | None,
-    transfer_at: DelayAt | None,
-) -> tuple[Any, ...]:
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.in_order`."""
     core = _Core(costs, stages_of, delay_at, transfer_at)
 
@@ -186,10 +186,10 @@ def in_order(
 def online(
     costs: Costs,
     rules: Rules,
-    stages_of: Sequence[Sequence[int]],
     delay_at: DelayAt | None,
     transfer_at: DelayAt | None,
-) -> tuple[Any, ...]:
+    stages_of: Sequence[Sequence[int]],
+) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W, of two
     stages that of the later one."""
     core = _Core(costs, stages_of, delay_at, transfer_at)
@@ -229,10 +229,10 @@ def online(
 def guided(
     costs: Costs,
     guide: Guide,
-    stages_of: Sequence[Sequence[int]],
     delay_at: DelayAt | None,
     transfer_at: DelayAt | None,
-) -> tuple[Any, ...]:
+    stages_of: Sequence[Sequence[int]],
+) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
     plan's order."""
     core = _Core(costs, stages_of, delay_at, transfer_at)
@@ -282,28 +282,6 @@ def guided(
     return core.run(choose)
 
 
-def run_online(
-    costs: Costs,
-    rules: Rules,
-    delay_at: DelayAt | None,
-    transfer_at: DelayAt | None,
-    stages_of: Sequence[Sequence[int]],
-) -> Ran:
-    """In place of :func:`pipemorph.planning.simulation.core.online`."""
-    return Ran(*online(costs, rules, stages_of, delay_at, transfer_at))
-
-
-def run_guided(
-    costs: Costs,
-    guide: Guide,
-    delay_at: DelayAt | None,
-    transfer_at: DelayAt | None,
-    stages_of: Sequence[Sequence[int]],
-) -> Ran:
-    """In place of :func:`pipemorph.planning.simulation.core.guided`."""
-    return Ran(*guided(costs, guide, stages_of, delay_at, transfer_at))
-
-
 def jittered(
     costs: Costs, guide: Guide, stages_of: Sequence[Sequence[int]], most: float, draws: int
 ) -> tuple[float, float]:
@@ -321,10 +299,10 @@ def jittered(
             mixed = (mixed ^ mixed >> 12) * 0x297A2D39 % 2**32
             return costs.delay[link] + most * ((mixed ^ mixed >> 15) / 2**32)
 
-        static = in_order(costs, guide.codes, stages_of, delay_at, None)
-        ready = guided(costs, guide, stages_of, delay_at, None)
+        static = in_order(costs, guide.codes, stages_of, delay_at)
+        ready = guided(costs, guide, delay_at, None, stages_of)
         sums = [
-            max(row[-1] + after for row, after in zip(ran[2], costs.after, strict=False))
+            max(row[-1] + after for row, after in zip(ran.end, costs.after, strict=False))
             for ran in (static, ready)
         ]
         own, guided_ = own + sums[0], guided_ + sums[1]
@@ -349,7 +327,7 @@ def waits(
     peaks: Sequence[int],
 ) -> Waits:
     """See :func:`pipemorph.planning.simulation.waits.waits_of`."""
-    ran = Ran(*in_order(costs, codes, stages_of, None, None))
+    ran = in_order(costs, codes, stages_of)
     return tuple(_waits(costs, ran, rank, mine, peaks) for rank, mine in enumerate(stages_of))
 
 

@@ -1,4 +1,4 @@
-"""A lower bound of the makespan, and the earliest start and least remaining time of each op.
+"""A lower bound of the makespan.
 
 The longest path of the precedence graph is a weak bound, since a stage runs one op at a time. So
 the compiled bound (``csrc/planner/lower_bound.cpp``) also counts the ops that must run on the same
@@ -11,8 +11,6 @@ than a plan, refutes makespans instead (``csrc/planner/windows.cpp``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from pipemorph.planning import _planner
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.costs import Costs
@@ -22,14 +20,6 @@ TIGHT_EFFORT = 60_000_000
 
 # Relative tolerance of equal makespans: sums of the same times in different order.
 SAME = 1e-9
-
-
-class Windows(NamedTuple):
-    """Per kind (F, B, W), stage and microbatch: ``head`` is the earliest start of the op, ``tail``
-    the least time from its start to the end of the iteration."""
-
-    head: list[list[list[float]]]
-    tail: list[list[list[float]]]
 
 
 def lower_bound(problem: Problem) -> float:
@@ -73,11 +63,6 @@ def _loosest_caps(problem: Problem) -> tuple[int, ...]:
         min(stage.recompute_limit or cap, problem.microbatches) if stage.may_recompute else cap
         for stage, cap in stages
     )
-
-
-def windows(problem: Problem) -> Windows:
-    """The windows of split backwards."""
-    return Windows(*_planner.windows(Costs.of(problem).packed(), hard_caps(problem)))
 
 
 def hard_caps(problem: Problem) -> tuple[int, ...]:

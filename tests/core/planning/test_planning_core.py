@@ -65,7 +65,7 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
     codes = schedule.codes
     ran = core.in_order(costs, codes, None, delay_at, transfer_at)
     stages_of = [[i] for i in range(problem.stage_count)]
-    same(ran, Ran(*event_core.in_order(costs, codes, stages_of, delay_at, transfer_at)))
+    same(ran, event_core.in_order(costs, codes, stages_of, delay_at, transfer_at))
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
     if delay_at is None:
         assert core.makespan(costs, codes) == (
@@ -91,14 +91,8 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
     fused = [rng.random() < 0.3 for _ in problem.stages]
     rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused, slots=slots)
     ran = core.online(costs, rules, delay_at, transfer_at)
-    same(
-        ran,
-        Ran(
-            *event_core.online(
-                costs, rules, core.one_stage_each(costs.stage_count), delay_at, transfer_at
-            )
-        ),
-    )
+    stages_of = core.one_stage_each(costs.stage_count)
+    same(ran, event_core.online(costs, rules, delay_at, transfer_at, stages_of))
     at_once = core.online(costs, rules)
     order, makespan = core.online_order(costs, rules)
     assert (list(order), makespan) == (list(at_once.codes), at_once.makespan(costs.after))
@@ -130,7 +124,7 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
             row.append(4 * place + CODE[rows[place].pop(0).kind])
         codes.append(bytes(row))
     ran = core.in_order(costs, codes, stages_of)
-    same(ran, Ran(*event_core.in_order(costs, codes, stages_of, None, None)))
+    same(ran, event_core.in_order(costs, codes, stages_of))
     assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
     if any(len(row) < len(ops) for row, ops in zip(ran.end, codes, strict=True)):
         return

@@ -64,7 +64,7 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
     guide = guide_of(schedule, within, rng.choice((None, ())))
     delay_at = drawn(rng, rng.choice((1.0, 20.0, 400.0)))
     ran = core.guided(costs, guide, delay_at)
-    plain = Ran(*event_core.guided(costs, guide, stages_of, delay_at, None))
+    plain = event_core.guided(costs, guide, delay_at, None, stages_of)
     for field in Ran._fields:
         assert list(getattr(ran, field)) == list(getattr(plain, field)), field
     at_once = core.guided(costs, guide)

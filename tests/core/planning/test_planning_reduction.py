@@ -11,7 +11,6 @@ from planning_reference import shortest_of_all_orders
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph.planning.simulation.lower_bound import lower_bound, tight_lower_bound
@@ -89,7 +88,7 @@ def test_the_makespan_is_that_of_the_executed_iteration() -> None:
     problem = problem_of([5.0, None, 33.0], 4, 7)
     planned = plan(problem, Policy.ZERO_BUBBLE)
     costs, codes = Costs.of(problem), planned.schedule.codes
-    plain = Ran(*event_core.in_order(costs, codes, core.one_stage_each(3), None, None))
+    plain = event_core.in_order(costs, codes, core.one_stage_each(3))
     assert predict(planned.schedule, problem) == plain.makespan(costs.after)
     assert simulate(planned.schedule, problem).makespan == plain.makespan(costs.after)
 

@@ -72,8 +72,8 @@ def test_whatever_comes_late(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 
         ran = run()
         with monkeypatch.context() as in_python:
-            in_python.setattr(core, "online", event_core.run_online)
-            in_python.setattr(core, "guided", event_core.run_guided)
+            in_python.setattr(core, "online", event_core.online)
+            in_python.setattr(core, "guided", event_core.guided)
             plain = run()
         assert ran == plain
         assert ran.simulation.free == plain.simulation.free
