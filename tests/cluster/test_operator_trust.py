@@ -179,7 +179,12 @@ def test_the_ingest_labels_its_own_pods_and_changes_nothing_else(jobs: Jobs) -> 
         name = f"labelled-{component}"
         about = {"name": name, "labels": {"app.kubernetes.io/component": component}}
         containers = [{"name": "c", "image": "none.invalid/image"}]
-        spec = {"schedulerName": "nobody", "containers": containers}
+        # Without a mounted token a merge patch of the containers changes the image only.
+        spec = {
+            "schedulerName": "nobody",
+            "automountServiceAccountToken": False,
+            "containers": containers,
+        }
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
         jobs.cluster.apply(pod, f"--namespace={SYSTEM}")
         try:
