@@ -32,7 +32,7 @@ from pipemorph_trainer.settings import (
     RecomputeChoice,
     RouteChoice,
 )
-from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
+from pipemorph_trainer.state.gradients import clip_grad_norm
 from pipemorph_trainer.state.kept.resumed import Resumed, Word
 from pipemorph_trainer.steps.calls import Calls
 from pipemorph_trainer.steps.ending import Ending
@@ -311,7 +311,6 @@ class Pipeline:
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._ending.failing():
             self._calls.end_iteration(self.iteration, monotonic())
-            self._settle()
             loss, inputs = self._calls.run(
                 self._parts.iterations.evaluate, self.iteration, given,
                 return_outputs=return_outputs, needs_target=not return_outputs,
@@ -335,60 +334,17 @@ class Pipeline:
             for pair in own.module.named_parameters()
         ]
         with self._ending.failing():
-            parts.steps.settle()
             parts.waiting.begin(
                 f"the gradient norm of iteration {self.iteration - 1} of all stages"
             )
-            gradients = GlobalNorm(
-                parameters, parts.world, parts.placements,
+            norm = clip_grad_norm(
+                parameters, max_norm, parts.world, parts.placements, parts.wait_for,
                 uncounted=parts.tied.uncounted if parts.tied is not None else (),
             )  # fmt: skip
-            norm, _ = gradients.wait(parts.wait_for)
-            gradients.clip(clip_factor(norm, max_norm))
             parts.waiting.end()
         self._calls.met = True
         self._calls.last_activity = monotonic()
         return norm
-
-    def clip_and_step(self, optimizer: torch.optim.Optimizer | None, max_norm: float) -> None:
-        """:meth:`clip_grad_norm_` and ``optimizer.step()`` without waiting for stages that still
-        run their ops. Call it on every rank. Results are equal to the bit.
-
-        The stage steps as if no gradient had to be clipped, and goes on to the forwards of the next
-        :meth:`step`. Should the norm of all stages, which is known before the first backward there,
-        be above ``max_norm``, or not finite, every stage takes its step again and begins the
-        iteration again. After that, and in the beginning, this call waits for the norm as long as
-        gradients have to be clipped.
-
-        The gradients are gone afterwards, as after ``optimizer.zero_grad()``. With
-        ``Pipeline(scaler=...)`` this unscales them before, and updates the scaler after the step.
-        Until the norm is known, ``optimizer``'s parameters and state may still change, and the
-        stage holds a copy of them. Call :meth:`settle` before anything else reads them, such as
-        averages of weights; ``evaluate``, ``save`` and ``close`` do. Learning-rate schedulers need
-        not wait. ``optimizer`` is None on emulated stages.
-
-        Raises :class:`InputError` after a step in :meth:`no_sync`.
-        """
-        self._ending.check_open("clip_and_step")
-        if not self._saving.synchronized:
-            raise InputError(
-                f"{self.coordinate}: clip_and_step() was called after a step in no_sync(), when "
-                "gradients differ between replicas; call it after a step outside"
-            )
-        with self._ending.failing():
-            waited = self._parts.steps.clip_and_step(optimizer, max_norm, self.iteration - 1)
-        self._calls.met = self._calls.met or waited
-        self._calls.went_on = not waited
-        self._calls.last_activity = monotonic()
-
-    def settle(self) -> Tensor | None:
-        """Wait until parameters and optimizer are as they stay after :meth:`clip_and_step`. Call it
-        on every rank. Returns the norm before clipping, 0-dim float32, the same on all ranks; None
-        if there was no such step."""
-        self._ending.check_open("settle")
-        self._settle()
-        self._calls.last_activity = monotonic()
-        return self._parts.steps.norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -514,7 +470,6 @@ class Pipeline:
         with self._ending.failing():
             self._keep()
             self._calls.end_iteration(self.iteration, self._calls.last_activity)
-            self._settle()
             self._saving.save_if_due(self.iteration)
             self._leave(self._leaving.saved_to_end(self.iteration))
             self._saving.finish_writing()
@@ -547,11 +502,6 @@ class Pipeline:
             self.close()
 
     # --- iterations, and the work between them --------------------------------------------------
-
-    def _settle(self) -> None:
-        """Wait until the optimizer's last step stays as it is. Collective if one has not waited."""
-        with self._ending.failing():
-            self._parts.steps.settle()
 
     def _mark(self) -> None:
         leaving = self._leaving

@@ -113,16 +113,13 @@ class Reports(NoControl):
 
 @dataclass(frozen=True)
 class Case:
-    """``mesh``: its sizes by dimension. ``early``: steps do not wait for their gradient norm.
-    ``accumulate``: steps of an accumulation. ``drawn``: random numbers are drawn. ``every``,
-    ``neighbour``: the pipeline's ``snapshot_iterations`` and ``neighbour``. ``low``: in bfloat16,
-    with gradients in float32."""
+    """``mesh``: its sizes by dimension. ``accumulate``: steps of an accumulation. ``drawn``: random
+    numbers are drawn. ``every``, ``neighbour``: the pipeline's ``snapshot_iterations`` and
+    ``neighbour``. ``low``: in bfloat16, with gradients in float32."""
 
     mesh: dict[str, int] = field(default_factory=lambda: {"pp": 2, "dp_replicate": 2})
     per_rank: int = 1
-    early: bool = False
     accumulate: int = 1
-    bounds: tuple[float, ...] = (1.0,) * UNTIL
     drawn: bool = True
     every: int = 1
     neighbour: bool | None = None
@@ -213,13 +210,10 @@ def train(
             at("stepped")
             if not last:
                 continue
-            if case.early:
-                pipe.clip_and_step(made["optimizer"], case.bounds[iteration])
-            else:
-                pipe.clip_grad_norm_(case.bounds[iteration])
-                at("clipped")
-                made["optimizer"].step()
-                made["optimizer"].zero_grad()
+            pipe.clip_grad_norm_(1.0)
+            at("clipped")
+            made["optimizer"].step()
+            made["optimizer"].zero_grad()
             at("optimized")
             made["scheduler"].step()
             killed[1] += 1
@@ -332,19 +326,9 @@ def test_a_rank_is_killed_at_any_moment(moments: Sequence[str], tmp_path: Path) 
         assert float(torch.tensor(float(loss))) == whole[0]["losses"][int(index)]
 
 
-NEVER, ALWAYS = 1e9, 1e-2
-
-
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        pytest.param(
-            # The step of 2 is taken again in iteration 3, that of 4 is not known to stand in 5.
-            Case(early=True, bounds=(NEVER, NEVER, ALWAYS, *(NEVER,) * 7)),
-            [(1, "backward", 3), (3, "forward", 5), (0, "optimized", 7)],
-            marks=pytest.mark.full,
-            id="early",
-        ),
         pytest.param(
             Case(accumulate=3), [(3, "stepped", 4), (0, "backward", 5), (2, "drawn", 6)],
             marks=pytest.mark.full, id="accumulation",
@@ -369,7 +353,6 @@ def test_kinds_of_jobs(case: Case, kills: list[Kill], tmp_path: Path) -> None:
     assert [word["rung"] for word in words] == ["kept"] * len(kills)
     for (_, _, iteration), word in zip(kills, words, strict=True):
         assert word["iteration"] in (iteration - 1, iteration), words
-    assert not case.early or words[0]["iteration"] == 3
     compare(found, whole, words[-1]["iteration"])
 
 

@@ -56,15 +56,3 @@ def test_gradients_of_an_accumulation_are_each_ranks_own() -> None:
     assert isinstance(found, Choice) and (found.iteration, found.sources) == (4, (0, 1, 0, 3))
     found = choose([mine] * 4, SLOTS)
     assert isinstance(found, Choice) and found.iteration == 5
-
-
-def test_a_step_that_is_not_known_to_stand() -> None:
-    """Another rank may know it."""
-    pending = [Offer(5, "pending"), Offer(4)]
-    found = choose([pending] * 4, SLOTS)
-    assert isinstance(found, Choice) and found.iteration == 4
-    found = choose([[Offer(5, "early")], pending, [Offer(5, "early")], pending], SLOTS)
-    assert isinstance(found, Choice) and found.iteration == 5 and found.exact
-    # Taken again there, so what was copied here is wrong.
-    found = choose([[Offer(5), Offer(4)], *[pending] * 3], SLOTS)
-    assert isinstance(found, Choice) and found.iteration == 4

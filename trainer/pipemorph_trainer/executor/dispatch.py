@@ -98,7 +98,6 @@ class Executor:
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
         device_times: DeviceTimes | None = None,
         gate: Gate | None = None,
-        stands: Callable[[], bool] = lambda: True,
         refuses: bool = False,
         all_raise: Callable[[], bool] = lambda: True,
         last_op: LastOp | None = None,
@@ -106,10 +105,9 @@ class Executor:
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
         iteration, if ``all_raise`` finds that no other rank waits inside the op. ``gate``: for the
-        last stage if there are several replicas. ``stands``: asked before the first backward
-        whether the forwards ran on the right parameters; if not, the iteration ends as a refused
-        one. ``last_op``: is told of the last op. ``slowed``: called at the end of each op with the
-        time of its start and the iteration; it makes the op longer."""
+        last stage if there are several replicas. ``last_op``: is told of the last op. ``slowed``:
+        called at the end of each op with the time of its start and the iteration; it makes the op
+        longer."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -117,7 +115,7 @@ class Executor:
         self.mail = mail
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
-        self._gate, self._stands, self._refuses = gate, stands, refuses
+        self._gate, self._refuses = gate, refuses
         self._all_raise, self._last_op, self._slowed = all_raise, last_op, slowed
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
@@ -363,7 +361,7 @@ class Executor:
 
     def _may_begin_backward(self) -> bool:
         """Whether the iteration may change gradients."""
-        return self._stands() and (self._gate is None or self._gate.passed())
+        return self._gate is None or self._gate.passed()
 
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
         """Copy activations as part of an op: to host memory at the end of an F, back before a B."""

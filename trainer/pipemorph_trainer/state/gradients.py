@@ -128,63 +128,44 @@ def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) 
             value.copy_(raw.view(value.dtype).view(value.shape))
 
 
-class GlobalNorm:
-    """The 2-norm of gradients over all stages, which is added up while other work goes on.
+def clip_grad_norm(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    max_norm: float,
+    world: World,
+    spreads: Iterable[Placement],
+    wait: Wait,
+    *,
+    uncounted: Collection[int] = (),
+) -> Tensor:
+    """Clip this rank's gradients by their 2-norm over all stages, as
+    ``torch.nn.utils.clip_grad_norm_``. Returns the norm before, 0-dim float32, bitwise equal on all
+    ranks, since each adds the squares of all in rank order, in float64.
 
     Every element counts once: of ranks that hold the same one, the first along each dimension
     counts it. ``spreads``: placements of the parameters of all stages. ``uncounted``: ids of
-    parameters that another stage counts. ``overflows``: whether this rank has found a gradient that
-    is not finite. Collective over the ranks that add up the norm.
+    parameters that another stage counts. Collective over the ranks that add up the norm.
     """
-
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        world: World,
-        spreads: Iterable[Placement],
-        *,
-        uncounted: Collection[int] = (),
-        overflows: bool = False,
-    ) -> None:
-        over = measured_over(spreads)
-        coordinate = world.coordinate
-        self._grads, counted = [], []
-        for name, parameter in parameters:
-            if parameter.grad is None:
-                continue
-            self._grads.append(local(parameter.grad))
-            if id(parameter) in uncounted:
-                continue
-            sharded = placement(name, parameter, coordinate).sharded
-            if not any(coordinate.along(n) for n in over if n != "pp" and n not in sharded):
-                counted.append(self._grads[-1])
-        mine = torch.tensor([0.0, overflows], dtype=torch.float64)
-        if counted:
-            mine[0] = torch.nn.utils.get_total_norm(counted).double().cpu() ** 2
-        ranks = world.hierarchy(over)
-        self._found: list[Tensor] = [] if ranks else [mine]
-        self._gather = ranks.all_gather(mine, self._found) if ranks else None
-
-    @property
-    def known(self) -> bool:
-        """Whether the norm is that of this rank, so that nobody has to be waited for."""
-        return self._gather is None
-
-    def wait(self, wait: Wait) -> tuple[Tensor, bool]:
-        """The norm (0-dim float32), bitwise equal on all ranks, since each adds the squares of all
-        in rank order, in float64; and whether a rank has found a gradient that is not finite."""
-        if self._gather is not None:
-            self._gather.wait(wait)
-        squares, overflows = torch.stack(self._found).unbind(1)
-        return squares.sum().sqrt().float(), bool(overflows.any())
-
-    def clip(self, factor: Tensor) -> None:
-        """Multiply this rank's part of the gradients, as torch.nn.utils.clip_grads_with_norm_."""
-        for grad in self._grads:
-            grad.mul_(factor.to(grad.device))
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """By what gradients of this norm are multiplied, as torch.nn.utils.clip_grads_with_norm_ does
-    it: exactly 1 if they are within ``max_norm``, NaN if the norm is."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    over = measured_over(spreads)
+    coordinate = world.coordinate
+    grads, counted = [], []
+    for name, parameter in parameters:
+        if parameter.grad is None:
+            continue
+        grads.append(local(parameter.grad))
+        if id(parameter) in uncounted:
+            continue
+        sharded = placement(name, parameter, coordinate).sharded
+        if not any(coordinate.along(n) for n in over if n != "pp" and n not in sharded):
+            counted.append(grads[-1])
+    square = torch.zeros(1, dtype=torch.float64)
+    if counted:
+        square[0] = torch.nn.utils.get_total_norm(counted).double().cpu() ** 2
+    squares = [square]
+    if ranks := world.hierarchy(over):
+        squares = []
+        ranks.all_gather(square, squares).wait(wait)
+    norm = torch.cat(squares).sum().sqrt().float()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return norm

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,44 +31,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch's. Collective over all ranks, also where :meth:`step` calls it."""
-        verdict = torch.tensor([float(self.unscale_own(optimizer))])
-        if not self.is_enabled():
-            return
-        found = self._world.everyone.all_reduce(verdict, dist.ReduceOp.MAX)
-        found.wait(partial(self._wait, what="all ranks to say whether their gradients are finite"))
-        self.decide(optimizer, overflows=bool(verdict))
-
-    def unscale_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divide the gradients of this rank by the scale. Returns whether one is not finite. Call
-        :meth:`decide` before :meth:`step`."""
         super().unscale_(optimizer)
         if not self.is_enabled():
-            return False
+            return
         # Per device with gradients; where nothing on this rank has one, there is none.
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return any(bool(mine) for mine in found.values())
-
-    def decide(self, optimizer: torch.optim.Optimizer, *, overflows: bool) -> None:
-        """Set whether gradients of any rank are not finite, so that :meth:`step` is skipped."""
-        if not self.is_enabled():
-            return
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        verdict = torch.tensor([float(any(bool(mine) for mine in found.values()))])
+        collective = self._world.everyone.all_reduce(verdict, dist.ReduceOp.MAX)
+        collective.wait(
+            partial(self._wait, what="all ranks to say whether their gradients are finite")
+        )
         for device in list(found) or [torch.device("cpu")]:
-            found[device] = torch.tensor(float(overflows), device=device)
-
-    def keep(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Returns what puts everything back that :meth:`step` and :meth:`update` change."""
-        if not self.is_enabled():
-            return lambda: None
-        of_optimizer = dict(self._per_optimizer_states[id(optimizer)])
-        scale: Any = self._scale
-        tracker: Any = self._growth_tracker
-        before = scale.clone(), tracker.clone()
-
-        def back() -> None:
-            scale.copy_(before[0])
-            tracker.copy_(before[1])
-            self._scale, self._growth_tracker = scale, tracker
-            self._per_optimizer_states[id(optimizer)] = of_optimizer
-
-        return back
+            found[device] = torch.tensor(float(verdict), device=device)

@@ -13,7 +13,7 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given
 from pipemorph_trainer.steps.parts import Parts
 
-Run = Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float | None]
+Run = Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float]
 """``run`` or ``evaluate`` of :class:`~pipemorph_trainer.steps.iteration.Iterations`."""
 
 
@@ -24,9 +24,8 @@ class Calls:
         self._parts, self._over = parts, iteration
         self.last_activity = monotonic()
         """When the script was last inside the pipeline."""
-        self.met = self.went_on = False
-        """Whether all stages have waited for each other since the last step, and whether the
-        optimizer stepped without that."""
+        self.met = False
+        """Whether all stages have waited for each other since the last step."""
 
     def run(
         self,
@@ -39,15 +38,10 @@ class Calls:
     ) -> tuple[Tensor, Inputs]:
         """Run an iteration or an evaluation. Returns the loss and the inputs of the last stage
         here, with the outputs."""
-        while True:
-            inputs, shapes, refusal = self._inputs(given, needs_target=needs_target)
-            final = inputs[self._parts.coordinate.held[-1]]
-            self._complete(final, given, refused=refusal is not None, keep=return_outputs)
-            loss = run(iteration, inputs, shapes, refusal)
-            if loss is not None:
-                break
-            # Its forwards ran on parameters that have changed again.
-            self.met = True
+        inputs, shapes, refusal = self._inputs(given, needs_target=needs_target)
+        final = inputs[self._parts.coordinate.held[-1]]
+        self._complete(final, given, refused=refusal is not None, keep=return_outputs)
+        loss = run(iteration, inputs, shapes, refusal)
         if self._parts.agent is not None:
             self._parts.agent.tend()
         self.last_activity = monotonic()
@@ -85,14 +79,13 @@ class Calls:
         if iteration > self._over:
             self._over = iteration
             self._parts.iterations.reports.rounds.end(iteration - 1, at, self.barrier())
-            self.met = self.went_on = False
+            self.met = False
 
     def barrier(self) -> bool | None:
         """Whether all stages have waited for each other since the last iteration; None if the
         stage's own trainer does what is between two iterations."""
         parts = self._parts
-        scaled = parts.scaler is not None and not self.went_on
-        if self.met or parts.tied is not None or scaled:
+        if self.met or parts.tied is not None or parts.scaler is not None:
             return True
         stages = parts.stages.values()
         return False if all(own.emulated or own.module is not None for own in stages) else None

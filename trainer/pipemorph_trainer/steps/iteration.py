@@ -38,7 +38,6 @@ from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.state.gradients import Replicas
-from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
@@ -69,7 +68,6 @@ class Iterations:
         reducer: averages their gradients; that of ``replicas``, or of emulated stages.
         ring: measures the edges of the ring in which it does so; None: nobody wants to know.
         tied: sums the gradients of weights that other stages hold, too; None without any.
-        steps: the optimizer's step before an iteration may be one that did not wait for its norm.
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, traces: report each iteration, and write its trace, by stage.
         listeners: told of each iteration that is reported, on rank 0.
@@ -92,7 +90,6 @@ class Iterations:
         reducer: Reducer | None,
         ring: RingProbe | None,
         tied: Tied | None,
-        steps: OptimisticSteps,
         plans: PlanBook,
         control: ControlClient,
         reporter: Reporter,
@@ -115,7 +112,7 @@ class Iterations:
         self._several = len(stages) > 1
         self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
-        self._reducer, self._ring, self._steps = reducer, ring, steps
+        self._reducer, self._ring = reducer, ring
         self._reporter, self._traces = reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
         self._failures = failures
@@ -152,7 +149,6 @@ class Iterations:
                 reserve=plans.shapes_known,
                 device_times=self._device_times,
                 gate=gate if coordinate.last else None,
-                stands=steps.stands,
                 # A stage of another trainer does not restart an iteration.
                 refuses=own.emulated or own.module is not None,
                 all_raise=self._all_raise,
@@ -198,10 +194,9 @@ class Iterations:
         inputs: Mapping[int, Inputs],
         shapes: Mapping[int, Any],
         refusal: Exception | None = None,
-    ) -> float | None:
+    ) -> float:
         """Run one iteration: forward and backward of all microbatches, and the gradient average
-        over the replicas. Returns the loss; None, on all ranks, if the optimizer's step before it
-        was taken again meanwhile, so that it has to begin again.
+        over the replicas. Returns the loss.
 
         ``inputs``: by stage. ``shapes``: change if those of the inputs do. ``refusal``: why the
         input of this rank does not fit. Raises :class:`BatchError` on all ranks if the input of any
@@ -216,7 +211,6 @@ class Iterations:
         self.arriving.take(page_lock=True)
         if self._staging is not None:
             self._staging.page_lock_added()
-        self._steps.begin()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]
         self._weigh(final)
@@ -237,17 +231,11 @@ class Iterations:
         self._reduce_shards(iteration)
         # Usually here already: it was sent after the last F.
         loss = self._loss.wait(f"iteration {iteration}", refused=self._turns.refused)
-        again = not self._steps.stands()
-        if again or self._loss.refused:
+        if self._loss.refused:
             if self._tied is not None:
                 self._tied.undo()
             if self._reducer is not None:
                 self._reducer.drop()
-        if again:
-            self._end_uncounted()
-            self._steps.rewind()
-            return None
-        if self._loss.refused:
             self._rounds.drop(iteration)
             raise self._refused(f"step() of iteration {iteration}", refusal)
         self._synchronize(iteration)
@@ -380,19 +368,15 @@ class Iterations:
         why the input of this rank does not fit, if it does not."""
         refusal = refusal or self._turns.cause
         told = refusals.tell(self._world, self._wait_for, call, refusal)
-        self._end_uncounted()
+        self._turns.end_uncounted()
+        # Its messages were empty from some point on.
+        self._turns.restart()
+        if self._device_times is not None:
+            self._device_times.forget()
         if refusal is not None:
             self._reporter.publish(message=str(told))
         told.__cause__ = refusal
         return told
-
-    def _end_uncounted(self) -> None:
-        """End a call whose messages were empty from some point on. The next one has the same
-        number."""
-        self._turns.end_uncounted()
-        self._turns.restart()
-        if self._device_times is not None:
-            self._device_times.forget()
 
     def _begin(self, iteration: int, version: int) -> RankPlan:
         """Commit the version that the column runs in this iteration, and select the links'

@@ -48,7 +48,6 @@ from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.state.names import clash, own_names
-from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
@@ -159,10 +158,6 @@ class Parts:
         self.scaler = scaler
         if scaler is not None:
             scaler.attach(self.world, self.device, self.wait_for)
-        self.steps = OptimisticSteps(
-            list(modules.values()), self.world, self.placements, self.wait_for,
-            uncounted=self.tied.uncounted if self.tied is not None else (), scaler=scaler,
-        )  # fmt: skip
         if self.coordinate.rank == 0:
             for line in warnings(starts):
                 log.warning(line)
@@ -226,7 +221,7 @@ class Parts:
         self.iterations = Iterations(
             world=self.world, links=self.links, stages=self.stages,
             replicas=self.replicas, reducer=self._reducer(), ring=ring,
-            tied=self.tied, steps=self.steps, plans=self.plans, control=self.control,
+            tied=self.tied, plans=self.plans, control=self.control,
             reporter=self.reporter, traces=self.traces, listeners=self.listeners,
             failures=self.failures, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
@@ -291,13 +286,11 @@ class Parts:
             late = LateCopies(accelerator) if accelerator is not None and self._leaves else None
         else:
             late = LateCopies(accelerator) if accelerator is not None else None
-        keeper = Keeper(
+        return Keeper(
             folder, values, self.world, self.placements, self.wait_for,
             generation=self._generation, every=every, late=late, number=self._kept_rank,
             changes=self._resizes, split=self._split, replaces=self._replaces,
         )  # fmt: skip
-        self.steps.on_stood, self.steps.on_taken_again = keeper.stood, keeper.taken_again
-        return keeper
 
     def _open_checkpoints(self) -> Checkpoints | None:
         keepers = {s: own.keeper for s, own in self.stages.items() if own.keeper is not None}

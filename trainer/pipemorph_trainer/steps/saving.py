@@ -43,15 +43,12 @@ class Saving:
         """Copy the state before the next iteration. Before anybody is told that the last one is
         over, so that no iteration that has been reported is repeated."""
         parts = self._parts
-        if moving:
-            parts.steps.settle()
         if parts.keeper is not None:
             tells = parts.coordinate.rank == 0
             parts.keeper.begin(
                 iteration,
                 parts.iterations.reports.unreported() if tells else (),
                 synchronized=self.synchronized,
-                pending=parts.steps.pending,
                 moving=moving,
             )
 
@@ -65,7 +62,6 @@ class Saving:
     def save(self, checkpoints: Checkpoints, iteration: int) -> Path:
         """Save a checkpoint of the state before ``iteration``. Collective. Returns its folder."""
         parts = self._parts
-        parts.steps.settle()
         self.finish_writing()
         self.saved = iteration
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {iteration}")

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-Step = Literal["final", "early", "pending"]
-"""The optimizer's step before the iteration: ``pending`` was taken before its gradient norm was
-known, and ``early`` as well, but then it stood."""
+from typing import NamedTuple
 
 MOST_TOLD = 3
 """Most ranks that a reason names."""
@@ -19,7 +15,6 @@ class Offer(NamedTuple):
     same, as not within an accumulation of gradients that are not averaged yet."""
 
     iteration: int
-    step: Step = "final"
     synchronized: bool = True
 
 
@@ -99,19 +94,17 @@ def _sources(
 ) -> Choice | str:
     """From whom each rank takes its state, or why that is not possible."""
     found = [next((o for o in mine if o.iteration == iteration), None) for mine in offers]
-    stood = any(offer is not None and offer.step == "early" for offer in found)
     holders: dict[Hashable, list[int]] = {}
     has = []
     for rank, offer in enumerate(found):
-        valid = offer is not None and (offer.step != "pending" or stood)
-        has.append(valid)
-        if shared and valid and offer is not None and offer.synchronized:
+        has.append(offer is not None)
+        if shared and offer is not None and offer.synchronized:
             holders.setdefault(slots[rank], []).append(rank)
     elsewhere = {
         rank: holder
         for rank, valid in enumerate(has)
         for holder, offer in neighbours.get(rank, ())
-        if not valid and offer.iteration == iteration and offer.step != "pending"
+        if not valid and offer.iteration == iteration
     }
     lacking = [
         rank

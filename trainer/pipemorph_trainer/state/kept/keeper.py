@@ -23,7 +23,6 @@ import logging
 import os
 import pickle
 import re
-import threading
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -64,13 +63,6 @@ _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
 
 _numbers = itertools.count(1)
 """Of the pipelines of this process."""
-
-
-class _Writing:
-    """A copy that is being written beside. ``offer``: what it will be of. Both under ``lock``."""
-
-    def __init__(self, offer: Offer) -> None:
-        self.lock, self.offer, self.done = threading.Lock(), offer, False
 
 
 class Keeper:
@@ -114,7 +106,6 @@ class Keeper:
         self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
         self._before: Slot | None = None
         """The copy of the part before, until the new one counts."""
-        self._writing: _Writing | None = None
         self._neighbour: Neighbour | None = None
         self._why = values.refusal(on_device=late is not None) or self._open(folder, mine)
         """Why this rank keeps nothing; empty if it does."""
@@ -234,12 +225,11 @@ class Keeper:
         unreported: Sequence[IterationSample],
         *,
         synchronized: bool,
-        pending: bool,
         moving: bool = False,
     ) -> None:
         """Copy the state before an iteration, if it is one that is kept, or if ranks leave for
         another layout (``moving``). ``unreported``: iterations that have not been reported.
-        ``synchronized``, ``pending``: see :class:`~.choice.Offer`."""
+        ``synchronized``: see :class:`~.choice.Offer`."""
         if self._why:
             return
         self._inside = True
@@ -249,7 +239,7 @@ class Keeper:
         self._await_neighbour(iteration)
         if self._why or (not moving and not self._due(iteration)):
             return
-        offer = Offer(iteration, "pending" if pending else "final", synchronized)
+        offer = Offer(iteration, synchronized)
         try:
             if self._late is not None:
                 self._late.finish(WRITE_SECONDS)
@@ -264,14 +254,11 @@ class Keeper:
         if self._late is None:
             self._write(slot, values, content, offer)
             return
-        writing = self._writing = _Writing(offer)
 
         def write(found: Mapping[str, Tensor]) -> None:
             """In another thread."""
             self._fill(slot, found, content)
-            with writing.lock:
-                self._finish(slot, writing.offer)
-                writing.done = True
+            self._finish(slot, offer)
 
         try:
             self._late.begin(values, changes_within_iterations, write)
@@ -324,7 +311,7 @@ class Keeper:
         """A slot holds a whole copy."""
         self._slots.finish(slot, offer, self._part)
         # Whoever has no state before iteration 0 begins there.
-        if self._neighbour is not None and offer.step != "pending" and offer.iteration:
+        if self._neighbour is not None and offer.iteration:
             self._neighbour.offer(offer.iteration)
 
     @property
@@ -376,40 +363,6 @@ class Keeper:
         """The first iteration of this generation, which is kept as well."""
         if self._every:
             self._began_with = iteration
-
-    def _pending(self) -> tuple[Slot, Offer] | None:
-        """The newest copy, if the optimizer's step before it was not known to stand."""
-        slot = self._slots.newest()
-        if slot is None or slot.offer is None:
-            return None
-        return (slot, slot.offer) if slot.offer.step == "pending" else None
-
-    def stood(self) -> None:
-        """Say that the optimizer's step before this iteration stands as it was taken."""
-        writing = self._writing
-        if writing is not None:
-            with writing.lock:
-                if not writing.done and writing.offer.step == "pending":
-                    writing.offer = writing.offer._replace(step="early")
-                    return
-        found = self._pending()
-        if found is not None:
-            slot, offer = found
-            self._finish(slot, offer._replace(step="early"))
-
-    def taken_again(self) -> None:
-        """Copy what the optimizer's step before this iteration has changed, which was taken
-        again."""
-        if self._late is not None:
-            try:
-                self._late.finish(WRITE_SECONDS)
-            except PipelineError as error:
-                self._stop(error)
-        found = self._pending()
-        if found is not None:
-            slot, offer = found
-            values, content = self._values.take_step()
-            self._write(slot, values, content, offer._replace(step="final"))
 
     def resume(self, saved: int = 0) -> Resumed | str:
         """Go on with the state that was kept; or why that is not possible, and then nothing is

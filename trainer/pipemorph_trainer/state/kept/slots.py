@@ -97,11 +97,6 @@ class Slots:
                 slot.order = self._order
             slot.offer = offer
 
-    def newest(self) -> Slot | None:
-        with self._lock:
-            found = self._finished()
-            return found[0] if found else None
-
     def of(self, iteration: int) -> Slot | None:
         """The newest whole copy of an iteration."""
         with self._lock:
@@ -109,10 +104,9 @@ class Slots:
             return found[0] if found else None
 
     def pin(self) -> list[Slot]:
-        """The two newest whole copies that do not change any more, the newest first; each until
-        :meth:`unpin`."""
+        """The two newest whole copies, the newest first; each until :meth:`unpin`."""
         with self._lock:
-            found = [s for s in self._finished() if s.offer and s.offer.step != "pending"][:2]
+            found = self._finished()[:2]
             for slot in found:
                 slot.pins += 1
             return found

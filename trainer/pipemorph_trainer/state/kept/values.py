@@ -21,7 +21,6 @@ from pipemorph_trainer.executor.split.snapshot import random_state, set_random_s
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.kept.composed import Composed, Wanted
 from pipemorph_trainer.state.kept.copies import Copy, Entry, Form
-from pipemorph_trainer.state.optimistic import assign_hyperparameters, hyperparameters
 from pipemorph_trainer.state.weights import comparable
 from pipemorph_trainer.topology.placement import is_dtensor, local
 
@@ -67,7 +66,6 @@ class Values:
         """Whether there were gradients at the beginning of an iteration."""
         self._entries: dict[str, Entry] = {}
         self._random: dict[str, Any] = {}
-        self._rest: dict[str, Any] = {}
         self._names: dict[int, str] | None = None
         """Of the parameters of all modules, by their ids."""
 
@@ -114,7 +112,7 @@ class Values:
         for name, value in self._held():
             self._add(name, value, form, values)
         gradients = self._gradients(form, values)
-        self._rest = {
+        rest = {
             "random": self._random,
             "modules": self._extra_states(),
             "emulated": {stage: each.state() for stage, each in self._emulated.items()},
@@ -122,28 +120,19 @@ class Values:
             "unreported": unreported,
             "optimizer": type(self.optimizer).__name__,
             "names": self._names_of_groups(),
-            **self._stepped(),
+            "groups": hyperparameters(self.optimizer) if self.optimizer is not None else [],
+            "other": self._non_tensors(),
+            "objects": self._extra.pack_objects(),
         }
-        return tuple(form), values, pickle.dumps(self._rest)
+        return tuple(form), values, pickle.dumps(rest)
 
-    def take_step(self) -> tuple[dict[str, Tensor], bytes]:
-        """What a step of the optimizer has changed since :meth:`take`, and the rest anew."""
-        changed = {n: local(v) for n, v in self._held() if n.startswith(_STEPPED)}
-        self._rest |= self._stepped()
-        return changed, pickle.dumps(self._rest)
-
-    def _stepped(self) -> dict[str, Any]:
-        """What is no tensor and changes with the optimizer's step, or at a time near it."""
-        optimizer = self.optimizer
+    def _non_tensors(self) -> dict[int, dict[str, Any]]:
+        """What the optimizer's state has beside tensors, by parameter."""
         other: dict[int, dict[str, Any]] = {}
         for index, _, key, value in self._of_optimizer():
             if not isinstance(value, Tensor):
                 other.setdefault(index, {})[key] = value
-        return {
-            "groups": hyperparameters(optimizer) if optimizer is not None else [],
-            "other": other,
-            "objects": self._extra.pack_objects(),
-        }
+        return other
 
     def _add(self, name: str, value: Tensor, form: list[Entry], values: dict[str, Tensor]) -> None:
         form.append(self._entry_of(name, value, value.dtype))
@@ -339,6 +328,31 @@ class Values:
         for index, values in rest["other"].items():
             optimizer.state[parameters[index]].update(values)
         assign_hyperparameters(optimizer, rest["groups"])
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group of an optimizer has beside its parameters."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def assign_hyperparameters(
+    optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]
+) -> None:
+    """Set what each group of an optimizer has beside its parameters. Tensors are copied into those
+    of the group."""
+    for group, mine in zip(optimizer.param_groups, values, strict=True):
+        for name, value in mine.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
 
 
 def _entry(name: str, value: Tensor, dtype: torch.dtype | None = None) -> Entry:
