@@ -41,12 +41,18 @@ COMMANDS: Mapping[str, str] = {
 }
 """Subcommands of ``pipemorph``, as in ``fabric check``."""
 
+_PAGE = "the pod of rank 0 serves the page, and the Secret of the page has its token"
+
 ARGUMENTS: Mapping[str, str] = {
     "plan --time-limit": "leave it out",
     "fabric --listen": "use --hosts and --shell, which starts the other hosts",
     "fabric --port": "the remote shell of --shell needs no port",
     "fabric --secret-file": "the remote shell of --shell needs no secret",
     "fabric --wait": "the remote shell of --shell starts the other hosts at once",
+    "watch --ingest": _PAGE,
+    "watch --service-account": _PAGE,
+    "timeline --ingest": _PAGE,
+    "timeline --service-account": _PAGE,
 }
 """Arguments of a subcommand, as in ``run --watch``."""
 

@@ -76,17 +76,12 @@ REPORTS = Counter(
 )
 REFUSED = Counter(
     "pipemorph_ingest_refused_total",
-    "Rejected callers other than viewers, and connections, by reason.",
+    "Rejected callers and connections, by reason.",
     ["reason"],
 )
 for _reason in ("review", "pod", "silent", "crowded"):
     # A counter begins at 0: from its first sample on, Prometheus sees by how much it grows.
     REFUSED.labels(reason=_reason)
-VIEWERS_REFUSED = Counter(
-    "pipemorph_ingest_viewers_refused_total",
-    "Rejected requests of users for the page of a job, by reason.",
-    ["reason"],
-)
 REPORT_SECONDS = Histogram(
     "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
 )
@@ -109,12 +104,7 @@ PLAN_WAIT_SECONDS = Histogram(
 PLANS_WAITING = Gauge("pipemorph_ingest_plans_waiting", "Decisions that wait for a process.")
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report; none at a standby.")
-TOKEN_REVIEWS = Counter(
-    "pipemorph_ingest_token_reviews_total", "TokenReviews requested for callers other than viewers."
-)
-VIEWER_REVIEWS = Counter(
-    "pipemorph_ingest_viewer_token_reviews_total", "TokenReviews requested for viewers."
-)
+TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
 
 # --- per job ------------------------------------------------------------------------------
 

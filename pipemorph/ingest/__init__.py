@@ -4,10 +4,10 @@
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
 of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
 ``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
-pods, ``watch`` users who look at a job, with a process of its own.
+pods.
 """
 
-from pipemorph.ingest.app import IngestServer, Join, Watch, make_app
+from pipemorph.ingest.app import IngestServer, Join, make_app
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits
 from pipemorph.ingest.generations import GenerationDesk, GenerationStore, PollLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
@@ -29,8 +29,6 @@ from pipemorph.ingest.planner_pool import (
     Search,
     search_here,
 )
-from pipemorph.ingest.watch.desk import Followed, WatchDesk, WatchStore
-from pipemorph.ingest.watch.process import WatchProcess, WatchProcessLost
 
 __all__ = [
     "Acceptor",
@@ -39,7 +37,6 @@ __all__ = [
     "ConnectionLimits",
     "ControlledJob",
     "FirstPlanner",
-    "Followed",
     "GenerationDesk",
     "GenerationStore",
     "Identity",
@@ -57,11 +54,6 @@ __all__ = [
     "Reply",
     "Search",
     "Versions",
-    "Watch",
-    "WatchDesk",
-    "WatchProcess",
-    "WatchProcessLost",
-    "WatchStore",
     "make_app",
     "search_here",
 ]

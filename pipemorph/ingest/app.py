@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -26,8 +25,6 @@ from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, Identity, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
-from pipemorph.ingest.watch.desk import WatchDesk
-from pipemorph.watch.access import HEADER
 from pipemorph.wire import (
     MAX_PLAN_BYTES,
     MAX_POD_REPORT_BYTES,
@@ -40,15 +37,8 @@ Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
 address."""
 OnAnswer = Callable[[str, int, float], None]
-"""Called for every response: ``report``, ``poll``, ``plan``, ``join``, ``generation``, ``ops`` or
-``watch``, HTTP status, duration in seconds."""
-
-
-class Watch(NamedTuple):
-    """The page of jobs, for a host whose users watch them: ``viewers`` checks who may."""
-
-    desk: WatchDesk
-    viewers: Authenticator
+"""Called for every response: ``report``, ``poll``, ``plan``, ``join`` or ``generation``, HTTP
+status, duration in seconds."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,6 @@ _http_log.addFilter(_OneLine())
 
 _HANDLER = web.AppKey("handler", IngestHandler)
 _DESK = web.AppKey("desk", GenerationDesk)
-_WATCH = web.AppKey("watch", WatchDesk)
 
 
 def make_app(
@@ -99,29 +88,24 @@ def make_app(
     on_answer: OnAnswer | None = None,
     join: Join | None = None,
     desk: GenerationDesk | None = None,
-    watch: Watch | None = None,
     leads: Callable[[], bool] = lambda: True,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
     ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
     without it, ranks cannot ask for their job. ``desk``: for a host whose ranks have launchers.
-    ``watch``: for one whose users watch jobs. ``leads``: whether this process serves now; a standby
-    answers every request with 503.
+    ``leads``: whether this process serves now; a standby answers every request with 503.
     """
     limits = timeouts or Timeouts()
 
-    async def authenticate(
-        request: web.Request, namespace: str, name: str, who: Authenticator = authenticator
-    ) -> Identity | Reply:
+    async def authenticate(request: web.Request, namespace: str, name: str) -> Identity | Reply:
         """Who the caller is, if it is authorized for the job, else the response to send."""
-        own = request.headers.get(HEADER) if who is not authenticator else None
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
-            if own is None and (scheme.lower() != "bearer" or not token.strip()):
+            if scheme.lower() != "bearer" or not token.strip():
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
-            return await who.authenticate(
-                (own or token).strip(), namespace, name, request.remote or ""
+            return await authenticator.authenticate(
+                token.strip(), namespace, name, request.remote or ""
             )
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
@@ -155,7 +139,7 @@ def make_app(
     async def read(request: web.BaseRequest, what: str, most: int) -> bytes | Reply:
         """The body, of at most ``most`` bytes, or the error to answer."""
         too_long = Reply.error(413, f"the {what} is larger than {most} bytes")
-        if what != "ops" and request.headers.get("Content-Encoding", "identity") != "identity":
+        if request.headers.get("Content-Encoding", "identity") != "identity":
             return Reply.error(415, f"the {what} is compressed; expected one that is not")
         if (request.content_length or 0) > most:
             return too_long
@@ -216,31 +200,6 @@ def make_app(
             leaving=query.get("leaving", "") == "1",
         )
 
-    async def tell_viewer(request: web.Request) -> Reply:
-        assert watch is not None
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name, watch.viewers)
-        page = request.path.endswith("/")
-        if isinstance(caller, Reply):
-            return caller
-        packed = "gzip" in request.headers.get("Accept-Encoding", "")
-        return await watch.desk.tell(namespace, name, request.query, page=page, packed=packed)
-
-    async def ops(request: web.Request) -> Reply:
-        assert watch is not None
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
-
-        async def body(most: int) -> bytes | Reply:
-            return await read(request.clone(client_max_size=most), "ops", most)
-
-        encoding = request.headers.get("Content-Encoding", "identity")
-        if encoding not in ("identity", "deflate"):
-            return Reply.error(415, "the ops are compressed otherwise than by deflate")
-        return await watch.desk.take(namespace, name, body, packed=encoding == "deflate")
-
     async def job(request: web.Request) -> Reply:
         assert join is not None
         caller = await authenticate(request, "", "")
@@ -287,13 +246,6 @@ def make_app(
         where = "/v1/jobs/{namespace}/{name}/generation"
         app.router.add_post(where, answering("generation", tell_generation))
         app.router.add_get(where, answering("generation", poll_generation))
-    if watch is not None:
-        app[_WATCH] = watch.desk
-        handler.on_report = watch.desk.reported
-        app.router.add_post("/v1/jobs/{namespace}/{name}/ops", answering("ops", ops))
-        where = "/v1/jobs/{namespace}/{name}/watch/"
-        for what in ("", "view"):
-            app.router.add_get(where + what, answering("watch", tell_viewer))
     app.on_shutdown.append(_release_polls)
     return app
 
@@ -302,8 +254,6 @@ async def _release_polls(app: web.Application) -> None:
     app[_HANDLER].close()
     if _DESK in app:
         app[_DESK].close()
-    if _WATCH in app:
-        app[_WATCH].close()
 
 
 def _response(reply: Reply) -> web.Response:
@@ -344,7 +294,6 @@ class IngestServer:
         on_unserved: OnUnserved | None = None,
         join: Join | None = None,
         desk: GenerationDesk | None = None,
-        watch: Watch | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
@@ -357,7 +306,6 @@ class IngestServer:
         self._on_unserved = on_unserved
         self._join = join
         self._desk = desk
-        self._watch = watch
         self._leads = leads
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
@@ -381,7 +329,6 @@ class IngestServer:
             on_answer=self._on_answer,
             join=self._join,
             desk=self._desk,
-            watch=self._watch,
             leads=self._leads,
         )
         runner = web.AppRunner(
@@ -411,11 +358,9 @@ class IngestServer:
         self._runner, self._acceptor = runner, acceptor
 
     def sweep(self) -> None:
-        """Drop what is kept for jobs that the host no longer has, and for viewers who do not come
-        any more. The host calls this now and then."""
+        """Drop what is kept for jobs that the host no longer has. The host calls this now and
+        then."""
         self.handler.sweep()
-        if self._watch is not None:
-            self._watch.desk.sweep()
 
     async def stop(self) -> None:
         """Answer waiting polls, finish requests in progress (with a time limit), close."""
@@ -426,8 +371,6 @@ class IngestServer:
             self.handler.close()
             if self._desk is not None:
                 self._desk.close()
-            if self._watch is not None:
-                self._watch.desk.close()
             await self._runner.cleanup()
             await self.handler.persisted(self._timeouts.shutdown)
             self._runner = None

@@ -56,7 +56,6 @@ from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
-    OpsWanted,
 )
 
 log = logging.getLogger("pipemorph.ingest")
@@ -105,8 +104,6 @@ _NO_NEWS = DirectiveEnvelope()
 
 ReadBody = Callable[[], Awaitable[bytes | Reply]]
 """Reads the body of a request. A reply: why it could not be read."""
-OnReport = Callable[[str, str, LinkHealthReport, ControlledJob], OpsWanted | None]
-"""Namespace and name of a job, its report, and its controller."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +183,8 @@ class IngestHandler:
         planner: Planner = plan_here,
     ) -> None:
         self._store = store
-        self.on_report: OnReport = lambda *_: None
-        """Called with every report that a job's controller has taken. Returns whether somebody
-        watches the job."""
         self.on_taken: Callable[[str, str], None] = lambda *_: None
-        """Called after that with the namespace and name of the job."""
+        """Called with the namespace and name of a job whose controller has taken a report."""
         self._planner = planner
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
@@ -230,14 +224,12 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
-        watched = self.on_report(namespace, name, parsed, job)
         if parsed.fresh:
             self._store.another_agent(namespace, name)
         else:
             told = {
                 "versions": self._for_agent(namespace, name, job),
                 "seldom": self._seldom(job.spec),
-                "ops": watched,
             }
             answer = answer.model_copy(update=told)
         self.on_taken(namespace, name)

@@ -43,8 +43,9 @@ from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
-from pipemorph.local.watch import Observer, Told, WatchServer
+from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
 from pipemorph.manifest import check_module, load_job
+from pipemorph.watch.build import recovered
 from pipemorph.watch.door import listen
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
@@ -111,7 +112,8 @@ def run_job(
         host.announce()
         page = None
         if listener is not None:
-            observer = Observer(job, journal, service, folder.trace, host.tell)
+            traces = FolderTraces(folder.trace)
+            observer = Observer(job, journal, service.outlook, traces, host.tell)
             page = stack.enter_context(WatchServer(observer, listener))
             progress.note(f"watch: {page.url}")
         site = stack.enter_context(host)
@@ -186,7 +188,8 @@ class _Host:
 
     def tell(self) -> Told:
         """How the ranks are. For another thread."""
-        recovering, recoveries = self.recovering, [*self.run.recoveries]
+        recovering = self.recovering
+        recoveries = [recovered(each.record()) for each in self.run.recoveries]
         if self.over:
             return Told(self.run.ending.end.value, self.run.ending.reason, recoveries)
         if recovering is not None:

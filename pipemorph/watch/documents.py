@@ -7,7 +7,6 @@ JSON and HTML.
 
 from __future__ import annotations
 
-import gzip
 import math
 import time
 from collections.abc import Iterator
@@ -47,20 +46,16 @@ class Source(Protocol):
 
 
 class Budget:
-    """Seconds of a core: ``share`` of one on average, ``burst`` at once. What is taken is taken
-    from ``within``, too."""
+    """Seconds of a core: :data:`SHARE` of one on average, :data:`BURST` at once."""
 
-    def __init__(
-        self, share: float = SHARE, burst: float = BURST, within: Budget | None = None
-    ) -> None:
-        self._share, self._burst, self._within = share, burst, within
-        self.left, self._filled = burst, time.monotonic()
+    def __init__(self) -> None:
+        self.left, self._filled = BURST, time.monotonic()
 
     def is_spent(self, now: float) -> bool:
         """Whether nothing is left. ``now``: monotonic seconds."""
-        self.left = min(self._burst, self.left + self._share * (now - self._filled))
+        self.left = min(BURST, self.left + SHARE * (now - self._filled))
         self._filled = now
-        return self.left <= 0 or (self._within is not None and self._within.is_spent(now))
+        return self.left <= 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -69,12 +64,7 @@ class Budget:
         try:
             yield
         finally:
-            self._take(time.thread_time() - began)
-
-    def _take(self, seconds: float) -> None:
-        self.left = max(-self._burst, self.left - seconds)
-        if self._within is not None:
-            self._within._take(seconds)
+            self.left = max(-BURST, self.left - (time.thread_time() - began))
 
 
 NOTHING_NEW = b"null"
@@ -83,7 +73,7 @@ NOTHING_NEW = b"null"
 @dataclass
 class Made:
     """A document, when it was made (monotonic), and how it is sent. ``page``: with the page around
-    it, once somebody has asked for that. ``packed``: whether both are compressed (gzip)."""
+    it, once somebody has asked for that."""
 
     number: int
     live: bool
@@ -91,21 +81,15 @@ class Made:
     available: list[int]
     at: float
     json: bytes
-    packed: bool
     page: bytes | None = None
 
     @staticmethod
-    def of(view: WatchView, at: float, *, packs: bool) -> Made:
+    def of(view: WatchView, at: float) -> Made:
         json = view.model_dump_json().encode()
-        return Made(
-            view.number, view.live, len(view.columns), view.available, at,
-            pack(json) if packs else json, packs,
-        )  # fmt: skip
+        return Made(view.number, view.live, len(view.columns), view.available, at, json)
 
     def make_page(self) -> None:
-        json = gzip.decompress(self.json) if self.packed else self.json
-        page = page_of(json.decode()).encode()
-        self.page = pack(page) if self.packed else page
+        self.page = page_of(self.json.decode()).encode()
 
     def body(self, *, page: bool, after: int | None) -> bytes:
         """What to send to who asks for the page, or for a document after that number."""
@@ -113,26 +97,13 @@ class Made:
             return self.page or b""
         return NOTHING_NEW if self.live and after == self.number else self.json
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.json) + len(self.page or b"")
-
-
-def pack(body: bytes) -> bytes:
-    """Fast: a large document takes 8 ms, and a fifth of its bytes are left."""
-    return gzip.compress(body, 1, mtime=0)
-
 
 class Documents:
     """The documents of one job. For use by one thread at a time, but :meth:`finish`."""
 
-    def __init__(
-        self, source: Source, budget: Budget | None = None, *, packs: bool = False
-    ) -> None:
-        """``packs``: whether documents are kept compressed (gzip), to be sent so."""
-        self._source, self._packs = source, packs
-        self.budget = budget or Budget()
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.budget = Budget()
         self._made: dict[Asked, Made] = {}
         self._newest: Made | None = None
         """The newest document, of whatever iteration."""
@@ -173,16 +144,6 @@ class Documents:
                 made.make_page()
         return made
 
-    @property
-    def size(self) -> int:
-        """Bytes that are kept."""
-        return sum(each.size for each in self._made.values())
-
-    def drop_all_but_newest(self) -> None:
-        """Of the documents that are kept."""
-        kept = {asked: each for asked, each in self._made.items() if each is self._newest}
-        self._made = kept
-
     def _is_paced(self, asked: Asked, now: float) -> bool:
         """Whether another document would cost too much now. Who steps through iterations and who
         looks at the newest one take turns, else the one who asks first would get all."""
@@ -200,7 +161,7 @@ class Documents:
         self.budget.is_spent(now)  # What was gained until now does not pay for what follows.
         with self.budget.counted():
             view = self._source.document(*asked, number=self.number, live=not self._over)
-            made = Made.of(view, now, packs=self._packs)
+            made = Made.of(view, now)
         if not view.live:
             self._ended.add(self._last)
         self._made.pop(asked, None)

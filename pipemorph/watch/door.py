@@ -6,6 +6,7 @@ nothing but 401.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import secrets
@@ -35,22 +36,36 @@ Tell = Callable[[web.BaseRequest, bool], Awaitable[web.Response]]
 
 
 class Door:
-    """Serves what ``tell`` tells from ``listener``, see :func:`listen`. For one event loop."""
+    """Serves what ``tell`` tells to those with the ``token``, by default a new one. For one event
+    loop. ``listener``: see :func:`listen`; without one, connections are handed to :meth:`take`."""
 
-    def __init__(self, listener: socket.socket, tell: Tell) -> None:
+    def __init__(
+        self, tell: Tell, listener: socket.socket | None = None, token: str | None = None
+    ) -> None:
         self._listener, self._tell = listener, tell
-        self._token = secrets.token_urlsafe(24)
+        self._token = token or secrets.token_urlsafe(24)
         self._runner: web.ServerRunner | None = None
 
     @property
     def url(self) -> str:
+        assert self._listener is not None
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}/{self._token}/"
 
     async def open(self) -> None:
         server = web.Server(self._answer, access_log=None, logger=_unsaid)
         self._runner = web.ServerRunner(server)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener).start()
+        if self._listener is not None:
+            await web.SockSite(self._runner, self._listener).start()
+
+    async def take(self, connection: socket.socket, head: bytes) -> None:
+        """Serve a connection that somebody else has accepted. ``head``: what was read from it."""
+        assert self._runner is not None and self._runner.server is not None
+        protocol = self._runner.server()
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: protocol, connection)
+        protocol.data_received(head)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -65,7 +80,10 @@ class Door:
             refused = web.Response(status=401)
             refused.force_close()
             return refused
-        return await self._tell(request, page)
+        answer = await self._tell(request, page)
+        if self._listener is None:
+            answer.enable_compression()  # It goes through a network.
+        return answer
 
 
 def told(body: bytes, *, page: bool) -> web.Response:

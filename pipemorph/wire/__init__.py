@@ -35,10 +35,7 @@ from pipemorph.wire.messages import (
     StageOps,
 )
 from pipemorph.wire.ops import (
-    MAX_OPS_BYTES,
-    OpsReport,
     OpsTrace,
-    OpsWanted,
 )
 from pipemorph.wire.records import AdaptationRecord, LinkRecord, OwnPlanRecord
 from pipemorph.wire.samples import (
@@ -71,7 +68,6 @@ from pipemorph.wire.states import (
 )
 
 __all__ = [
-    "MAX_OPS_BYTES",
     "MAX_PLAN_BYTES",
     "MAX_POD_REPORT_BYTES",
     "MAX_REPORT_BYTES",
@@ -98,9 +94,7 @@ __all__ = [
     "Loss",
     "ObjectName",
     "ObserverSettings",
-    "OpsReport",
     "OpsTrace",
-    "OpsWanted",
     "OwnPlan",
     "OwnPlanRecord",
     "PlanMessage",

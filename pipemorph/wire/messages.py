@@ -12,7 +12,6 @@ Protocol, version 3:
   what changed since the last accepted one, as whole values, so that one twice does no harm.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
   directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
-* ``POST /v1/jobs/{namespace}/{name}/ops``, while somebody watches: see :mod:`pipemorph.wire.ops`.
 * ``POST /v1/jobs/{namespace}/{name}/plan`` with a :class:`HandIn` (at most ``MAX_PLAN_BYTES``), if
   an answer to a report had ``wants_plan``: the ingest does not know the plan that the ranks run.
 
@@ -38,7 +37,6 @@ from pipemorph.wire.base import (
     WallClock,
     WireModel,
 )
-from pipemorph.wire.ops import OpsWanted
 from pipemorph.wire.records import AdaptationRecord
 from pipemorph.wire.samples import IterationSample
 from pipemorph.wire.states import (
@@ -267,7 +265,5 @@ class DirectiveEnvelope(Answer):
     None: as before."""
     settings: ObserverSettings | None = None
     """Given if the report was made by other ones."""
-    ops: OpsWanted | None = None
-    """Given while somebody watches the job."""
     slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)
     """Given to a fresh agent: directions that were slow when the agent before it ended."""

@@ -1,11 +1,8 @@
-"""Ops of single iterations, which ranks send while somebody watches their job.
+"""Ops of one rank in one iteration, which ranks send while somebody watches their job.
 
-They are no part of reports: nothing is decided by them, and nothing of them is kept where nobody
-looks. The answer to a report says that somebody does (:class:`OpsWanted`), the agent asks the ranks
-of one pipeline column for the ops of one iteration, about once a second, and sends them on:
-``POST /v1/jobs/{namespace}/{name}/ops`` with an :class:`OpsReport`, compressed (``deflate``), at
-most :func:`most_ops_bytes` of the job before that. 64 stages × 256 microbatches take 0.6 MB, and a
-quarter of that compressed.
+They are no part of reports: no decision depends on them. Somebody watches as long as the live page
+requests ops (:mod:`pipemorph.wire.page`); the agent then requests those of one iteration from the
+ranks of one pipeline column, about once a second.
 """
 
 from __future__ import annotations
@@ -17,26 +14,10 @@ from pydantic import Field
 
 from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS, OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.wire.base import Answer, Count, ObjectName, Seconds, WallClock, WireModel
+from pipemorph.wire.base import Count, WallClock, WireModel
 
-MAX_OPS_BYTES = 4 << 20
-"""Of any job."""
-OPS_OF_MICROBATCH = 3
-"""Most ops of one stage for one microbatch: forward, and backward in two parts."""
-OP_BYTES, STAGE_BYTES, REPORT_BYTES = 40, 512, 4096
-"""Most bytes of JSON that an op, a stage without its ops, and a report without its stages take."""
 MOST_OPS = 65_536
 """Of one stage in one iteration; one with more sends none."""
-MOST_ROWS = 1024
-"""Stages of one column."""
-
-
-def most_ops_bytes(stages: int, microbatches: int) -> int:
-    """Most bytes of an :class:`OpsReport` of a job with so many stages, not compressed."""
-    stage = STAGE_BYTES + OPS_OF_MICROBATCH * microbatches * OP_BYTES
-    return min(MAX_OPS_BYTES, REPORT_BYTES + stages * stage)
-
-
 Microseconds = Annotated[int, Field(ge=-(10**12), le=10**12)]
 
 
@@ -54,13 +35,6 @@ class Timed(Protocol):
 
     @property
     def end(self) -> float: ...
-
-
-class OpsWanted(Answer):
-    """That somebody watches: whose ops they look at, and for how long from now."""
-
-    column: Count
-    seconds: Seconds
 
 
 class OpsTrace(WireModel):
@@ -132,14 +106,3 @@ class OpsTrace(WireModel):
             gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
             durations=[end - start for start, end in zip(starts, ends, strict=True)],
         )
-
-
-class OpsReport(WireModel):
-    """The ops of all stages of one column in one iteration."""
-
-    job: ObjectName
-    namespace: ObjectName
-    attempt: Count
-    column: Count
-    iteration: Count
-    stages: Annotated[list[OpsTrace], Field(min_length=1, max_length=MOST_ROWS)]

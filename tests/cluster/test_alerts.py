@@ -54,10 +54,6 @@ def refused(reason: str) -> str:
     return of("ingest", "pipemorph_ingest_refused_total", reason=reason)
 
 
-def viewers_refused(reason: str) -> str:
-    return of("ingest", "pipemorph_ingest_viewers_refused_total", reason=reason)
-
-
 OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
 ACCUSED = of("operator", "pipemorph_node_accusing_jobs", node="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
@@ -135,14 +131,13 @@ PROVOKED = {
         {refused("pod"): "_x5 1x15"},
         {
             refused("silent"): "0+1x20", refused("review"): "3x20", refused("pod"): "_x5 0x15",
-            viewers_refused("review"): "0+9x20",
         },
         16,
         {"reason": "pod"},
     ),
     "PipeMorphConnectionsRefused": Provoked(
         {refused("silent"): "0+60x20"},
-        {refused("silent"): "0+1x20", viewers_refused("crowded"): "0+60x20"},
+        {refused("silent"): "0+1x20"},
         15,
         {"reason": "silent"},
     ),

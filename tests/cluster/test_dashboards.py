@@ -109,7 +109,6 @@ def serve_platform() -> None:
     metrics.REPORTS.labels("report", "200").inc()
     metrics.REPORT_SECONDS.observe(0.002)
     metrics.REFUSED.labels("silent").inc()
-    metrics.VIEWERS_REFUSED.labels("token").inc()
     metrics.PLAN_SECONDS.observe(0.1)
     metrics.PLAN_WAIT_SECONDS.observe(0.01)
     metrics.STATUS_WRITES.labels("written").inc()

@@ -41,7 +41,7 @@ from testbed.api import Object
 from testbed.node import RESOURCE
 from testbed.node_cluster import NodeCluster
 from testbed.waiting import patience
-from viewers import Shell, make_account, viewer
+from viewers import Shell, viewer
 
 from pipemorph.manifest import parse_job
 from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
@@ -298,7 +298,6 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
     """What kubectl's plugin tells who may view the namespace of a job whose link 2 is slow, and for
     which there is a plan: which link, since when, what was done, and what it saved."""
     namespace = node_jobs.namespace
-    make_account(nodes, namespace)
     shell, job = Shell(viewer(nodes, namespace), folder), f"{namespace}/{name}"
 
     (row,) = shell.run(f"kubectl pipemorph top -n {namespace}").splitlines()[1:]

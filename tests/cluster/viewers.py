@@ -1,9 +1,8 @@
-"""Who may view a namespace, at a shell: kubectl, and pipemorph as its plugin."""
+"""Who may watch the jobs of a namespace, at a shell: kubectl, and pipemorph as its plugin."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +11,22 @@ from testbed import ApiError, NotYet, tools, wait_for
 from testbed.api import ApiClient
 from testbed.cluster import Cluster
 
-DOCS = Path(__file__).resolve().parents[2] / "docs/operations.md"
 DEADLINE = 120.0
 
 
-def make_account(cluster: Cluster, namespace: str) -> None:
-    """What docs/operations.md tells who may bind roles in a namespace to do once, word by word."""
-    commands = re.findall(
-        r"^kubectl (create .*pipemorph-viewer.*)$", DOCS.read_text(), re.MULTILINE
-    )
-    assert len(commands) == 2, f"{DOCS.name}: expected an account and what it is bound to"
-    for each in commands:
-        cluster.kubectl(*each.replace("TEAM", namespace).split())
-
-
 def viewer(cluster: Cluster, namespace: str) -> Path:
-    """A kubeconfig, with a certificate, of somebody who may view the namespace and no more."""
+    """A kubeconfig, with a certificate, of somebody who may view the namespace and watch its jobs,
+    and no more."""
     name = f"watcher-of-{namespace}"
-    arguments = ["--clusterrole=view", f"--user={name}", f"--namespace={namespace}"]
-    cluster.kubectl("create", "rolebinding", "watcher", *arguments)
+    who = [f"--user={name}", f"--namespace={namespace}"]
+    cluster.kubectl("create", "rolebinding", "watcher", "--clusterrole=view", *who)
+    for role, verb, resource in (
+        ("read-pages", "get", "secrets"),
+        ("forward-ports", "create", "pods/portforward"),
+    ):
+        rights = [f"--verb={verb}", f"--resource={resource}", f"--namespace={namespace}"]
+        cluster.kubectl("create", "role", role, *rights)
+        cluster.kubectl("create", "rolebinding", role, f"--role={role}", *who)
     kube = cluster.kubeconfig(name)
     client = ApiClient(kube)
 

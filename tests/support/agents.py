@@ -23,8 +23,6 @@ from pipemorph.wire import (
     LinkHealthReport,
     LinkSample,
     LinkState,
-    OpsReport,
-    OpsWanted,
     PlanMessage,
     WireTime,
 )
@@ -50,9 +48,6 @@ class Ingest:
         self.sizes: list[int] = []
         self.refusals: list[int] = []
         self.directive: Directive | None = None
-        self.watched: OpsWanted | None = None
-        """What its answers to reports say of who watches."""
-        self.ops: list[OpsReport] = []
         self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
         self.refuses: Callable[[LinkHealthReport], bool] = lambda report: False
         self.loop = asyncio.new_event_loop()
@@ -97,7 +92,6 @@ class Ingest:
         app = web.Application()
         app.router.add_post("/v1/jobs/{namespace}/{name}/reports", self._report)
         app.router.add_get("/v1/jobs/{namespace}/{name}/directive", self._poll)
-        app.router.add_post("/v1/jobs/{namespace}/{name}/ops", self._take_ops)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -128,12 +122,6 @@ class Ingest:
         self.on_report(report)
         return self._answer(report.observed_plan_version)
 
-    async def _take_ops(self, request: web.Request) -> web.Response:
-        if not self._authorized(request):
-            return web.Response(status=401, text="token refused")
-        self.ops.append(OpsReport.model_validate_json(await request.read()))
-        return web.json_response({})
-
     async def _poll(self, request: web.Request) -> web.Response:
         if not self._authorized(request):
             return web.Response(status=401, text="token refused")
@@ -147,7 +135,7 @@ class Ingest:
 
     def _answer(self, after: int) -> web.Response:
         newest = self.directive if self.directive and self.directive.plan_version > after else None
-        answer = DirectiveEnvelope(directive=newest, memory=self.memory, ops=self.watched)
+        answer = DirectiveEnvelope(directive=newest, memory=self.memory)
         return web.json_response(text=answer.model_dump_json())
 
     # what came in

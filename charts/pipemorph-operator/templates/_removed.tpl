@@ -2,6 +2,8 @@
 {{- define "pipemorph.refuseRemovedValues" -}}
 {{- $removed := dict
   "fabric" "nodes that several jobs accuse get an event and a metric; a Prometheus alert replaces the taint"
+  "networkPolicy.watchFrom" "nothing is needed: pipemorph watch reaches the pod by kubectl port-forward"
+  "watch" "grant get of Secrets and create of pods/portforward to those who may watch"
 }}
 {{- range $path, $replacement := $removed }}
 {{- $found := $.Values }}

@@ -72,6 +72,11 @@ class Attempt:
         return naming.attempt_name(self.job.metadata.name, self.uid, self.number, self.pods)
 
     @property
+    def page_secret(self) -> str:
+        """Name of the Secret with the token of the live page."""
+        return naming.page_secret(self.name)
+
+    @property
     def service(self) -> str:
         return naming.service_name(self.job.metadata.name, self.uid)
 

@@ -39,3 +39,8 @@ def attempt_name(name: str, uid: str, attempt: int, pods: int) -> str:
     host name, ``NAME-INDEX``, is valid too."""
     suffix = f"-{attempt}"
     return job_base(name, uid, room=len(suffix) + 1 + len(str(pods - 1))) + suffix
+
+
+def page_secret(attempt: str) -> str:
+    """Name of the Secret of an attempt's live page."""
+    return f"{attempt}-page"

@@ -107,6 +107,18 @@ def secret(attempt: Attempt, key: str) -> Object:
     }
 
 
+def page_secret(attempt: Attempt, token: str) -> Object:
+    """Secret of the live page, one per attempt. Who may read it may watch, and no more."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": attempt.metadata(attempt.page_secret),
+        "immutable": True,
+        "type": f"{names.API_GROUP}/page",
+        "stringData": {pod.PAGE_FILE: token},
+    }
+
+
 def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
     """One Indexed Job: completion index = pod, with ``ranks_per_pod`` ranks. One failed rank ends
     the attempt, unless launchers start ranks again: then a lost pod is replaced."""

@@ -28,6 +28,11 @@ JOB_FILE = "job.json"
 CA_FILE = "ca.crt"
 SECRET_FILE = "engine"
 TOKEN_FILE = "token"
+PAGE_FILE = "token"
+PAGE_PORT = 9450
+"""Loopback port of the live page, in the pod with rank 0."""
+PAGE_VOLUME = "pipemorph-page"
+"""Volume with the page's token; by it, `pipemorph watch` finds the Secret."""
 MASTER_PORT = 29500
 METRICS_PORT = "pm-metrics"
 """Name of the port of a rank's metrics."""
@@ -62,10 +67,11 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
         # Makes the pause container process 1. The kernel drops a SIGTERM that process 1 does not
         # handle: a rank deleted while it imports would run for the whole grace period.
         spec.setdefault("shareProcessNamespace", True)
-    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
+    page = _launches(trainer)
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt, page=page)]
     generations = attempt.recovers and _starts_again(trainer)
     cut = attempt.job.spec.parallelism
     needing = {
@@ -81,10 +87,15 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
             f"operator or start the launcher with {GENERATIONS}",
         )
     trainer["env"] = _environment(
-        attempt, config, trainer.get("env") or [], generations=generations, grace=_grace(spec)
+        attempt,
+        config,
+        trainer.get("env") or [],
+        generations=generations,
+        page=page,
+        grace=_grace(spec),
     )
     _open_metrics(attempt, spec, trainer)
-    trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
+    trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts(page=page)]
     if generations:
         kept.mount(spec, trainer)
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
@@ -194,6 +205,12 @@ def starts_again(template: Object) -> bool:
     return any(variable["name"] == KEPT_VARIABLE for variable in trainer["env"])
 
 
+def _launches(trainer: Object) -> bool:
+    """Whether the container's command, which may be the template's, is the launcher."""
+    words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
+    return any("pipemorph_trainer.launcher" in str(word) for word in words)
+
+
 def _starts_again(trainer: Object) -> bool:
     """Whether the container's command, which may be the template's, starts ranks again."""
     words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
@@ -206,6 +223,7 @@ def _environment(
     given: list[Object],
     *,
     generations: bool,
+    page: bool,
     grace: float,
 ) -> list[Object]:
     """The rank's variables, then the user's, which may refer to them."""
@@ -238,6 +256,10 @@ def _environment(
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
         values[KEPT_VARIABLE] = kept.FOLDER
+    if page:
+        values["PIPEMORPH_PAGE_PORT"] = str(PAGE_PORT)
+        values["PIPEMORPH_PAGE_TOKEN_FILE"] = f"{FOLDER}/page/{PAGE_FILE}"
+        values["PIPEMORPH_POD_GPUS"] = str(gpus(spec.template))
     if spec.parallelism.min_replicas is not None:
         # Any pod may be the first one.
         values["PIPEMORPH_POD_ADDRESS"] = attempt.pod_address
@@ -296,7 +318,8 @@ def _variable(name: str, value: str | Object) -> Object:
     return {"name": name, "valueFrom": value}
 
 
-def _volumes(attempt: Attempt) -> list[Object]:
+def _volumes(attempt: Attempt, *, page: bool) -> list[Object]:
+    secret = {"secretName": attempt.page_secret, "defaultMode": READABLE}
     token = {
         "path": TOKEN_FILE,
         "audience": attempt.audience,
@@ -315,11 +338,12 @@ def _volumes(attempt: Attempt) -> list[Object]:
             "name": "pipemorph-token",
             "projected": {"defaultMode": READABLE, "sources": [{"serviceAccountToken": token}]},
         },
+        *([{"name": PAGE_VOLUME, "secret": secret}] if page else []),
     ]
 
 
-def _mounts() -> list[Object]:
+def _mounts(*, page: bool) -> list[Object]:
     return [
         {"name": f"pipemorph-{what}", "mountPath": f"{FOLDER}/{what}", "readOnly": True}
-        for what in ("job", "secret", "token")
+        for what in ("job", "secret", "token", *(["page"] if page else []))
     ]

@@ -23,9 +23,6 @@ from pipemorph.ingest import (
     GenerationDesk,
     IngestServer,
     PlannerPool,
-    Watch,
-    WatchDesk,
-    WatchProcess,
 )
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
@@ -40,7 +37,6 @@ from pipemorph_operator.ingest.job_cache import JobCache
 from pipemorph_operator.ingest.moving import LayerMoves
 from pipemorph_operator.ingest.status.write_schedule import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.ingest.viewers import ViewerAuthenticator
 from pipemorph_operator.metrics import (
     PLAN_SECONDS,
     PLAN_WAIT_SECONDS,
@@ -180,7 +176,6 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     leads = False
     desk = GenerationDesk(store)
     layers = LayerMoves(store, desk, planner.search)
-    pages = WatchProcess("pipemorph_operator.ingest.viewing")
     server = IngestServer(
         store,
         PodTokenAuthenticator(cluster, store.expected, store.arrival, store.may_come),
@@ -194,7 +189,6 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
         ),
         on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
         desk=desk,
-        watch=Watch(WatchDesk(store, pages), ViewerAuthenticator(pages.ask)),
         leads=lambda: leads,
     )
 
@@ -283,7 +277,6 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
                 await task
         layers.close()
         await planner.close()
-        await pages.close()
         await first.close()
         await http.cleanup()
 

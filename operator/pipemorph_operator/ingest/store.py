@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import Any
 
 from pipemorph.api.running import Running
@@ -21,8 +20,7 @@ from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob, Followed, Versions
-from pipemorph.watch.document import Recovered
+from pipemorph.ingest import ControlledJob, Versions
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
@@ -143,31 +141,6 @@ class ClusterStore:
 
     def moving(self, namespace: str, job: str) -> TrackedJob | None:
         return self._tracked.get((namespace, job))
-
-    def followed(self, namespace: str, job: str) -> Followed | None:
-        """The job for who watches it."""
-        tracked = self._tracked.get((namespace, job))
-        if tracked is None:
-            return None
-        generation = tracked.generations
-        over = generation.state.over
-        return Followed(
-            tracked.manifest,
-            tracked.controller,
-            tracked.uid,
-            left_out=generation.left_out,
-            recovering=(generation.state.reason or "ranks have ended") if over else "",
-            recoveries=[
-                Recovered(
-                    at=datetime.fromisoformat(each.lost_at).timestamp(),
-                    cause=each.cause,
-                    iteration=each.went_on_with,
-                    seconds=each.seconds,
-                    repeated=each.repeated,
-                )
-                for each in generation.saved.last
-            ],
-        )
 
     async def persist_generations(self, namespace: str, job: str) -> None:
         """Write the job's status, and in it the generation. Raises if the write failed."""

@@ -50,8 +50,8 @@ class Decision:
     apply: list[dict[str, Any]] = field(default_factory=list)
     delete_jobs: list[str] = field(default_factory=list)
     delete_attempts: list[str] = field(default_factory=list)
-    """Names of Secrets and ConfigMaps of ended attempts. Deleting a ConfigMap also deletes the
-    PodGroup that it owns."""
+    """Names of ended attempts, whose Secrets and ConfigMaps go. Deleting a ConfigMap also deletes
+    the PodGroup that it owns."""
     replace_pods: list[PodFacts] = field(default_factory=list)
     """Lost pods that the Job controller must not count, so that it makes others at once."""
     forget_pods: list[PodFacts] = field(default_factory=list)

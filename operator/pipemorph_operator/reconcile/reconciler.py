@@ -17,7 +17,8 @@ from typing import Any
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
-from pipemorph_operator.children.objects import secret
+from pipemorph_operator.children.naming import page_secret as page_secret_name
+from pipemorph_operator.children.objects import page_secret, secret
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
 from pipemorph_operator.cluster.events import emit
 from pipemorph_operator.cluster.facts import JobFacts, PodFacts, made_by, why_no_pod
@@ -166,6 +167,7 @@ class Reconciler:
         for name in decision.delete_attempts:
             for kind in ("Secret", "ConfigMap"):
                 await self._cluster.delete(path(kind, namespace, name))
+            await self._cluster.delete(path("Secret", namespace, page_secret_name(name)))
         if decision.delete_self:
             await self._cluster.delete(path("PipeMorphJob", namespace, metadata["name"]), uid=uid)
         for what in decision.counts:
@@ -213,8 +215,9 @@ class Reconciler:
         attempt, status = decision.create, decision.status
         assert attempt is not None and status is not None
         try:
-            key = secrets.token_hex(SECRET_BYTES)
+            key, token = secrets.token_hex(SECRET_BYTES), secrets.token_urlsafe(SECRET_BYTES)
             await self._cluster.create(secret(attempt, key), names.OPERATOR_OWNER)
+            await self._cluster.create(page_secret(attempt, token), names.OPERATOR_OWNER)
             made: dict[str, dict[str, Any]] = {}
             for obj in decision.apply:
                 group = obj["kind"] == "PodGroup"

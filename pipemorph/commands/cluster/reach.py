@@ -1,260 +1,210 @@
-"""Reaches the ingest of a job of a cluster with the user's own kubectl: what the live page is of.
+"""Reaches the live page of a job of a cluster with the user's own kubectl and rights.
 
-``kubectl proxy`` passes requests on to the API server with the user's credentials, of whatever
-kind, and the API server to the ingest's Service. Only this process can reach that proxy: it listens
-at a socket in a folder of its own. The ingest is shown a token that ``kubectl create token`` makes
-for the job's page alone; the user's own credentials stay between kubectl and the API server.
+``kubectl port-forward`` leads to a loopback port of the pod in which rank 0 runs. The page's token
+is in a Secret of the attempt, which kubectl reads.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
+import base64
+import binascii
+import http.client
 import re
+import select
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import urlencode
 
-import aiohttp
-
+from pipemorph.api.running import Running
 from pipemorph.commands.cluster import kubectl
 from pipemorph.errors import InputError, one_line
-from pipemorph.watch import access
+from pipemorph.explain.cluster_job import read_job
 
-START_SECONDS = 30.0
-"""Until kubectl proxy listens."""
+START_SECONDS, FIRST_SECONDS = 30.0, 30.0
+"""Until kubectl port-forward listens; and until the page, which starts, has a first document."""
 ANSWER_SECONDS = 30.0
-TOKEN_SECONDS = 1800
-RENEW_SECONDS = 300.0
-"""Before the end of a token another one is made: clocks may differ."""
-URL_VARIABLE = "PIPEMORPH_INGEST_URL"
-
-
-class Reached(NamedTuple):
-    """An answer of the ingest, or of the API server in its place."""
-
-    status: int
-    body: bytes
-    of_ingest: bool
-    """Whether it comes from there."""
-
-    def why(self) -> str:
-        """What an error says."""
-        try:
-            content = json.loads(self.body)
-        except ValueError:
-            content = None
-        said = (content.get("error") or content.get("message")) if type(content) is dict else None
-        return one_line(str(said or f"HTTP {self.status}"), 400)
+VOLUME, PORT_VARIABLE = "pipemorph-page", "PIPEMORPH_PAGE_PORT"
+"""By what a pod names the Secret and the port of its page."""
+FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A job, and the Service of the ingest that serves it."""
+class PagePod:
+    """The pod that serves a job's page. ``secret``: name of that with the token."""
 
-    namespace: str
     job: str
-    ingest: tuple[str, str]
-    """Namespace and name."""
-
-    @property
-    def path(self) -> str:
-        """Of the page, at the API server."""
-        service = access.through_api_server(*self.ingest)
-        return service + access.path(self.namespace, self.job)
+    namespace: str
+    pod: str
+    port: int
+    secret: str
+    host_network: bool
 
 
-def find(name: str, namespace: str | None, ingest: str | None, context: str | None) -> Place:
-    """Where a job's page is. ``ingest``: ``NAMESPACE/SERVICE``, by default that to which its ranks
-    report. Raises :class:`InputError`."""
+def find_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
+    """The pod with rank 0 of the job ``name``. Raises :class:`InputError`."""
     arguments = kubectl.job_arguments(name, namespace)
     if arguments is None:
         raise InputError(f"{one_line(name)}: is no name of a job; expected [NAMESPACE/]NAME")
-    if ingest is not None and not re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", ingest):
-        raise InputError(f"--ingest: is {one_line(ingest)!r}; expected NAMESPACE/SERVICE")
-    metadata = kubectl.Query(name, arguments, context).answer().get("metadata", {})
-    within, job = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
-    if ingest is not None:
-        space, _, service = ingest.partition("/")
-        return Place(within, job, (space, service))
-    labels = ["--namespace", within, "--selector", f"pipemorph.io/job-name={job}"]
-    found = kubectl.Query(name, labels, context, ("get", "jobs.batch")).answer()
-    url = _ingest_url(found.get("items") or [])
-    if url is None:
+    content = kubectl.Query(name, arguments, context).answer()
+    try:
+        job = read_job(content)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    found = job.status.recoveries if job.status is not None else None
+    left_out = tuple(found.left_out) if found is not None else ()
+    places = tuple((each.place, each.pod) for each in found.places) if found is not None else ()
+    first = Running(job.spec.parallelism, left_out, places).pods[0]
+    within = job.metadata.namespace
+    labels = (
+        f"pipemorph.io/job-name={job.metadata.name},"
+        f"batch.kubernetes.io/job-completion-index={first}"
+    )
+    selected = ["--namespace", within, "--selector", labels]
+    pods = kubectl.Query(name, selected, context, ("get", "pods")).answer().get("items") or []
+    running = [each for each in pods if each.get("status", {}).get("phase") == "Running"]
+    if not running:
+        raise InputError(f"{name}: has no running pod with rank 0: it waits, starts or has ended")
+    newest = max(running, key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
+    return _page_pod(name, within, newest)
+
+
+def _page_pod(name: str, namespace: str, pod: Mapping[str, Any]) -> PagePod:
+    spec = pod["spec"]
+    secrets = [
+        str(volume["secret"]["secretName"])
+        for volume in spec.get("volumes") or []
+        if volume.get("name") == VOLUME and "secret" in volume
+    ]
+    ports = [
+        str(variable.get("value"))
+        for container in spec.get("containers") or []
+        for variable in container.get("env") or []
+        if variable.get("name") == PORT_VARIABLE
+    ]
+    if not secrets or not ports or not ports[0].isdecimal():
         raise InputError(
-            f"{name}: has no pods that say where its ingest is: it has not started, or has ended;"
-            " name it with --ingest NAMESPACE/SERVICE"
+            f"{name}: its pods serve no live page: their command is not the launcher, as with one"
+            " rank per pod and failurePolicy.maxRestarts 0, or an earlier release made them"
         )
-    parts = (urlsplit(url).hostname or "").split(".")
-    if len(parts) < 3 or parts[2] != "svc":
-        raise InputError(
-            f"{name}: its ranks report to {one_line(url)}, which is no Service of the cluster; name"
-            " that of the ingest with --ingest NAMESPACE/SERVICE"
-        )
-    return Place(within, job, (parts[1], parts[0]))
+    return PagePod(
+        job=f"{namespace}/{name.rpartition('/')[2]}",
+        namespace=namespace,
+        pod=str(pod["metadata"]["name"]),
+        port=int(ports[0]),
+        secret=secrets[0],
+        host_network=bool(spec.get("hostNetwork")),
+    )
 
 
-def _ingest_url(batch_jobs: list[Any]) -> str | None:
-    """Where the ranks of the newest attempt report; None if there is none."""
-    newest = sorted(batch_jobs, key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
-    for job in reversed(newest):
-        for container in job["spec"]["template"]["spec"].get("containers", []):
-            for variable in container.get("env") or []:
-                if variable.get("name") == URL_VARIABLE and variable.get("value"):
-                    return str(variable["value"])
-    return None
+def read_token(page: PagePod, context: str | None) -> str:
+    """The token of the page. Raises :class:`InputError`."""
+    arguments = [page.secret, "--namespace", page.namespace]
+    content = kubectl.Query(page.job, arguments, context, ("get", "secrets")).answer()
+    try:
+        token = base64.b64decode(content["data"]["token"], validate=True).decode("ascii")
+    except (KeyError, TypeError, ValueError, binascii.Error):
+        token = ""
+    if not re.fullmatch(r"[\w-]{16,}", token):
+        raise InputError(f"{page.job}: Secret {page.secret} has no token of a page")
+    return token
 
 
-class Ingest:
-    """The ingest that serves a job, for who may watch it. An async context manager; entering it
-    raises :class:`InputError`. ``account``: whose tokens to show."""
+class Forward:
+    """``kubectl port-forward`` to a pod's page. A context manager; entering it raises
+    :class:`InputError`. ``port``: of 127.0.0.1; 0: any that is free."""
 
-    def __init__(self, place: Place, account: str, context: str | None) -> None:
-        self._place, self._account, self._context = place, account, context
-        self._token, self._until = "", 0.0
-        self._making = asyncio.Lock()
-        self._stack = contextlib.AsyncExitStack()
-        self._proxy: asyncio.subprocess.Process | None = None
+    def __init__(self, page: PagePod, token: str, context: str | None, port: int = 0) -> None:
+        self._page, self._token, self._context, self._wanted = page, token, context, port
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # Nobody reads it meanwhile.
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
 
     @property
-    def name(self) -> str:
-        return f"{self._place.namespace}/{self._place.job}"
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/{self._token}/"
 
-    async def __aenter__(self) -> Ingest:
-        try:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pmw-")))
-            await self._start_proxy(folder / "api")
-            connector = aiohttp.UnixConnector(path=str(folder / "api"))
-            self._session = await self._stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=connector, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)
-                )
-            )
-            await self._renew()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stack.aclose()
-
-    async def ask(self, query: Mapping[str, str], *, page: bool) -> Reached:
-        """The page, or a document. Raises :class:`InputError` if kubectl cannot be used any more,
-        or makes no token."""
-        if time.time() > self._until - RENEW_SECONDS:
-            await self._renew()
-        found = await self._ask(query, page=page)
-        if found.status == 401 and found.of_ingest:
-            # As after the API server has got other keys.
-            await self._renew(even_if_good=True)
-            found = await self._ask(query, page=page)
-        return found
-
-    async def _ask(self, query: Mapping[str, str], *, page: bool) -> Reached:
-        url = "http://localhost" + self._place.path + ("" if page else "view")
-        headers = {access.HEADER: self._token}
-        try:
-            async with self._session.get(url, params=query, headers=headers) as answer:
-                body = await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if self._proxy is not None and self._proxy.returncode is not None:
-                raise InputError(
-                    f"{self.name}: kubectl proxy has ended; start this command again"
-                ) from None
-            why = json.dumps({"error": str(error) or "no answer in time"})
-            return Reached(504, why.encode(), of_ingest=False)
-        return Reached(answer.status, body, _of_ingest(answer.status, body))
-
-    async def _renew(self, *, even_if_good: bool = False) -> None:
-        before = self._token
-        async with self._making:
-            if self._token != before or (self._token and not even_if_good and self._is_good()):
-                return  # Another request has done it.
-            await asyncio.to_thread(self._make_token)
-
-    def _is_good(self) -> bool:
-        return time.time() <= self._until - RENEW_SECONDS
-
-    def _make_token(self) -> None:
-        namespace, job = self._place.namespace, self._place.job
-        arguments = [self._account, "--namespace", namespace, "--duration", f"{TOKEN_SECONDS}s"]
-        arguments += ["--audience", access.audience(namespace, job)]
-        what = f"{self.name}: a token of service account {self._account}"
-        try:
-            answer = kubectl.Query(what, arguments, self._context, ("create", "token")).answer()
-        except InputError as error:
-            if "NotFound" not in str(error) and "not found" not in str(error):
-                raise
-            raise InputError(
-                f"{error}; who may bind roles in {namespace} makes it: kubectl create"
-                f" serviceaccount {self._account} -n {namespace}, and kubectl create rolebinding"
-                f" {self._account} -n {namespace} --clusterrole=view"
-                f" --serviceaccount={namespace}:{self._account}"
-            ) from None
-        status = answer.get("status", {})
-        self._token = str(status.get("token", ""))
-        self._until = datetime.fromisoformat(status["expirationTimestamp"]).timestamp()
-
-    async def _start_proxy(self, socket: Path) -> None:
-        # Of the API, only this one path, and only to read.
-        only = "^" + re.escape(self._place.path)
-        command = ["kubectl", "proxy", f"--unix-socket={socket}", f"--accept-paths={only}"]
-        command += ["--reject-methods=^(POST|PUT|PATCH|DELETE)$"]
+    def __enter__(self) -> Forward:
+        page = self._page
+        command = ["kubectl", "port-forward", "--address", "127.0.0.1", "--namespace"]
+        command += [page.namespace, f"pod/{page.pod}", f"{self._wanted or ''}:{page.port}"]
         command += ["--context", self._context] if self._context else []
         try:
-            proxy = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors,
+                start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            absent = isinstance(error, FileNotFoundError)
-            why = kubectl.MISSING if absent else f"kubectl cannot be run: {error.strerror}"
-            raise InputError(f"{self.name}: {why}") from None
-        self._proxy = proxy
-        self._stack.push_async_callback(_end, proxy)
-        assert proxy.stdout is not None
+            self._errors.close()
+            raise InputError(f"{page.job}: kubectl cannot be run: {error.strerror}") from None
+        assert self._process.stdout is not None
+        ready = select.select([self._process.stdout], [], [], START_SECONDS)[0]
+        line = self._process.stdout.readline().decode(errors="replace") if ready else ""
+        found = FORWARDING.match(line)
+        if found is None:
+            why = self._why() if not line else one_line(line)
+            self.__exit__()
+            raise InputError(f"{page.job}: {why}")
+        self._port = int(found[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+
+    def wait(self) -> None:
+        """Return when the connection has ended, as with the pod."""
+        assert self._process is not None
+        self._process.wait()
+
+    def ask(self, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and body of a document. Raises :class:`InputError` once kubectl has ended."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
         try:
-            line = await asyncio.wait_for(proxy.stdout.readline(), START_SECONDS)
-        except TimeoutError:
-            raise InputError(f"{self.name}: kubectl proxy does not begin to serve") from None
-        if not line.startswith(b"Starting to serve"):
-            said = line.decode(errors="replace").strip() or "it has ended"
-            raise InputError(f"{self.name}: kubectl proxy: {one_line(said, 400)}")
-        # Nobody else reads it, and what it says must not fill the pipe.
-        reading = asyncio.create_task(_drop(proxy.stdout))
-        self._stack.callback(reading.cancel)
+            connection.request("GET", f"/{self._token}/view?{urlencode(query)}")
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise InputError(f"{self._page.job}: {self._why()}") from None
+            return 503, str(error).encode()
+        finally:
+            connection.close()
+
+    def first(self) -> tuple[int, bytes]:
+        """The first document that the page answers with, once it has started."""
+        end = time.monotonic() + FIRST_SECONDS
+        while True:
+            status, body = self.ask({})
+            if status != 503 or time.monotonic() > end:
+                return status, body
+            time.sleep(0.5)
+
+    def _why(self) -> str:
+        """Last line of what kubectl complained of."""
+        assert self._process is not None
+        with_code = "kubectl port-forward does not begin to serve"
+        if self._process.poll() is not None:
+            with_code = f"kubectl port-forward exited with {self._process.returncode}"
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return one_line(said[-1], 500) if said else with_code
 
 
-def _of_ingest(status: int, body: bytes) -> bool:
-    """Whether an answer is the ingest's: errors of the API server are a Status, or plain text."""
-    if status == 200:
-        return True
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and "error" in content
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        await process.wait()
-
-
-async def _drop(stream: asyncio.StreamReader) -> None:
-    while await stream.read(4096):
-        pass
+def why(page: PagePod, status: int) -> str:
+    """Why there is no page, and what to do."""
+    if status == 401:
+        return f"{page.job}: the pod refuses the token of Secret {page.secret}; is it of this pod?"
+    return (
+        f"{page.job}: pod {page.pod} serves no page at port {page.port} (HTTP {status}); its log"
+        " says why"
+    )

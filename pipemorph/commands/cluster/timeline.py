@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import time
@@ -12,8 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipemorph.commands.cluster import kubectl, watch
-from pipemorph.commands.cluster.reach import Ingest, find
+from pipemorph.commands.cluster import kubectl, reach
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -23,10 +21,9 @@ SECONDS, MOST_SECONDS = 10.0, 600.0
 EVERY_SECONDS = 0.5
 """Between two questions; a document has one iteration."""
 FIRST_SECONDS = 30.0
-"""How much longer to wait for the first iteration: ranks are asked for one with a report's answer,
-and tell of it when it is finished."""
-PASSING = (429, 502, 503, 504)
-"""Answers after which another one may come: the ingest is busy, or another one begins to lead."""
+"""How much longer to wait for the first iteration: ranks report one when it is finished."""
+PASSING = (429, 503)
+"""Answers after which another one may come: the page is busy, or starts."""
 KINDS = {letter: kind for kind, letter in LETTERS.items()}
 
 
@@ -40,7 +37,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("job", metavar="JOB", help="[NAMESPACE/]NAME of the job")
     kubectl.add_arguments(parser)
-    watch.add_arguments(parser)
     parser.add_argument("--out", metavar="FILE", required=True, help="where to write the trace")
     parser.add_argument(
         "--seconds",
@@ -58,61 +54,52 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"--seconds: is {args.seconds:g}; expected more than 0, up to {MOST_SECONDS:g}"
         )
-    place = find(args.job, args.namespace, args.ingest, args.context)
-    ingest = Ingest(place, args.service_account, args.context)
-    newest, seen = asyncio.run(_look(ingest, args.seconds, args.column))
+    page = reach.find_pod(args.job, args.namespace, args.context)
+    token = reach.read_token(page, args.context)
+    with reach.Forward(page, token, args.context) as forward:
+        newest, seen = _look(page, forward, args.seconds, args.column)
     if args.column is not None and newest.column != args.column:
         raise InputError(f"--column: is {args.column}; the job has {len(newest.columns)}")
     if not seen:
-        raise InputError(f"{ingest.name}: no iteration was seen: {newest.no_alternative}")
+        raise InputError(f"{page.job}: no iteration was seen: {newest.no_alternative}")
     emit(json.dumps(trace(newest, seen)).encode() + b"\n", args.out)
     print(f"timeline: {args.out}: {len(seen)} iterations")
     return 0
 
 
-async def _look(
-    ingest: Ingest, seconds: float, column: int | None
+def _look(
+    page: reach.PagePod, forward: reach.Forward, seconds: float, column: int | None
 ) -> tuple[WatchView, dict[int, tuple[int, Picture]]]:
     """The newest document, and the measured iterations with the columns that they are of. What
-    fails after the first iteration ends the look, and is said; before that it raises
+    fails after the first iteration ends the look, and is printed; before that it raises
     :class:`InputError`."""
     seen: dict[int, tuple[int, Picture]] = {}
     newest: WatchView | None = None
-    failed = f"{ingest.name}: the ingest is too busy to tell of it; try again"
     query = {} if column is None else {"column": str(column)}
-    async with ingest:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end + (0.0 if seen else FIRST_SECONDS):
-            after = {} if newest is None else {"after": str(newest.number)}
-            try:
-                view, why = await _ask(ingest, query | after)
-            except InputError as error:
-                if newest is None or not seen:
-                    raise
-                print(f"timeline: {error}; this is the end of the trace", file=sys.stderr)
+    end = time.monotonic() + seconds
+    status = 503
+    while time.monotonic() < end + (0.0 if seen else FIRST_SECONDS):
+        after = {} if newest is None else {"after": str(newest.number)}
+        try:
+            status, body = forward.ask(query | after)
+            if status != 200 and status not in PASSING:
+                raise InputError(reach.why(page, status))
+            view = _view(page.job, body) if status == 200 and body != b"null" else None
+        except InputError as error:
+            if newest is None or not seen:
+                raise
+            print(f"timeline: {error}; this is the end of the trace", file=sys.stderr)
+            break
+        if view is not None:
+            newest = view
+            if newest.measured is not None:
+                seen[newest.measured.iteration] = newest.column, newest.measured
+            if not newest.live:
                 break
-            failed = why or failed
-            if view is not None:
-                newest = view
-                if newest.measured is not None:
-                    seen[newest.measured.iteration] = newest.column, newest.measured
-                if not newest.live:
-                    break
-            await asyncio.sleep(EVERY_SECONDS)
+        time.sleep(EVERY_SECONDS)
     if newest is None:
-        raise InputError(failed)
+        raise InputError(reach.why(page, status))
     return newest, seen
-
-
-async def _ask(ingest: Ingest, query: dict[str, str]) -> tuple[WatchView | None, str]:
-    """A document. None while there is no newer one, or a failure may pass, and why it failed.
-    Raises :class:`InputError` if it does not pass."""
-    found = await ingest.ask(query, page=False)
-    if found.status == 200:
-        return None if found.body == b"null" else _view(ingest.name, found.body), ""
-    if found.status not in PASSING:
-        raise InputError(watch.why(ingest.name, found))
-    return None, "" if found.status == 429 else watch.why(ingest.name, found)
 
 
 def _view(name: str, body: bytes) -> WatchView:
@@ -120,7 +107,7 @@ def _view(name: str, body: bytes) -> WatchView:
         return WatchView.model_validate_json(body)
     except ValidationError:
         raise InputError(
-            f"{name}: its ingest is of another release than this command; use one of that release"
+            f"{name}: its page is of another release than this command; use one of that release"
         ) from None
 
 

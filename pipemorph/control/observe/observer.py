@@ -436,6 +436,11 @@ class Observer:
         self._news.keep(report.iterations)
         self._fresh = False
 
+    def repeat_states(self) -> None:
+        """Let the next report have every state again, for somebody who has just begun to read."""
+        self._news.repeat_states()
+        self._urgent = True
+
     def told(self, report: LinkHealthReport) -> None:
         """Note that a report has been sent by a part, or accepted by the host. Should one of a part
         be lost with its connection, the answer to the next has another ``memory``."""

@@ -6,6 +6,7 @@ Written by the ingest's thread, read by the thread that shows progress.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
@@ -107,13 +108,22 @@ class Journal:
                     # A report may bring several iterations, which followed each other.
                     later = sum(each.seconds for each in report.iterations[number:])
                     self._arrived.append((sample.index, now - later))
-                self._iterations[sample.index] = sample
-                self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
+            self._add(report.iterations)
             self.useful.take(report.iterations)
-            while len(self._iterations) > MOST_ITERATIONS:
-                del self._iterations[next(iter(self._iterations))]
             self.view = view
+
+    def add_earlier(self, iterations: Sequence[IterationSample]) -> None:
+        """Record iterations that were reported to somebody else."""
+        with self._lock:
+            self._add(iterations)
+
+    def _add(self, iterations: Sequence[IterationSample]) -> None:
+        for sample in iterations:
+            self._iterations[sample.index] = sample
+            self._done = max(self._done, sample.index + 1)
+        while len(self._iterations) > MOST_ITERATIONS:
+            del self._iterations[next(iter(self._iterations))]
 
     def forget_view(self) -> None:
         """Forget the current state: the ranks start again. What is over stays."""

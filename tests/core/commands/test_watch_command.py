@@ -1,99 +1,106 @@
-"""``pipemorph watch`` and ``timeline`` over a played kubectl, and what is said without a page."""
+"""``pipemorph watch`` and ``timeline`` over a played kubectl."""
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
+from cluster_jobs import SLOW, adapted, cluster_job, running
 from watched_jobs import Trace, watched
 
+from pipemorph.api.status_recoveries import PlaceInPod, Recoveries
 from pipemorph.cli import main
-from pipemorph.commands.cluster import timeline
-from pipemorph.commands.cluster.reach import Ingest, Place, Reached, find
-from pipemorph.errors import InputError
-from pipemorph.watch.access import HEADER, audience, path, through_api_server
+from pipemorph.commands.cluster import reach, timeline
 from pipemorph.watch.build import watch_view
 
-JOB = {"kind": "PipeMorphJob", "metadata": {"name": "gpt", "namespace": "team"}}
-WHERE = "https://pm-ingest.pipemorph-system.svc:8443"
-
-
-def batch(url: str | None, made: str = "2026-01-01T00:00:00Z") -> dict[str, Any]:
-    env = [{"name": "OTHER", "value": "x"}]
-    env += [{"name": "PIPEMORPH_INGEST_URL", "value": url}] if url else []
-    pod = {"containers": [{"name": "side"}, {"name": "trainer", "env": env}]}
-    return {"metadata": {"creationTimestamp": made}, "spec": {"template": {"spec": pod}}}
-
+TOKEN = "t0k-en_of_the_page-1234567890"
+FORBIDDEN = (
+    'Error from server (Forbidden): secrets "gpt-x-0-page" is forbidden: User "jane" cannot get'
+    ' resource "secrets" in API group "" in the namespace "team"'
+)
+NO_FORWARD = (
+    'Error from server (Forbidden): pods "gpt-x-0-0" is forbidden: User "jane" cannot create'
+    ' resource "pods/portforward" in API group "" in the namespace "team"'
+)
 
 KUBECTL = """#!/usr/bin/python3
 import json, pathlib, sys
 folder, words = pathlib.Path({folder!r}), sys.argv[1:]
 with (folder / "asked").open("a") as file:
     print(*words, file=file)
-if words[:2] == ["get", "jobs.batch"]:
-    print((folder / "batch").read_text())
-elif words[0] == "get":
-    print((folder / "job").read_text())
-elif words[:2] == ["create", "token"]:
-    found = json.loads((folder / "token").read_text())
-    if "error" in found:
-        sys.exit(found["error"])
-    print(json.dumps({{"status": found}}))
-elif words[0] == "proxy":
-    from http.server import BaseHTTPRequestHandler
-    from socketserver import UnixStreamServer
+name = words[1].partition(".")[0] if words[0] == "get" else words[0]
+said = json.loads((folder / name).read_text())
+if "error" in said:
+    sys.exit(said["error"])
+if words[0] == "get":
+    print(json.dumps(said))
+    sys.exit()
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
-    class Server(UnixStreamServer):
-        def get_request(self):
-            return super().get_request()[0], ("local", 0)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        answers = json.loads((folder / "answers").read_text())
+        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        (folder / "answers").write_text(json.dumps(answers))
+        with (folder / "requests").open("a") as file:
+            print(self.path, file=file)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            answers = json.loads((folder / "answers").read_text())
-            status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-            (folder / "answers").write_text(json.dumps(answers))
-            with (folder / "requests").open("a") as file:
-                print(self.path, self.headers.get({header!r}), file=file)
-            content = body.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def log_message(self, *_):
+        pass
 
-        def log_message(self, *_):
-            pass
-
-    socket = next(w.split("=", 1)[1] for w in words if w.startswith("--unix-socket="))
-    with Server(socket, Handler) as server:
-        print("Starting to serve on", socket, flush=True)
+with HTTPServer(("127.0.0.1", 0), Handler) as server:
+    print(f"Forwarding from 127.0.0.1:{{server.server_port}} -> 9450", flush=True)
+    if "requests" in said:
+        for _ in range(said["requests"]):
+            server.handle_request()
+    else:
         server.serve_forever()
 """
 
 
+def pod(index: int = 0, *, page: bool = True, **fields: Any) -> dict[str, Any]:
+    env = [{"name": "PIPEMORPH_PAGE_PORT", "value": "9450"}]
+    volume = {"name": "pipemorph-page", "secret": {"secretName": "gpt-x-0-page"}}
+    return {
+        "metadata": {"name": f"gpt-x-0-{index}", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {
+            "containers": [{"name": "side"}, {"name": "trainer", "env": env if page else []}],
+            "volumes": [{"name": "other"}, *([volume] if page else [])],
+            **fields,
+        },
+        "status": {"phase": "Running"},
+    }
+
+
 class Kubectl:
-    """A kubectl whose answers a test sets, and whose proxy answers for the API server."""
+    """A kubectl whose answers a test sets, and whose port-forward answers for the pod."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         program = folder / "kubectl"
-        program.write_text(KUBECTL.format(folder=str(folder), header=HEADER))
+        program.write_text(KUBECTL.format(folder=str(folder)))
         program.chmod(0o755)
-        self.says(job=JOB, batch={"items": [batch(WHERE)]})
-        self.token()
+        self.says(pipemorphjobs=cluster_job("gpt", running(adapted(), SLOW)))
+        self.says(pods={"items": [pod()]})
+        self.says(secrets={"data": {"token": base64.b64encode(TOKEN.encode()).decode()}})
+        self.says(**{"port-forward": {}})
         self.answers((200, "{}"))
 
     def says(self, **what: Any) -> None:
         for name, content in what.items():
             (self.folder / name).write_text(json.dumps(content))
-
-    def token(self, text: str = "t1", until: str = "2100-01-01T00:00:00Z") -> None:
-        self.says(token={"token": text, "expirationTimestamp": until})
 
     def answers(self, *answers: tuple[int, str]) -> None:
         self.says(answers=answers)
@@ -106,243 +113,140 @@ class Kubectl:
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubectl:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(reach, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     return Kubectl(tmp_path)
 
 
-def ask(*queries: dict[str, str], context: str | None = None) -> list[Reached]:
-    async def run() -> list[Reached]:
-        place = Place("team", "gpt", ("pipemorph-system", "pm-ingest"))
-        async with Ingest(place, "pipemorph-viewer", context) as ingest:
-            return [await ingest.ask(query, page=False) for query in queries]
-
-    return asyncio.run(run())
-
-
-def test_the_ingest_is_where_the_ranks_of_the_newest_attempt_report(kubectl: Kubectl) -> None:
-    older = batch("https://old.other.svc:443", "2025-01-01T00:00:00Z")
-    kubectl.says(batch={"items": [batch(WHERE), older, batch(None, "2027-01-01T00:00:00Z")]})
-    assert find("team/gpt", None, None, "prod") == Place(
-        "team", "gpt", ("pipemorph-system", "pm-ingest")
+def test_the_page_is_in_the_pod_of_rank_0(kubectl: Kubectl) -> None:
+    older = pod(9) | {"metadata": {"name": "old", "creationTimestamp": "2025-01-01T00:00:00Z"}}
+    ended = pod(8) | {"status": {"phase": "Failed"}}
+    kubectl.says(pods={"items": [ended, older, pod()]})
+    page = reach.find_pod("team/gpt", None, "prod")
+    assert page == reach.PagePod(
+        "team/gpt", "team", "gpt-x-0-0", 9450, "gpt-x-0-page", host_network=False
     )
     asked = kubectl.lines("asked")
     assert asked[0].startswith("get pipemorphjobs.pipemorph.io gpt --namespace team")
-    assert "pipemorph.io/job-name=gpt" in asked[1]
+    assert "job-name=gpt,batch.kubernetes.io/job-completion-index=0 " in asked[1]
     assert all(each.endswith("--context prod") for each in asked)
 
 
-def test_it_may_be_named(kubectl: Kubectl) -> None:
-    assert find("gpt", None, "sys/pm", None) == Place("team", "gpt", ("sys", "pm"))
-    assert len(kubectl.lines("asked")) == 1
+@pytest.mark.parametrize(
+    ("recoveries", "index"),
+    [
+        (Recoveries(left_out=[0]), 4),
+        (Recoveries(places=[PlaceInPod(place=0, pod=6)]), 6),
+    ],
+)
+def test_rank_0_may_have_another_pod(kubectl: Kubectl, recoveries: Recoveries, index: int) -> None:
+    status = running(adapted(), SLOW, recoveries=recoveries)
+    parallelism = {"replicas": 2, "minReplicas": 1, "order": ["dp_replicate", "pp"]}
+    kubectl.says(pipemorphjobs=cluster_job("gpt", status, **parallelism))
+    reach.find_pod("gpt", "team", None)
+    assert f"job-completion-index={index} " in kubectl.lines("asked")[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "ingest", "found", "words"),
+    ("says", "words"),
     [
-        ("a/b/c", None, {}, "is no name of a job"),
-        ("gpt", "pm", {}, "expected NAMESPACE/SERVICE"),
-        ("gpt", "../x/pm", {}, "expected NAMESPACE/SERVICE"),
-        ("gpt", None, {"items": []}, "has not started, or has ended"),
-        ("gpt", None, {"items": [batch("https://10.0.0.1:8443")]}, "no Service of the cluster"),
+        ({"pods": {"items": []}}, "has no running pod with rank 0: it waits, starts or has ended"),
+        ({"pods": {"items": [pod(page=False)]}}, "serve no live page: their command is not the"),
+        ({"secrets": {"error": FORBIDDEN}}, 'cannot get resource "secrets"'),
+        ({"secrets": {"data": {}}}, "Secret gpt-x-0-page has no token of a page"),
+        ({"port-forward": {"error": NO_FORWARD}}, 'cannot create resource "pods/portforward"'),
+        ({"answers": [(401, "")]}, "the pod refuses the token of Secret gpt-x-0-page"),
+        ({"answers": [(503, "")]}, "pod gpt-x-0-0 serves no page at port 9450 (HTTP 503)"),
     ],
 )
-def test_what_names_no_ingest_is_said(
-    kubectl: Kubectl, name: str, ingest: str | None, found: dict[str, Any], words: str
-) -> None:
-    kubectl.says(batch=found)
-    with pytest.raises(InputError, match=words):
-        find(name, None, ingest, None)
-
-
-def test_requests_go_through_the_api_server_with_a_token_of_the_page_alone(
+@pytest.mark.parametrize("command", [["watch", "gpt"], ["timeline", "gpt", "--out", "x"]])
+def test_what_stands_in_the_way_is_one_line(
     kubectl: Kubectl,
+    capsys: pytest.CaptureFixture[str],
+    says: dict[str, Any],
+    words: str,
+    command: list[str],
 ) -> None:
-    assert [each.status for each in ask({"column": "1"}, {}, context="prod")] == [200, 200]
-    token, proxy = sorted(kubectl.lines("asked"))
-    assert token.startswith("create token pipemorph-viewer --namespace team --duration 1800s")
-    assert f"--audience {audience('team', 'gpt')} " in token and token.endswith("--context prod")
-    where = through_api_server("pipemorph-system", "pm-ingest") + path("team", "gpt")
-    assert where == (
-        "/api/v1/namespaces/pipemorph-system/services/https:pm-ingest:https/proxy"
-        "/v1/jobs/team/gpt/watch/"
-    )
-    assert kubectl.lines("requests") == [f"{where}view?column=1 t1", f"{where}view t1"]
-    assert "--accept-paths=^/api/v1/namespaces/pipemorph" in proxy
-    assert proxy.endswith("--context prod")
-
-
-def test_a_token_is_made_anew_before_it_ends_and_when_it_is_refused(kubectl: Kubectl) -> None:
-    kubectl.token("old", "2020-01-01T00:00:00Z")
-    ask({}, {})
-    assert sum("create token" in each for each in kubectl.lines("asked")) == 3
-    kubectl.token()
-    kubectl.answers((401, json.dumps({"error": "the API server rejected the token"})), (200, "{}"))
-    (found,) = ask({})
-    assert found.status == 200
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ((403, '{"kind": "Status", "message": "services is forbidden"}'), "watch.groups"),
-        ((403, '{"error": "x may not get pipemorphjobs"}'), "bind role view to that account"),
-        ((404, "404 page not found"), "an ingest of this release is needed"),
-        ((503, '{"kind": "Status", "message": "no endpoints available"}'), "no endpoints"),
-        ((404, '{"error": "there is no job team/gpt here that runs"}'), "no job team/gpt here"),
-    ],
-)
-def test_why_there_is_no_page_is_said_before_anything_is_served(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], answer: tuple[int, str], words: str
-) -> None:
-    kubectl.answers(answer)
-    assert main(["watch", "team/gpt"]) == 2
-    found = capsys.readouterr()
-    assert words in found.err and found.out == ""
-    assert found.err.count("\n") == 1
-
-
-def test_what_to_do_without_the_account_is_said(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = 'error: failed to create token: serviceaccounts "pipemorph-viewer" not found'
-    kubectl.says(token={"error": error})
-    assert main(["watch", "team/gpt"]) == 2
-    assert "kubectl create serviceaccount pipemorph-viewer -n team" in capsys.readouterr().err
-
-
-def test_a_proxy_that_does_not_start_is_said(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = kubectl.folder / "kubectl"
-    program.write_text(
-        program.read_text().replace(
-            'print("Starting', 'sys.exit("no such context")\n        print("x'
-        )
-    )
-    assert main(["watch", "team/gpt"]) == 2
-    assert "kubectl proxy: no such context" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("status", [None, 0, 1])
-@pytest.mark.parametrize("error", [aiohttp.ClientError("reset"), OSError("gone"), TimeoutError()])
-def test_a_proxy_that_has_ended_ends_the_command_and_an_error_of_one_request_does_not(
-    status: int | None, error: Exception
-) -> None:
-    def get(*_: Any, **__: Any) -> Any:
-        raise error
-
-    ingest: Any = Ingest(Place("team", "gpt", ("sys", "pm")), "viewer", None)
-    ingest._session = SimpleNamespace(get=get)
-    ingest._proxy = SimpleNamespace(returncode=status)
-    ingest._token, ingest._until = "t1", float("inf")
-    if status is not None:
-        with pytest.raises(InputError, match="team/gpt: kubectl proxy has ended; start"):
-            asyncio.run(ingest.ask({}, page=True))
-        return
-    found = asyncio.run(ingest.ask({}, page=True))
-    assert (found.status, found.of_ingest) == (504, False)
-    assert found.why() == (str(error) or "no answer in time")
-
-
-def documents(*iterations: int) -> list[tuple[int, str]]:
-    """Of a job that is watched, one with each of these iterations."""
-    known, traces = watched(4, 12)
-    found = []
-    for number, i in enumerate(iterations, start=1):
-        each = [Trace(t.rank, t.stage, 0, i, 0, t.ops) for t in traces]
-        view = watch_view(known, each, column=0, number=number)
-        found.append((200, view.model_dump_json()))
-    return found
-
-
-def test_the_iterations_that_were_seen_are_a_trace(
-    kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
-    busy = 429, json.dumps({"error": "another document would cost too much now"})
-    first, *others = documents(3, 3, 5)
-    kubectl.answers(first, (200, "null"), busy, *others, (200, "null"))
-    out = tmp_path / "trace.json"
-    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "2"]) == 0
-    found = json.loads(out.read_text())
-    assert found["otherData"]["iterations"] == [3, 5]
-    ops = [each for each in found["traceEvents"] if each["ph"] == "X"]
-    known, traces = watched(4, 12)
-    assert len(ops) == 2 * sum(len(trace.ops) for trace in traces)
-    assert {each["tid"] for each in ops} == {0, 1, 2, 3}
-    names = {each["args"]["name"] for each in found["traceEvents"] if each["ph"] == "M" and
-             each["name"] == "process_name"}  # fmt: skip
-    assert names == {known.job.metadata.name}
-    for trace in traces:
-        mine = [e for e in ops if e["tid"] == trace.stage and e["args"]["iteration"] == 3]
-        assert [e["name"] for e in mine] == [f"{op.kind.value}{op.microbatch}" for op in trace.ops]
-        zero = min(op.start for each in traces for op in each.ops)
-        for event, op in zip(mine, trace.ops, strict=True):
-            assert event["ts"] == pytest.approx(1e6 * (op.start - zero), abs=2)
-            assert event["dur"] == pytest.approx(1e6 * (op.end - op.start), abs=2)
-    asked = kubectl.lines("requests")
-    assert "after=1" in asked[1]
-
-
-BUSY = {
-    502: "bad gateway",
-    503: '{"kind": "Status", "message": "no endpoints available"}', 504: "timeout",
-}  # fmt: skip
-
-
-def test_a_trace_goes_on_after_errors_that_pass(
-    kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
-    first, second = documents(3, 5)
-    passing = [(status, BUSY[status]) for status in (502, 503, 504)]
-    kubectl.answers(first, *passing, second, (200, "null"))
-    out = tmp_path / "trace.json"
-    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "2"]) == 0
-    assert json.loads(out.read_text())["otherData"]["iterations"] == [3, 5]
-
-
-@pytest.mark.parametrize(
-    "last", [(404, '{"error": "there is no job team/gpt here that runs"}'), (200, "{}")]
-)
-def test_what_was_seen_is_written_whatever_comes_after_that(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    last: tuple[int, str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
-    kubectl.answers(*documents(3), last)
-    out = kubectl.folder / "trace.json"
-    assert main(["timeline", "team/gpt", "--out", str(out), "--seconds", "60"]) == 0
-    assert json.loads(out.read_text())["otherData"]["iterations"] == [3]
+    kubectl.says(**says)
+    assert main(command) == 2
     said = capsys.readouterr().err
-    assert "team/gpt: " in said and "this is the end of the trace" in said
+    assert words in said and said.count("\n") == 1 and said.startswith(f"pipemorph {command[0]}: ")
+    assert TOKEN not in said
 
 
-def test_an_error_that_does_not_pass_in_time_is_said(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("host_network", [False, True])
+def test_watch_prints_the_url_until_it_is_stopped(kubectl: Kubectl, host_network: bool) -> None:
+    kubectl.says(pods={"items": [pod(hostNetwork=host_network)]})
+    command = [sys.executable, "-m", "pipemorph.cli", "watch", "team/gpt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        assert line.startswith("watch: http://127.0.0.1:") and line.endswith(f"/{TOKEN}/\n")
+        if host_network:
+            assert "pod gpt-x-0-0 is on its node's network: port 9450" in program.stdout.readline()
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.read() == ""
+        assert program.wait(30) == 0
+    forwarded = kubectl.lines("asked")[-1]
+    assert forwarded == ("port-forward --address 127.0.0.1 --namespace team pod/gpt-x-0-0 :9450")
+
+
+def test_watch_ends_with_the_pod(kubectl: Kubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.says(**{"port-forward": {"requests": 1}})
+    assert main(["watch", "gpt"]) == 2
+    assert "the connection to pod gpt-x-0-0 has ended" in capsys.readouterr().err
+
+
+# --- timeline --------------------------------------------------------------------------------
+
+
+def views(*iterations: int) -> list[tuple[int, str]]:
+    known, traces = watched(4, 12)
+    made = []
+    for number, iteration in enumerate(iterations, 1):
+        moved = [Trace(**{**vars(each), "iteration": iteration}) for each in traces]
+        known = replace(known, available=[iteration])
+        made.append(watch_view(known, moved, column=0, number=number).model_dump_json())
+    last = watch_view(known, [], column=0, number=99, live=False).model_dump_json()
+    return [*((200, each) for each in made), (200, last)]
+
+
+def test_a_timeline_has_the_iterations_that_were_seen(
+    kubectl: Kubectl,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(timeline, "EVERY_SECONDS", 0.01)
-    monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.0)
-    kubectl.answers((503, BUSY[503]))
-    assert main(["timeline", "team/gpt", "--out", "x.json", "--seconds", "0.2"]) == 2
-    assert "no endpoints" in capsys.readouterr().err
+    first, *others = views(5, 9)
+    kubectl.answers((503, ""), first, (200, "null"), (429, ""), *others)
+    out = tmp_path / "trace.json"
+    assert main(["timeline", "team/gpt", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"timeline: {out}: 2 iterations\n"
+    ops = [each for each in json.loads(out.read_text())["traceEvents"] if each["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in ops} == {(0, stage) for stage in range(4)}
+    requests = kubectl.lines("requests")
+    assert requests[0] == f"/{TOKEN}/view?" and requests[2] == f"/{TOKEN}/view?after=1"
 
 
-def test_why_there_is_no_trace_is_said(
-    kubectl: Kubectl, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_timeline_of_a_column_that_is_not_there(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.0)
-    known, _ = watched(4, 12)
-    why = "this trainer sends no ops of its iterations"
-    view = watch_view(replace(known, no_ops=why), [], column=0)
-    kubectl.answers((200, view.model_dump_json()))
-    command = ["timeline", "team/gpt", "--out", "x.json", "--seconds"]
-    for more, words in (
-        (["0.1"], f"no iteration was seen: {why}"),
-        (["0.1", "--column", "7"], "--column: is 7; the job has 1"),
-        (["0"], "--seconds: is 0"),
-    ):
-        assert main([*command, *more]) == 2
-        assert words in capsys.readouterr().err
-    kubectl.answers((200, "{}"))
-    assert main([*command, "0.1"]) == 2
-    assert "is of another release than this command" in capsys.readouterr().err
+    kubectl.answers(*views(5))
+    assert main(["timeline", "gpt", "--column", "3", "--out", os.devnull]) == 2
+    assert "--column: is 3; the job has 1" in capsys.readouterr().err
+
+
+def test_a_page_of_another_release_is_said(
+    kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl.answers((200, '{"version": 9}'))
+    assert main(["timeline", "gpt", "--out", os.devnull]) == 2
+    assert "its page is of another release than this command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "601", "nan"])
+def test_a_timeline_has_a_bound(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", "gpt", "--out", "x", "--seconds", seconds]) == 2
+    assert "--seconds: is " in capsys.readouterr().err

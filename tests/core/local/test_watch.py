@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from pipemorph.errors import InputError
 from pipemorph.local import watch
 from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import Observer, Told, WatchServer
+from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
 from pipemorph.watch import documents
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
@@ -142,7 +141,7 @@ def test_a_document_that_cannot_be_made_is_said_once(
         assert (status, body, headers["X-Frame-Options"]) == (503, b"", "DENY")
     late = isinstance(error, TimeoutError)
     told = "the control loop does not answer" if late else "KeyError('ops')"
-    assert caplog.messages == [f"the page of the run cannot be made now: {told}"]
+    assert caplog.messages == [f"the page of the job cannot be made now: {told}"]
     monkeypatch.setattr(sight, "document", made)
     assert ask(server, own(server, "view"))[0] == 200
 
@@ -379,8 +378,8 @@ def test_what_a_change_brought_is_no_refusal(tmp_path: Path, kinds: str, kept: s
     observer = Observer(
         known.job,
         Journal(view=View(decisions=decisions)),
-        SimpleNamespace(outlook=lambda: None),  # type: ignore[arg-type]
-        tmp_path,
+        lambda: None,
+        FolderTraces(tmp_path),
         lambda: Told("training", "", ()),
     )
     assert observer.look().kept == kept

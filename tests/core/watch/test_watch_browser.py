@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from browser import Browser
 from matplotlib.image import imread
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
 
-from pipemorph.commands.cluster.reach import Reached
-from pipemorph.commands.cluster.watch import Relay
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.local.watch import WatchServer
 from pipemorph.replay.contenders import Change, Replay, Trained
@@ -28,8 +25,7 @@ from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.watch.build import watch_view, worst_column
 from pipemorph.watch.document import WatchView
-from pipemorph.watch.documents import Documents, number
-from pipemorph.watch.door import Door, listen
+from pipemorph.watch.door import listen
 from pipemorph.watch.page import render_page
 
 pytestmark = pytest.mark.full
@@ -244,59 +240,6 @@ def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_pa
     assert browser.eval("document.getElementById('pause').textContent") == "not live"
     assert browser.eval(INK) > 0.2
     assert browser.eval("pageText()") == text and len(browser.requests) == 1
-
-
-def test_it_is_passed_on_from_an_ingest(browser: Browser, tmp_path: Path) -> None:
-    """The page of a job in a cluster: its ingest's, behind a door on loopback."""
-
-    class Reach:
-        """Stands for kubectl and the API server between the two."""
-
-        name = "team/gpt"
-
-        def __init__(self) -> None:
-            self.documents = Documents(Sight(4, 12))
-            self.status = 200
-
-        async def ask(self, query: dict[str, str], *, page: bool) -> Reached:
-            made = self.documents.get((None, number(query.get("iteration"))), page)
-            assert made is not None
-            body = made.body(page=page, after=number(query.get("after")))
-            return Reached(self.status, body, of_ingest=True)
-
-    async def serve() -> None:
-        reach = Reach()
-        with listen(0, "--port") as listener:
-            door = Door(listener, Relay(reach).tell)  # type: ignore[arg-type]
-            await door.open()
-            try:
-                await asyncio.to_thread(look, reach, door.url)
-            finally:
-                await door.close()
-
-    def look(reach: Reach, url: str) -> None:
-        browser.look(url)
-        first = browser.eval(SHOWN)
-        browser.until(f"{SHOWN} !== {first!r}")
-        browser.press(" ")
-        text = browser.eval("pageText()")
-        assert browser.eval("svgText()").startswith("<svg")
-        browser.press(" ")
-        reach.status = 503
-        browser.until("!document.getElementById('gone').hidden")
-        browser.errors.clear()  # That answer.
-        reach.status = 200
-        browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
-        browser.until("document.getElementById('gone').hidden")
-        reach.documents.finish()
-        browser.until("document.getElementById('pause').textContent === 'not live'")
-        assert all(each.startswith(url) for each in browser.requests)
-        (tmp_path / "saved.html").write_text(text)
-        browser.errors.clear()
-
-    asyncio.run(serve())
-    browser.look((tmp_path / "saved.html").as_uri())
-    assert browser.eval(INK) > 0.2
 
 
 NAME = "job-of-4-iteration-39"

@@ -36,7 +36,14 @@ from pipemorph_operator.children import (
     shares_small_memory,
 )
 from pipemorph_operator.children.kept import memory_bytes
-from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
+from pipemorph_operator.children.objects import (
+    batch_job,
+    config_map,
+    job_file,
+    page_secret,
+    secret,
+    service,
+)
 from pipemorph_operator.cluster.job import current_name, read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_trainer.context import TrainerContext
@@ -394,6 +401,24 @@ def test_secrets_and_files_are_of_one_attempt_and_read_only() -> None:
     assert first["immutable"] is True
     assert config_map(attempt(), CONFIG)["immutable"] is True
     assert all(m["readOnly"] for m in trainer(attempt())["volumeMounts"])
+
+
+def test_launchers_have_the_token_of_the_live_page_and_others_have_not() -> None:
+    starts = attempt(failurePolicy={"maxRestarts": 1})
+    page = page_secret(starts, "t")
+    assert page["metadata"]["name"] != secret(starts, "k")["metadata"]["name"]
+    assert (page["type"], page["stringData"]) == ("pipemorph.io/page", {"token": "t"})
+    spec = template(starts)["spec"]
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "pipemorph-page"]
+    assert volume["secret"]["secretName"] == page["metadata"]["name"]
+    (trainer,) = spec["containers"]
+    env = {each["name"]: each.get("value") for each in trainer["env"]}
+    (mount,) = [each for each in trainer["volumeMounts"] if each["name"] == "pipemorph-page"]
+    assert env["PIPEMORPH_PAGE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
+    assert (env["PIPEMORPH_PAGE_PORT"], mount["readOnly"]) == ("9450", True)
+    without = template(attempt(failurePolicy={"maxRestarts": 0}))["spec"]
+    assert "pipemorph-page" not in {each["name"] for each in without["volumes"]}
+    assert "PIPEMORPH_PAGE_PORT" not in {each["name"] for each in without["containers"][0]["env"]}
 
 
 def test_the_job_file_is_a_job_without_what_ranks_do_not_need() -> None:

@@ -66,9 +66,6 @@ def test_word_of_a_loss_lets_the_others_go_on_at_once_and_is_told() -> None:
     found = status(api)
     assert found.recoveries is not None
     assert (found.recoveries.left_out, found.recoveries.last[-1].replicas) == ([1], 1)
-    watched = store.followed(*KEY)
-    assert watched is not None and watched.uid == api.job["metadata"]["uid"]
-    assert (watched.left_out, watched.mesh.replicas) == ((1,), 1)
     told = condition(found, "ReplicasComplete")
     assert told is not None
     assert (told.status, told.reason) == ("False", "FewerReplicas")

@@ -279,7 +279,7 @@ def test_a_config_map_that_a_turn_before_left_is_replaced() -> None:
     api = Left({})
     reconcile(api)
     assert api.statuses[-1]["state"] == "Starting"
-    assert [obj["kind"] for obj in api.made] == ["Secret", "Service", "ConfigMap", "Job"]
+    assert [obj["kind"] for obj in api.made] == ["Secret", "Secret", "Service", "ConfigMap", "Job"]
 
 
 class Meanwhile(Taking):

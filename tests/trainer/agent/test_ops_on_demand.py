@@ -1,4 +1,4 @@
-"""Ops of iterations, from ranks to their ingest, while somebody watches and not otherwise."""
+"""Ops of iterations, from ranks to the live page, while somebody watches and not otherwise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from agents import DEADLINE, Ingest, context, finished, telemetry
 from launch import Ranks
+from page_client import PageClient, page_of_agents
 from torch import nn
 from waiting import until
 
@@ -21,8 +22,9 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.observer import Observer
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.wire import OpsReport, OpsTrace, OpsWanted
+from pipemorph.wire import OpsTrace
 from pipemorph.wire.ops import MOST_OPS
+from pipemorph.wire.page import OpsWanted
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import (
     AgentClient,
@@ -88,7 +90,6 @@ def test_nothing_is_asked_for_while_nobody_watches() -> None:
     told = Asked(MESH)
     for i in range(100):
         told.collector.progress(i, 0.1, i / 10)
-        told.collector.wanted(None, i / 10)
         told.collector.take(times(0, 0, 0, i), i / 10)
     assert told.asked == [] and told.whole == []
 
@@ -207,14 +208,23 @@ def test_ops_of_ranks_that_finish_together_are_all_sent_within_a_bound() -> None
 
 
 @pytest.fixture
-def job(ingest: Ingest, token_file: Path) -> Iterator[Job]:
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageClient]:
+    with page_of_agents(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def job(ingest: Ingest, token_file: Path, page: PageClient) -> Iterator[Job]:
     with contextlib.ExitStack() as stack:
         yield Job(ingest, token_file, stack)
 
 
-def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_ingest(job: Job) -> None:
+def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_page(
+    job: Job, page: PageClient
+) -> None:
     """And those of the other column are not."""
-    job.ingest.watched = OpsWanted(column=0, seconds=30.0)
+    page.connect()
+    page.want(column=0, seconds=30.0)
     lines = [job.line(rank) for rank in range(4)]
     now = 0
 
@@ -230,12 +240,12 @@ def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_ingest(job: Job) -
                 telemetry(rank, stage=stage, replica=column, iteration=now, ops=ops,
                           finished_iteration=done)
             )  # fmt: skip
-        return bool(job.ingest.ops)
+        return bool(page.ops)
 
-    until(step, "ops at the ingest")
-    told = job.ingest.ops[0]
-    assert (told.column, [each.rank for each in told.stages]) == (0, [0, 2])
-    assert lines[0].ops_asked == lines[2].ops_asked >= told.iteration
+    until(step, "ops at the page")
+    told = page.ops[0].ops
+    assert [(each.column, each.rank) for each in told] == [(0, 0), (0, 2)]
+    assert lines[0].ops_asked == lines[2].ops_asked >= told[0].iteration
     assert lines[1].ops_asked == lines[3].ops_asked == -1
 
 
@@ -270,7 +280,7 @@ def train(context: TrainerContext, done: str) -> list[str]:
 
 @pytest.mark.full
 def test_a_real_job_sends_ops_while_it_is_watched_and_nothing_before(
-    ingest: Ingest, token_file: Path, tmp_path: Path
+    ingest: Ingest, token_file: Path, tmp_path: Path, page: PageClient
 ) -> None:
     enough = tmp_path / "enough"
     where = {
@@ -280,20 +290,31 @@ def test_a_real_job_sends_ops_while_it_is_watched_and_nothing_before(
     }
     ranks = Ranks(2, train, str(enough), context=where)
     until(lambda: len(ingest.iterations()) > 100, "iterations")
-    assert ingest.ops == []
+    page.connect()
+
+    def reported() -> bool:
+        page.read()
+        return any(each.report is not None for each in page.feed)
+
+    until(reported, "a report")
+    assert page.ops == []
+    hello, *others = page.feed
+    assert hello.hello is not None and len(hello.hello.iterations) > 50
+    whole = next(each.report for each in others if each.report is not None)
+    assert len(whole.stages) == 2 and len(whole.links) == 1, "the whole state comes first"
     first = max(ingest.iterations())
-    ingest.watched = OpsWanted(column=0, seconds=3.0)
-    until(lambda: len(ingest.ops) >= 2, "ops of two iterations")
-    ingest.watched = None
-    told: OpsReport = ingest.ops[0]
-    assert told.iteration > first and [each.stage for each in told.stages] == [0, 1]
-    for each in told.stages:
+    page.want(column=0, seconds=3.0)
+    until(lambda: len(page.ops) >= 2, "ops of two iterations")
+    told = page.ops[0].ops
+    page.close()
+    assert told[0].iteration > first and [each.stage for each in told] == [0, 1]
+    for each in told:
         assert sorted(each.microbatches) == sorted([*range(4)] * (len(each.kinds) // 4))
         assert each.kinds.count("F") == 4
         assert all(one.end <= other.start + 1e-6 for one, other in pairwise(each.ops))
     # An activation is there before it is used, by the clock of one machine.
-    sent = {op.microbatch: op.end for op in told.stages[0].ops if op.kind is F}
-    assert all(op.start >= sent[op.microbatch] for op in told.stages[1].ops if op.kind is F)
+    sent = {op.microbatch: op.end for op in told[0].ops if op.kind is F}
+    assert all(op.start >= sent[op.microbatch] for op in told[1].ops if op.kind is F)
     enough.touch()
     for result in ranks.wait():
         assert result.exitcode == 0, result.error

@@ -26,6 +26,7 @@ from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.ops import OpsCollector
+from pipemorph_trainer.agent.page_feed import PageServer
 from pipemorph_trainer.agent.parts import PartLines
 from pipemorph_trainer.agent.ranks import RankServer
 from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
@@ -88,6 +89,17 @@ async def serve(config: AgentConfig) -> None:
                 max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
             )  # fmt: skip
 
+    def on_directive(directive: Directive) -> None:
+        directives.put_nowait(directive)
+        if page is not None:
+            page.plan(uplink.message(directive))
+
+    def on_page() -> None:
+        if page is not None and uplink.newest is not None:
+            page.plan(uplink.message(uplink.newest))
+        observer.repeat_states()
+        uplink.observed()
+
     def on_part() -> None:
         uplink.observed()
 
@@ -106,11 +118,21 @@ async def serve(config: AgentConfig) -> None:
         token_file=config.token_file,
         merger=merger,
         observer=observer,
-        on_directive=directives.put_nowait,
+        on_directive=on_directive,
         on_observed=parts.tell,
-        on_watched=lambda wanted: collector.wanted(wanted, time.monotonic()),
+        on_report=lambda report: page.report(report) if page is not None else None,
     )
-    collector = OpsCollector(config.mesh, ranks.ask_ops, uplink.send_ops)
+    page = PageServer.from_env(
+        os.environ,
+        config.attempt,
+        on_wanted=lambda wanted: collector.wanted(wanted, time.monotonic()),
+        on_connected=on_page,
+    )
+    collector = OpsCollector(
+        config.mesh, ranks.ask_ops, lambda ops: page.ops(ops) if page is not None else None
+    )
+    if page is not None:
+        await page.start()
     await ranks.start(socket.socket(fileno=config.listen_fd))
     working = [asyncio.create_task(report()), asyncio.create_task(hand_out())]
     await _rank_zero_is_gone()
@@ -123,6 +145,8 @@ async def serve(config: AgentConfig) -> None:
     await ranks.close(LAST_WORDS_SECONDS if not config.part_ranks else LAST_PARTS_SECONDS)
     if informed.is_set() and (uplink.has_news or not sent):
         await uplink.flush(LAST_REPORT_SECONDS)
+    if page is not None:
+        await page.close()
 
 
 async def serve_part(config: AgentConfig) -> None:

@@ -12,7 +12,8 @@ from math import ceil
 from typing import NamedTuple
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import Count, OpsTrace, OpsWanted, WireModel
+from pipemorph.wire import Count, OpsTrace, WireModel
+from pipemorph.wire.page import OpsWanted
 
 EVERY_SECONDS = 1.0
 """Least time between two questions."""
@@ -72,9 +73,9 @@ class OpsCollector:
         self._question: _Question | None = None
         self._told: list[OpsTrace] = []
 
-    def wanted(self, wanted: OpsWanted | None, now: float) -> None:
-        """The host has answered a report."""
-        if wanted is None or wanted.column >= self._mesh.columns:
+    def wanted(self, wanted: OpsWanted, now: float) -> None:
+        """Somebody watches."""
+        if wanted.column >= self._mesh.columns:
             return
         self._column, self._until = wanted.column, now + wanted.seconds
 

@@ -28,6 +28,7 @@ from pipemorph.local.processes.supervise import End, Ending, Events, supervise
 from pipemorph.wire import GenerationState, Loss, ResumedFrom
 from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
 from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.page.gate import PageGate
 from pipemorph_trainer.launcher.pod import Pod
 
 EXIT_FAILED = 1
@@ -63,6 +64,8 @@ class PodSite:
     """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     forks: Forks | None = None
+    page: PageGate | None = None
+    """Serves the live page while rank 0 runs in this pod; None: nobody does."""
     asked: bool = False
     """Whether the ranks have been asked to leave, so that a replica can join or layers move."""
     hangs: HangWatch = field(init=False)
@@ -162,6 +165,8 @@ class PodSite:
             rank = pod.first + local_rank
             env = pod.environment(local_rank, shared)
             ranks.start(mesh.coordinate(rank), self.program, env, pod.log(rank))
+        if self.page is not None and pod.first == 0:
+            self.page.open()
         if self.meeting is not None:
             self.meeting.watch(life.generation)
             self.word = life.generation if pod.first == 0 and life.generation else None
@@ -223,6 +228,8 @@ class PodSite:
             if self.pod.pods > 1:
                 self.meeting.completed(life.generation, self.is_over)
             return ending
+        if self.page is not None:
+            self.page.explain(ending.reason)
         if ending.end is not End.MOVED:
             _print(ending)
         # Of ranks that hang, all pods say what theirs did.
@@ -341,14 +348,22 @@ def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = F
         endpoint = Endpoint.from_env(os.environ, pod.namespace, pod.job.metadata.name)
         meeting = Meeting(endpoint, pod.index, pod.attempt, note, pod.runs_in)
     events, reaper = Events(), Reaper()
+    page, ending = PageGate.from_env(os.environ, note), Ending(End.INTERRUPTED)
+    environ = {**os.environ, **(page.environ if page is not None else {})}
     try:
         with (
             Interrupts(events) as interrupts,
             Forks(modules, program, os.environ, note) as forks,
         ):
-            site = PodSite(pod, program, grace, events, interrupts, meeting, forks=forks)
-            return Generations(site, reaper, forks, events).to_the_end()
+            site = PodSite(
+                pod, program, grace, events, interrupts, meeting,
+                environ=environ, forks=forks, page=page,
+            )  # fmt: skip
+            ending = Generations(site, reaper, forks, events).to_the_end()
+            return ending
     finally:
+        if page is not None:
+            page.close(ending.end.value, ending.reason)
         reaper.close()
 
 

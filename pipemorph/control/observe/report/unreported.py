@@ -168,10 +168,14 @@ class Unreported:
         """Keep the newest that the host has, in case it forgets them."""
         self._told_iterations.extend(iterations)
 
-    def again(self) -> None:
-        """Everything is news: the host has lost what it was told."""
+    def repeat_states(self) -> None:
+        """Every state is news."""
         for kind in self._kinds:
             kind.again()
+
+    def again(self) -> None:
+        """Everything is news: the host has lost what it was told."""
+        self.repeat_states()
         self._iterations.extendleft(reversed(self._told_iterations))
         self._told_iterations.clear()
 

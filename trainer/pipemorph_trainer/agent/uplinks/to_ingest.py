@@ -24,12 +24,10 @@ import random
 import re
 import ssl
 import time
-import zlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from pathlib import Path
-from types import MappingProxyType
 
 import aiohttp
 from pydantic import ValidationError
@@ -38,16 +36,13 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.wire import (
-    MAX_OPS_BYTES,
     MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
     AdaptationRecord,
     Directive,
     DirectiveEnvelope,
     HandIn,
-    OpsReport,
-    OpsTrace,
-    OpsWanted,
+    LinkHealthReport,
 )
 from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
@@ -84,8 +79,8 @@ class Refused(Exception):
 
 class Uplink:
     """Lets ``observer`` observe what ``merger`` has, sends its reports, and calls ``on_directive``
-    once per new directive. ``on_observed`` is called after each look, ``on_watched`` with what the
-    answer to each report says of who watches."""
+    once per new directive. ``on_observed`` is called after each look, ``on_report`` with each
+    report before it is sent."""
 
     def __init__(
         self,
@@ -99,7 +94,7 @@ class Uplink:
         observer: Observer,
         on_directive: Callable[[Directive], None],
         on_observed: Callable[[], None] = lambda: None,
-        on_watched: Callable[[OpsWanted | None], None] = lambda _: None,
+        on_report: Callable[[LinkHealthReport], None] = lambda _: None,
         autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
         self._url = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
@@ -108,13 +103,12 @@ class Uplink:
         self._observer = observer
         self._observing = Observing(merger, observer, self.observed)
         self._on_directive, self._on_observed = on_directive, on_observed
-        self._on_watched = on_watched
-        self._ops: OpsReport | None = None
-        self._has_ops = asyncio.Event()
+        self._on_report = on_report
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
-        self._newest: Directive | None = None
+        self.newest: Directive | None = None
+        """The newest directive; None before the first."""
         self._autonomy_seconds = autonomy_seconds
         self._answered_at = time.monotonic()
         self._records: list[AdaptationRecord] = []
@@ -146,7 +140,6 @@ class Uplink:
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
             tasks.create_task(self._deputy_loop())
-            tasks.create_task(self._ops_loop(session))
 
     async def flush(self, timeout: float) -> bool:
         """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
@@ -267,8 +260,8 @@ class Uplink:
         self._observer.delivered(report, answer, time.time())
         self._take(answer)
         self._records, self._used = deputy.records[-MOST_RECORDS:], deputy.plan_version
-        if answer.wants_plan and self._newest is not None:
-            await deputy.hand_in(self._message(self._newest))
+        if answer.wants_plan and self.newest is not None:
+            await deputy.hand_in(self.message(self.newest))
 
     async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
         while True:
@@ -289,8 +282,8 @@ class Uplink:
             self._due.clear()
             self._sequence += 1
             report = self._observer.report(self._sequence, time.time(), self._plan_version)
-            body = report.body()
-            async with self._post_to(session, "reports", body) as answer:
+            self._on_report(report)
+            async with self._post_to(session, "reports", report.body()) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
                     # The clock of an earlier agent was ahead. This report was refused; the next one
                     # counts on from the highest accepted number.
@@ -300,38 +293,12 @@ class Uplink:
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
-            self._on_watched(envelope.ops)
-            if envelope.wants_plan and self._newest is not None:
-                await self._hand_in(session, self._newest)
-
-    def send_ops(self, stages: list[OpsTrace]) -> None:
-        """Send the ops of all stages of a column in one iteration. Those before that are not on
-        their way yet are dropped."""
-        self._ops = OpsReport(
-            job=self._job, namespace=self._namespace, attempt=self._attempt,
-            column=stages[0].column, iteration=stages[0].iteration, stages=stages,
-        )  # fmt: skip
-        self._has_ops.set()
-
-    async def _ops_loop(self, session: aiohttp.ClientSession) -> None:
-        """Send what there is for who watches. What is lost is lost: another one follows."""
-        while True:
-            await self._has_ops.wait()
-            self._has_ops.clear()
-            ops, self._ops = self._ops, None
-            body = ops.body() if ops is not None else b""
-            if not 0 < len(body) <= MAX_OPS_BYTES:
-                continue
-            packed = await asyncio.to_thread(zlib.compress, body, 1)
-            headers = {"Content-Encoding": "deflate"}
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with self._post_to(session, "ops", packed, headers) as answer:
-                    if answer.status != HTTPStatus.OK:
-                        log.debug("ops were not taken: %d", answer.status)
+            if envelope.wants_plan and self.newest is not None:
+                await self._hand_in(session, self.newest)
 
     async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
         """Give the ingest the plan in force, which it does not know."""
-        message = self._message(directive)
+        message = self.message(directive)
         async with self._post_to(session, "plan", message.body()) as answer:
             try:
                 await _envelope(answer)
@@ -346,15 +313,15 @@ class Uplink:
         session: aiohttp.ClientSession,
         what: str,
         body: bytes,
-        more: Mapping[str, str] = MappingProxyType({}),
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = self._headers() | {"Content-Type": "application/json", **more}
+        headers = self._headers() | {"Content-Type": "application/json"}
         return session.post(
             f"{self._url}/{what}", data=body, headers=headers,
             timeout=_limit(REQUEST_SECONDS), allow_redirects=False,
         )  # fmt: skip
 
-    def _message(self, directive: Directive) -> HandIn:
+    def message(self, directive: Directive) -> HandIn:
+        """What a host needs that does not know the plan in force."""
         return HandIn(
             job=self._job,
             namespace=self._namespace,
@@ -366,12 +333,12 @@ class Uplink:
     @property
     def _plan_version(self) -> int:
         """Of the newest directive; 0 before the first."""
-        return self._newest.plan_version if self._newest is not None else 0
+        return self.newest.plan_version if self.newest is not None else 0
 
     def _take(self, envelope: DirectiveEnvelope) -> None:
         directive = envelope.directive
         if directive is not None and directive.plan_version > self._plan_version:
-            self._newest = directive
+            self.newest = directive
             self._on_directive(directive)
 
     def _headers(self) -> dict[str, str]:

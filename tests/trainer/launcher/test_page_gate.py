@@ -1,0 +1,159 @@
+"""Who reaches the live page of a pod, and what starts for them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch import free_port
+from waiting import until
+
+from pipemorph_trainer.agent.page_feed import SOCKET_VARIABLE
+from pipemorph_trainer.launcher.page import gate
+from pipemorph_trainer.launcher.page.gate import PageGate
+
+TOKEN = "the-token-of-the-page"
+DEADLINE = 30.0
+ANSWERS = """
+import json, os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as control:
+    token = sys.stdin.read()
+    while True:
+        body, fds, _, _ = socket.recv_fds(control, 65536, 1)
+        message = json.loads(body) if body else {}
+        for fd in fds:
+            with socket.socket(fileno=fd) as connection:
+                said = json.dumps([token, message["head"], os.environ["SOCKET"]]).encode()
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n%s"
+                    % (len(said), said)
+                )
+        if not body or "state" in message or "die" in message.get("head", ""):
+            open(os.environ["SOCKET"] + ".end", "w").write(json.dumps(message))
+            break
+""".replace("SOCKET", SOCKET_VARIABLE)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageGate]:
+    monkeypatch.setattr(gate, "PROCESS", (sys.executable, "-c", ANSWERS))
+    monkeypatch.setattr(gate, "HEAD_SECONDS", 0.5)
+    folder = tmp_path / "page"
+    folder.mkdir()
+    made = PageGate(0, TOKEN, folder, print)
+    made.open()
+    yield made
+    made.close("completed", "")
+    assert not folder.exists()
+
+
+def ask(page: PageGate, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=DEADLINE)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+PATH = f"/{TOKEN}/"
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/x/", f"{PATH[:-2]}/view", f"{PATH}../x/view", f"/{PATH}", "/view?token=" + PATH]
+)
+def test_who_has_no_token_gets_401_and_starts_nothing(page: PageGate, path: str) -> None:
+    assert ask(page, path) == (401, b"")
+    assert page._process is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 8192, b"\x00\xff\r\n", b"GET /\r\n"])
+def test_what_is_no_request_is_refused(page: PageGate, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", page.port), DEADLINE) as connection:
+        connection.sendall(sent)
+        with contextlib.suppress(OSError):  # It is closed already.
+            connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+    assert page._process is None
+
+
+def test_strangers_hold_a_few_connections_for_a_moment(
+    page: PageGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "HEAD_SECONDS", DEADLINE)
+    silent = [socket.create_connection(("127.0.0.1", page.port), DEADLINE) for _ in range(40)]
+    assert ask(page, "/x/")[0] == 401
+    closed = [each for each in silent[:20] if each.recv(1) == b""]
+    assert len(closed) == 20, "the oldest of them"
+    for each in silent:
+        each.close()
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(page: PageGate) -> None:
+    with socket.create_connection(("127.0.0.1", page.port), DEADLINE) as connection:
+        connection.sendall(b"GET /x")
+        assert connection.recv(1) == b""
+
+
+def test_the_first_viewer_with_the_token_starts_the_process(page: PageGate) -> None:
+    status, body = ask(page, PATH + "view?after=3")
+    assert status == 200 and b"GET " + PATH.encode() + b"view?after=3 HTTP/1.1" in body
+    assert TOKEN.encode() in body and page.environ[SOCKET_VARIABLE].encode() in body
+    first = page._process
+    assert ask(page, PATH)[0] == 200 and page._process is first
+
+
+def test_a_process_that_has_ended_is_started_again_after_a_pause(
+    page: PageGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(page, PATH + "view?die")[0] == 200
+    first = page._process
+    assert first is not None and first.wait(DEADLINE) == 0
+    assert ask(page, PATH)[0] == 503
+    monkeypatch.setattr(gate, "START_PAUSE_SECONDS", 0.0)
+    assert ask(page, PATH)[0] == 200 and page._process is not first
+
+
+def test_the_process_hears_of_the_end(tmp_path: Path, page: PageGate) -> None:
+    assert ask(page, PATH)[0] == 200
+    page.explain("rank 3 was killed by SIGKILL")
+    end = Path(page.environ[SOCKET_VARIABLE] + ".end")
+    page._send({"state": "failed", "reason": "x"})
+    until(end.exists, "the end")
+    assert end.read_text() == '{"state": "failed", "reason": "x"}'
+
+
+def test_a_port_in_use_is_noted(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        made = PageGate(taken.getsockname()[1], TOKEN, tmp_path, notes.append)
+        made.open()
+        made.close("failed", "")
+    (said,) = notes
+    assert said.startswith("no live page: port ") and "cannot be used" in said
+
+
+def test_it_listens_on_loopback_only(page: PageGate) -> None:
+    assert page._listener is not None and page._listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("token", "noted"), [("short", "is too short"), (None, "No such file"), (TOKEN, "")]
+)
+def test_the_operators_variables(token: str | None, noted: str, tmp_path: Path) -> None:
+    notes: list[str] = []
+    file = tmp_path / "token"
+    if token is not None:
+        file.write_text(token)
+    environ = {gate.PORT_VARIABLE: str(free_port()), gate.TOKEN_VARIABLE: str(file)}
+    made = PageGate.from_env(environ, notes.append)
+    assert (made is None) is bool(noted) and noted in "".join(notes)
+    if made is not None:
+        made.close("completed", "")
+    assert PageGate.from_env({}, notes.append) is None
