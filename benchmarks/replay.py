@@ -33,11 +33,8 @@ from pipemorph.planning import Dispatch, Problem
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import (
     Replay,
-    delegated_ready_first,
-    fixed_share,
     guided,
     late_share,
-    ready_first,
     replay,
 )
 from pipemorph.replay.links import DispatchChoice
@@ -87,16 +84,13 @@ CASES = (
     *(Case("nine-faults", each, cap=CAP, goal=0.97) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, Dispatch.STATIC, goal=0.975) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, delegation=0.05, goal=0.975) for each in get_args(Telemetry)),
-    Case("nine-faults", "python", Dispatch.ONLINE, of_late=0.98),
     Case("nine-faults", "python", Dispatch.GUIDED, of_late=0.99),
     *(Case("redrawn", each, goal=0.98) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.STATIC, of_late=0.995),
-    Case("redrawn", "python", Dispatch.ONLINE, of_late=1.025),
     *(Case("narrow", each, of_late=NARROW[each]) for each in get_args(Telemetry)),
     Case("varying-bandwidth", "python", goal=0.4),
     Case("congestion", "python", goal=1.1),
     Case("congestion", "python", Dispatch.STATIC, goal=1.1),
-    Case("congestion", "python", Dispatch.ONLINE, goal=1.1),
     *(Case("flapping", each, goal=FLAPPING) for each in get_args(Telemetry)),
     *(Case("dead-port", each, slower=DEAD_PORT) for each in get_args(Telemetry)),
 )
@@ -108,7 +102,7 @@ ITERATIONS, BEGINS, ENDS = 55, 2.0, 45.0
 """Of a random trace: iterations, and seconds at which its delay begins and ends to vary."""
 LINKS = (6, 3, 5)
 """Link that is slow, by seed."""
-DISPATCHES: tuple[DispatchChoice, ...] = (Dispatch.STATIC, "auto", Dispatch.ONLINE)
+DISPATCHES: tuple[DispatchChoice, ...] = (Dispatch.STATIC, "auto")
 LEAST_GAIN, SLOWER = 0.95, 1.01
 """Goals: mean share of the oracle's gain, and time of auto over that of the best dispatch."""
 
@@ -160,7 +154,7 @@ def run_random(seeds: int) -> tuple[list[str], list[dict[str, object]]]:
     seconds: dict[DispatchChoice, list[float]] = {each: [] for each in DISPATCHES}
     shares: dict[DispatchChoice, list[float]] = {each: [] for each in DISPATCHES}
     rows: list[dict[str, object]] = []
-    print(f"{'':32} {'limit':>5} {'seconds: static, auto, online':>30} {'of the gain':>20} changes")
+    print(f"{'':32} {'limit':>5} {'seconds: static, auto':>30} {'of the gain':>20} changes")
     for kind, cap, seed in ((k, c, s) for k in RANDOM for c in (None, CAP) for s in range(seeds)):
         found: list[Replay] = []
         for dispatch in DISPATCHES:
@@ -261,18 +255,8 @@ def main() -> int:
             f" iteration late gets {share:.1%}"
         )
     if any(case.trace == "nine-faults" for case in cases):
-        share = late_share(*_given(CASES[0]), late=ready_first)
-        print(
-            f"nine-faults, the same if any ready op runs in the first slow iteration: {share:.1%}"
-        )
         share = late_share(*_given(CASES[0]), late=guided)
         print(f"nine-faults, the same with guided dispatch: {share:.1%}")
-        for cost in (0.0, 0.01, 0.05):
-            share = fixed_share(*_given(CASES[0]), cost, delegated_ready_first)
-            print(
-                f"nine-faults, delegation {cost:.0%}: without a controller, all links delegated and"
-                f" any ready op next, always: {share:.1%}"
-            )
     print(
         f"{'':68} {'static s':>9} {'adaptive s':>10} {'oracle s':>9} {'share':>7} {'of late':>7}"
         f" {'changes':>8}"

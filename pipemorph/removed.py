@@ -6,7 +6,8 @@ completes the sentence "was removed; …", as in ``use nodeExclusion``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
 
 FIELDS: Mapping[str, str] = {
     "spec.adaptation.allowDelegation": "use transport.route: direct",
@@ -27,9 +28,15 @@ FIELDS: Mapping[str, str] = {
 keeps them without a type, so that the operator receives and refuses them."""
 
 VALUES: Mapping[tuple[str, str], str] = {
+    ("spec.schedule.dispatch", "online"): "use auto or guided",
     ("spec.transport.engine", "libfabric"): "use auto, or tcp on hosts with EFA devices",
 }
 """Values of a field of a manifest, by its path and the value."""
+
+DISPATCHES: Mapping[str, str] = {
+    "online": "use guided, or auto in a job",
+}
+"""Dispatches, in problems and on the command line."""
 
 POLICIES: Mapping[str, str] = {
     "exact": "use pipemorph; lower_bound and gap of its plan bound the distance to the optimum",
@@ -61,3 +68,15 @@ def removal(replacements: Mapping[str, str], name: str) -> str | None:
     """The end of the message that refuses ``name``; None if it was never accepted."""
     replacement = replacements.get(name)
     return None if replacement is None else f"was removed; {replacement}"
+
+
+def refuse_removed(replacements: Mapping[str, str]) -> Callable[[str], str]:
+    """A type of :func:`argparse.ArgumentParser.add_argument` that passes other values on to its
+    choices."""
+
+    def check(name: str) -> str:
+        if gone := removal(replacements, name):
+            raise ArgumentTypeError(f"{name!r} {gone}")
+        return name
+
+    return check

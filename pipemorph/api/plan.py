@@ -26,7 +26,7 @@ class PlanSummary(StatusModel):
     )
     policy: str = Field(max_length=32, description="Policy that made it.")
     dispatch: str = Field(
-        max_length=16, description="How stages choose their next op: static, online or guided."
+        max_length=16, description="How stages choose their next op: static or guided."
     )
     stages: int = Field(ge=1, description="Number of stages.")
     microbatches: int = Field(ge=1, description="Microbatches of an iteration.")

@@ -13,9 +13,7 @@ from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, load_problem, shown
-from pipemorph.planning.simulation.interleaved import simulate_interleaved
-from pipemorph.planning.simulation.simulator import simulate
-from pipemorph.removed import POLICIES, removal
+from pipemorph.removed import DISPATCHES, POLICIES, refuse_removed
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
         "--policy",
-        type=_policy,
+        type=refuse_removed(POLICIES),
         choices=[p.value for p in Policy],
         help="overrides the problem's policy",
     )
@@ -36,18 +34,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--dispatch",
+        type=refuse_removed(DISPATCHES),
         choices=[d.value for d in Dispatch],
-        help="static: stages keep the plan's order; online: they run the next ready op; guided: of "
-        "the ready ops the first in the plan's order; overrides the problem's dispatch",
+        help="static: stages keep the plan's order; guided: they run of the ready ops the first in "
+        "the plan's order; overrides the problem's dispatch",
     )
     add_output_arguments(parser)
-
-
-def _policy(name: str) -> str:
-    """An argument that :func:`argparse.ArgumentParser.add_argument` holds to the choices."""
-    if gone := removal(POLICIES, name):
-        raise argparse.ArgumentTypeError(f"{shown(name)} {gone}")
-    return name
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
         )
     planned = plan(problem, policy, tight_bound=True)
     problem, simulation = planned.problem, planned.simulation
-    if dispatch is Dispatch.ONLINE:
-        simulation = simulate(planned.schedule, problem, dispatch)
     write(
         report(
             simulation,
@@ -89,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
 def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace) -> None:
     planned = plan_interleaved(problem, policy)
     problem, ran = planned.problem, planned.simulation
-    if problem.dispatch is Dispatch.ONLINE:
-        ran = simulate_interleaved(planned.schedule, problem, problem.dispatch)
     fields = report_interleaved(
         ran,
         problem,

@@ -12,6 +12,7 @@ from pipemorph.commands.output import format_by_ending
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
+from pipemorph.removed import DISPATCHES, refuse_removed
 from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.page import render_page
 from pipemorph.replay.trace import load_trace
@@ -41,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--dispatch",
+        type=refuse_removed(DISPATCHES),
         choices=[*(d.value for d in Dispatch), "auto"],
         default="auto",
         help="of the adaptive contender (default: %(default)s, as of a job)",

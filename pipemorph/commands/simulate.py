@@ -14,6 +14,7 @@ from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
 from pipemorph.planning.simulation.lower_bound import lower_bound
 from pipemorph.planning.simulation.simulator import check_fits, simulate
+from pipemorph.removed import DISPATCHES, refuse_removed
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,9 +28,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
         "--dispatch",
+        type=refuse_removed(DISPATCHES),
         choices=[d.value for d in Dispatch],
-        help="static keeps the order; online runs the next ready op; guided, of the ready ops, the "
-        "first in the order (default: PLAN's own)",
+        help="static keeps the order; guided runs of the ready ops the first in the order "
+        "(default: PLAN's own)",
     )
     add_output_arguments(parser)
 

@@ -106,15 +106,12 @@ def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
     """The first stage on which a plan can exceed its limits; None if there is none."""
     n = plan.schedule.microbatches
     for i, (space, ops) in enumerate(zip(rooms, plan.schedule.stages, strict=True)):
-        cap, device = plan.in_flight_limits[i], plan.device_limits[i]
+        device = plan.device_limits[i]
         if space.device is None and device is None:
             continue  # Nothing is limited, and nothing leaves the device.
-        if plan.dispatch is Dispatch.ONLINE:
-            held, away = n if cap is None else min(cap, n), host_limit(cap, device, n)
-        else:
-            held, away = in_flight_peak(ops), host_peak(ops, device)
-            if plan.dispatch is Dispatch.GUIDED:
-                away = host_limit(held, device, n)
+        held, away = in_flight_peak(ops), host_peak(ops, device)
+        if plan.dispatch is Dispatch.GUIDED:
+            away = host_limit(held, device, n)
         fits = space.device
         if away and fits is not None and plan.recompute[i]:
             most = space.recompute_limit

@@ -113,19 +113,6 @@ def exceeding_plan(problem: Problem) -> InterleavedPlan | None:
     )
 
 
-def online_plans(problem: Problem, routes: Sequence[Route]) -> Iterator[Plan]:
-    """Plans for online dispatch whose activations stay on the device, those with the fewest
-    microbatches in flight first.
-
-    Online dispatch holds as many as its limits allow, whether it needs them or not. So these limits
-    are what a list schedule of policy pipemorph may have in flight, and no more.
-    """
-    within, placement = on_device(problem), _placement(problem)
-    for caps in _caps(within):
-        schedule = _list(within, placement, caps)
-        yield schedule.to_plan(0, routes, in_flight_limits=caps, dispatch=Dispatch.ONLINE)
-
-
 def _by_rule(problem: Problem, policy: Policy) -> InterleavedSimulation:
     match policy:
         case Policy.ZERO_BUBBLE_V:
@@ -237,8 +224,8 @@ def _listed(
 
 
 def _list(problem: Problem, placement: tuple[int, ...], caps: Sequence[int]) -> InterleavedSchedule:
-    """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*: what online
-    dispatch does under the delays of the problem."""
+    """The list schedule with at most ``caps[s]`` microbatches in flight on stage *s*, made
+    under the delays of the problem."""
     ranks = range(max(placement) + 1)
     stages_of = [[s for s, where in enumerate(placement) if where == rank] for rank in ranks]
     costs = placed_costs(problem, placement)

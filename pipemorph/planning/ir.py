@@ -60,13 +60,12 @@ class Policy(StrEnum):
 class Dispatch(StrEnum):
     """How a stage picks its next op.
 
-    STATIC keeps the plan's order. ONLINE runs the next *ready* op (B, then F, then W) within
-    warm-up and in-flight cap, so that a late message does not block ready ops. GUIDED runs, of the
-    ready ops, the first in the plan's order; see :mod:`pipemorph.planning.simulation.guided`.
+    STATIC keeps the plan's order. GUIDED runs, of the ready ops, the first in the plan's order, so
+    that a late message does not block ready ops; see
+    :mod:`pipemorph.planning.simulation.guided`.
     """
 
     STATIC = "static"
-    ONLINE = "online"
     GUIDED = "guided"
 
     @property
@@ -323,10 +322,8 @@ class Plan:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
 
         def acts(plan: Plan) -> tuple[object, ...]:
-            # Online, the limits decide what runs, and not the order.
-            limits = plan.in_flight_limits if plan.dispatch is Dispatch.ONLINE else ()
             return (
-                plan.schedule, plan.dispatch, plan.waits, plan.turns, plan.routes, limits,
+                plan.schedule, plan.dispatch, plan.waits, plan.turns, plan.routes,
                 plan.device_limits, plan.recompute,
             )  # fmt: skip
 

@@ -4,7 +4,7 @@ A stage with a *device limit* D keeps the activations of at most D microbatches 
 in-flight cap may be higher. A stage *offloads*, so that the activations move to host memory and
 back, or it *recomputes*: it drops them, and runs the forward again from the inputs that it keeps.
 Which microbatches leave depends only on the ops that the stage has run. So the same rules apply to
-a fixed order and to online dispatch, in the validator, simulator and executor:
+a fixed order and to guided dispatch, in the validator, simulator and executor:
 
 - A microbatch is *resident* on the device from the start of its F until its activations leave it,
   and again from the start of its B (or BW) until the end of its W (or BW).

@@ -15,7 +15,7 @@ from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement
 from pipemorph.planning.offload import recompute_reach
-from pipemorph.removed import POLICIES, removal
+from pipemorph.removed import DISPATCHES, POLICIES, removal
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
@@ -144,8 +144,8 @@ class Link(_Model):
     until the oldest has arrived (head-of-line blocking).
 
     With ``half_duplex`` both directions share queues and rate, first come, first served. ``slots``
-    limits the forward messages that stage *i+1* has not begun to use; online dispatch delays a
-    forward until a slot is free. Static dispatch ignores it.
+    limits the forward messages that stage *i+1* has not begun to use; guided dispatch runs a
+    forward out of turn only while a slot is free. Static dispatch ignores it.
 
     A direct route is ``queues=1, outstanding=2``, plus ``half_duplex`` if a pair of ranks has one
     communicator for both directions. A delegated route has ``queues=8`` and no limit on sends,
@@ -428,7 +428,8 @@ def describe(error: ValidationError) -> str:
     if kind == "missing":
         return f"{name} is missing"
     if kind == "enum":
-        if name == "policy" and (gone := removal(POLICIES, str(found))):
+        gone = removal({"policy": POLICIES, "dispatch": DISPATCHES}.get(name, {}), str(found))
+        if gone is not None:
             return f"{name}: {shown(found)} {gone}"
         return f"{name}: {shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
     if kind == "greater_than_equal":

@@ -229,7 +229,7 @@ def validate_online(
     slots: Sequence[int | None] | None = None,
     device_limits: Sequence[int | None] = (),
 ) -> None:
-    """Raise :class:`ScheduleError` if online dispatch could deadlock.
+    """Raise :class:`ScheduleError` if running ready ops could deadlock.
 
     ``slots[i]``: most forward messages of link *i* that the receiver has not begun to use; None for
     no limit. Deadlock is impossible if x is non-increasing, ``x_i ≤ min(K_0 … K_i)``, and link *i*

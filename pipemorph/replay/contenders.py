@@ -311,20 +311,9 @@ def unchanged(plan: Plan) -> Plan:
     return plan
 
 
-def ready_first(plan: Plan) -> Plan:
-    """The plan with any op that is ready next, on the same routes."""
-    return replace(plan, dispatch=Dispatch.ONLINE)
-
-
 def guided(plan: Plan) -> Plan:
     """The plan with guided dispatch, without what it waits for on purpose."""
     return replace(plan, dispatch=Dispatch.GUIDED)
-
-
-def delegated_ready_first(plan: Plan) -> Plan:
-    """The same with all links delegated."""
-    everything = dict.fromkeys(range(len(plan.routes)), 0.0)
-    return ready_first(failed_over(plan, everything))
 
 
 def late_share(
@@ -341,16 +330,6 @@ def late_share(
     links = Links(problem, trace, delegation)
     static = _static(problem, links)
     return _share(problem, trace, links, Oracle(problem, links, static, late=late).step)
-
-
-def fixed_share(
-    problem: Problem, trace: LinkTrace, delegation: float, made: Callable[[Plan], Plan]
-) -> float:
-    """The share of a trainer that runs what ``made`` makes of the static plan, and never changes
-    it. Arguments and errors as of :func:`late_share`."""
-    problem = in_seconds(problem)
-    links = Links(problem, trace, delegation)
-    return _share(problem, trace, links, _keep([links], made(_static(problem, links))))
 
 
 def _static(problem: Problem, links: Links) -> Plan:

@@ -146,7 +146,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
 @pytest.mark.needs_engine
 @pytest.mark.parametrize(
     ("placement", "dispatch"),
-    parametrize_product(["interleaved", "v"], [Dispatch.GUIDED, Dispatch.ONLINE], test=1, full=1),
+    parametrize_product(["interleaved", "v"], [Dispatch.GUIDED], test=1, full=1),
 )
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
     """A receive waits for its ops of the plan's order, in whatever order the rank runs them."""

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
 
 @pytest.mark.parametrize(
     ("placement", "dispatch"),
-    parametrize_product(["v", "interleaved"], [Dispatch.GUIDED, Dispatch.ONLINE], test=1, full=1),
+    parametrize_product(["v", "interleaved"], [Dispatch.GUIDED], test=1, full=1),
 )
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
     """The same bits; also while a link is late that the plan knows nothing of, and from the second
@@ -113,9 +112,7 @@ def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> N
     assert records[0].versions[::2] == [0, 3]
 
 
-@pytest.mark.parametrize(
-    "dispatch", give_tiers([(Dispatch.ONLINE,), (Dispatch.GUIDED,)], test=0, full=1)
-)
+@pytest.mark.parametrize("dispatch", give_tiers([(Dispatch.GUIDED,)], test=0, full=1))
 def test_the_order_follows_the_messages_of_three_stages(dispatch: Dispatch) -> None:
     plan = make_plan("1f1b-interleaved", 2, 6, 6, dispatch=dispatch)
     check(plan, faults=[Fault(link=2, delay_ms=20.0)])
@@ -203,7 +200,7 @@ def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None
     ("how", "dispatch"),
     give_tiers(
         [
-            ("kill", "online"), ("raise", "static"), ("hang", "guided"), ("hang", "static"),
+            ("kill", "guided"), ("raise", "static"), ("hang", "guided"), ("hang", "static"),
             ("kill", "static"),
         ],
         test=1, full=2,
@@ -249,6 +246,3 @@ def test_what_does_not_fit() -> None:
     mesh = MeshShape(4, stages_per_rank=2, placement="v")
     with pytest.raises(InputError, match=r"on ranks \[0, 1, 0, 1\] .* has them on \[0, 1, 1, 0\]"):
         check_plan(wrong, mesh)
-    online = make_plan("zero-bubble-v", 2, 4, 4, dispatch=Dispatch.ONLINE)
-    with pytest.raises(InputError, match="warm-up is 4; expected at most 1"):
-        check_plan(replace(online, in_flight_limits=(1,) * 4), mesh)

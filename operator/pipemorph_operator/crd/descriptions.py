@@ -20,10 +20,9 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.schedule": "What is scheduled, and by which policy. Immutable.",
     "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
     "their schedule.",
-    "spec.schedule.dispatch": "static: each stage keeps the plan's order; online: it runs its "
-    "next ready op within warm-up and in-flight limit; guided: of its ready ops it runs the first "
-    "in the plan's order, with no more microbatches in flight than the plan has; auto: static, or "
-    "online or guided where that is predicted to be better.",
+    "spec.schedule.dispatch": "static: each stage keeps the plan's order; guided: of "
+    "its ready ops it runs the first in the plan's order, with no more microbatches in flight than "
+    "the plan has; auto: static, or guided where that is predicted to be better.",
     "spec.schedule.warmup[]": "Warm-up of one stage; never more than that of the stage before.",
     "spec.trainer": "What runs in every rank. Immutable.",
     "spec.trainer.seed": "Seed for the module to use; nothing else is seeded.",

@@ -193,9 +193,9 @@ RULES: dict[str, list[Rule]] = {
             field_path=".schedule.warmup",
         ),
         Rule(
-            rule="!(self.schedule.dispatch in ['online', 'guided'])"
+            rule="self.schedule.dispatch != 'guided'"
             f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
-            message="dispatch online or guided needs shard, context and tensor to be 1",
+            message="dispatch guided needs shard, context and tensor to be 1",
             field_path=".schedule.dispatch",
         ),
         *(

@@ -45,7 +45,7 @@ class ScheduleSpec(SpecModel):
     policy: Literal[
         "pipemorph", "zero-bubble", "1f1b", "gpipe", "1f1b-interleaved", "zero-bubble-v"
     ] = "pipemorph"
-    dispatch: Literal["static", "online", "guided", "auto"] = "auto"
+    dispatch: Literal["static", "guided", "auto"] = "auto"
     objective: Literal["auto", "makespan", "period"] = Field(
         default="auto",
         description="What plans make short: the iteration of all stages together (makespan), or "

@@ -36,11 +36,10 @@ from pipemorph.planning import (
     problem_for,
     simulate,
     validate,
-    validate_online,
     validate_waits,
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import online_plans, plan_interleaved
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
 from pipemorph.planning.simulation.interleaved import (
@@ -416,20 +415,11 @@ class Forecast:
             for by in self._varying.longer():
                 made += self.under(steady.longer(by))._planned(routes, effort)
             made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
-        if not self._may_go_online(routes):
+        # Only here does a prediction show what it costs not to wait for what is nearly there.
+        if self._varying is None or not self._may_go_guided(routes):
             return made
         plans = [option.plan for option in made]
-        others = [
-            replace(plan, dispatch=Dispatch.ONLINE, waits=())
-            for plan in plans
-            if plan.schedule.mixed is None
-        ]
-        problem = self.problem(routes)
-        if problem.ranks is not None:
-            others = [*online_plans(problem, routes), *others]
-        if self._varying is not None:
-            # Only here does a prediction show what it costs not to wait for what is nearly there.
-            others += [_guided(each, self._within(each)) for each in plans if not _is_guided(each)]
+        others = [_guided(each, self._within(each)) for each in plans if not _is_guided(each)]
         return [*made, *(self.of(plan) for plan in others if self.excess(plan) is None)]
 
     def _within(self, plan: Plan) -> Problem:
@@ -479,7 +469,7 @@ class Forecast:
             self._varying is None and not self.parts and self._spec.parallelism.stages_per_rank == 1
         )
 
-    def _may_go_online(self, routes: tuple[Route, ...]) -> bool:
+    def _may_go_guided(self, routes: tuple[Route, ...]) -> bool:
         """Only while links are slow and delegated. On a direct route a late send holds up whatever
         op comes next, and arrivals that say how slow the link is are seen later."""
         carried = self._situation.carried(routes)
@@ -514,8 +504,7 @@ class Forecast:
     def _as_planned(self, plan: Plan) -> bool:
         """Whether a new plan for this situation takes as long as the planner says: guided dispatch
         keeps to its order, too, while messages come as planned."""
-        alike = self._varying is None and not self.parts
-        return plan.dispatch is not Dispatch.ONLINE and self._situation.barrier and alike
+        return self._varying is None and not self.parts and self._situation.barrier
 
     def excess(self, plan: Plan) -> Excess | None:
         """The first stage on which the plan exceeds its limits; None if there is none."""
@@ -578,8 +567,6 @@ def _broken(plan: Plan) -> str | None:
         else:
             validate(plan.schedule, caps, device)
         validate_waits(plan.schedule, plan.waits)
-        if plan.dispatch is Dispatch.ONLINE:
-            validate_online(plan.warmup, caps, device_limits=device)
     except InputError as error:
         return str(error)
     return None

@@ -5,7 +5,7 @@ cause at any moment is the first that applies of:
 
 1. *link*: the stage's own last send blocks its compute;
 2. *cap*: the input of a forward has arrived, and only the stage's ``in_flight_limit`` forbids it;
-3. *order*: another B or W could run, but the schedule runs this op first (online dispatch would
+3. *order*: another B or W could run, but the schedule runs this op first (guided dispatch would
    not wait);
 4. *link*: the input of the next op has been sent, but not arrived (delay or queue of a link);
 5. *dependency*: the input of the next op has not been computed yet.

@@ -111,7 +111,8 @@ def _as_delay(link: Link) -> Link:
 
 
 def _plain(costs: Costs) -> bool:
-    """Whether the list scheduler in the paper's order gives exactly the result of online dispatch.
+    """Whether the list scheduler in the paper's order gives exactly the order of running ready
+    ops.
 
     Not if a send can block or a queue is shared, nor if ops take no time, so that ops and the
     messages they wait for are simultaneous.

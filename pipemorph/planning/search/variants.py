@@ -168,8 +168,6 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
     for i in [i for i, pays in enumerate(whole) if pays][: _steps(problem)]:
         if better(best._replace(fused=_toggled(best.fused, i))):
             yield found
-    if problem.dispatch is Dispatch.ONLINE:
-        return
     mixed = mix(found.problem)
     if mixed is not None and mixed.objective < found.objective * (1 - SAME):
         schedule = decode(mixed.order, problem.microbatches)

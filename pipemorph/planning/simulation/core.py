@@ -1,6 +1,6 @@
 """The event core (``csrc/planner``): executes schedules.
 
-Everything that executes a schedule is this: the simulator, online dispatch, the list schedules of
+Everything that executes a schedule is this: the simulator, the list schedules of
 the policies, schedules with several stages per rank. An op starts when its rank is free and its
 message has arrived: F waits for the F upstream, B for the B downstream (on the last stage, for its
 own F). Messages are sent at the end of an op and travel as described by

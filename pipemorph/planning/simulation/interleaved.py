@@ -19,12 +19,10 @@ from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import MAX_STAGES_PER_RANK, Ran
 from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
-from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.simulation.simulator import (
     Runner,
     Simulation,
     TimedOp,
-    fused_stages,
     mean_of_changes,
     settled_period,
 )
@@ -278,11 +276,8 @@ def simulate_interleaved(
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
-    if dispatch is Dispatch.ONLINE:
-        validate_interleaved(schedule)
-    else:
-        validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
-        validate_waits(schedule.per_stage(), waits or ())
+    validate_interleaved(schedule, problem.in_flight_limits(), problem.device_limits())
+    validate_waits(schedule.per_stage(), waits or ())
     costs = placed_costs(problem, placement)
     if before is not None:
         costs = costs._replace(before=[*before, *[0.0] * (len(placement) - len(before))])
@@ -364,17 +359,6 @@ def _runner(
     if dispatch is Dispatch.STATIC:
         return lambda costs, delay_at, transfer_at: core.in_order(
             costs, codes, stages_of, at(delay_at), at(transfer_at)
-        )
-    if dispatch is Dispatch.ONLINE:
-        per_stage = schedule.per_stage()
-        rules = Rules.of(
-            problem,
-            per_stage.warmup(),
-            fused=fused_stages(per_stage),
-            slots=_slots(schedule, problem),
-        )
-        return lambda costs, delay_at, transfer_at: core.online(
-            costs, rules, at(delay_at), at(transfer_at), stages_of
         )
     guide = interleaved_guide(schedule, problem, waits)
     return lambda costs, delay_at, transfer_at: core.guided(

@@ -26,7 +26,7 @@ def lower_bound(problem: Problem) -> float:
     """Lower bound of the problem's objective (makespan or period) for all schedules, in its unit.
 
     Valid for split and fused backwards, with and without offload or recomputation, static and
-    online dispatch, and all link models: limits on sends only delay messages.
+    guided dispatch, and all link models: limits on sends only delay messages.
     """
     costs, less = _relaxed(problem)
     return _planner.lower_bound(costs.packed(), _loosest_caps(problem)) - less

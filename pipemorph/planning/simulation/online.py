@@ -1,4 +1,4 @@
-"""Rules of online dispatch: which of its ready ops a stage may run.
+"""Rules of the online list schedule: which of its ready ops a stage may run.
 
 On each rank the first ready op of B, F, W runs, of two stages that of the later one in the model.
 The paper's list scheduler ("full schedule") is the same, run before the iteration, with its order
@@ -47,7 +47,7 @@ class Rules:
     ) -> Rules:
         """Rules for a problem, with its caps.
 
-        Raises :class:`~pipemorph.planning.validator.ScheduleError` if online dispatch could
+        Raises :class:`~pipemorph.planning.validator.ScheduleError` if the schedule could
         deadlock.
         """
         limits = problem.in_flight_limits()

@@ -1,4 +1,4 @@
-"""Simulates a schedule with one stage per rank: exact event times, static or online dispatch."""
+"""Simulates a schedule with one stage per rank: exact event times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Ran, Rows, microbatches_of
 from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
-from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.simulation.waits import Waits, guide_of
-from pipemorph.planning.validator import ScheduleError, validate, validate_waits
+from pipemorph.planning.validator import validate, validate_waits
 
 Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Ran]
 """Executes a schedule under the costs, delays and transfers it is given."""
@@ -104,18 +103,15 @@ def simulate(
     problem: Problem,
     dispatch_mode: Dispatch = Dispatch.STATIC,
     *,
-    warmup: Sequence[int] | None = None,
     waits: Waits | None = None,
 ) -> Simulation:
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
-    STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or those of
-    the schedule) and whether a stage's backward is fused, and runs ready ops within the caps, the
-    device limits and the slots of the links. GUIDED keeps the order as far as messages arrive in
+    STATIC keeps each stage's order. GUIDED keeps the order as far as messages arrive in
     time; ``waits``: see :func:`~pipemorph.planning.simulation.waits.guide_of`. Raises
     :class:`ScheduleError` if the schedule is invalid or exceeds a cap of the problem.
     """
-    return _execute(schedule, problem, dispatch_mode, warmup or schedule.warmup(), waits)
+    return _execute(schedule, problem, dispatch_mode, waits)
 
 
 def simulate_changing(
@@ -136,7 +132,6 @@ def simulate_changing(
         schedule,
         problem,
         mode,
-        schedule.warmup(),
         waits,
         delay_at=delay_at,
         transfer_at=transfer_at,
@@ -148,7 +143,6 @@ def _execute(
     schedule: Schedule,
     problem: Problem,
     mode: Dispatch,
-    warmup: Sequence[int],
     waits: Waits | None,
     *,
     delay_at: DelayAt | None = None,
@@ -159,27 +153,14 @@ def _execute(
     costs = Costs.of(problem)
     if before is not None:
         costs = costs._replace(before=list(before))
-    if mode is not Dispatch.ONLINE:
-        validate(schedule, problem.in_flight_limits(), problem.device_limits())
-        if mode is Dispatch.STATIC:
-            ran = core.static(schedule, costs, delay_at, transfer_at)
-        else:
-            validate_waits(schedule, waits or ())
-            guide = guide_of(schedule, problem, waits)
-            ran = core.guided(costs, guide, delay_at, transfer_at)
-        return Simulation.of(ran, costs)
-    validate(schedule)
-    rules = _rules(schedule, problem, warmup)
-    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs)
-
-
-def _rules(schedule: Schedule, problem: Problem, warmup: Sequence[int]) -> Rules:
-    return Rules.of(
-        problem,
-        warmup,
-        fused=fused_stages(schedule),
-        slots=[link.slots for link in problem.links],
-    )
+    validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    if mode is Dispatch.STATIC:
+        ran = core.static(schedule, costs, delay_at, transfer_at)
+    else:
+        validate_waits(schedule, waits or ())
+        guide = guide_of(schedule, problem, waits)
+        ran = core.guided(costs, guide, delay_at, transfer_at)
+    return Simulation.of(ran, costs)
 
 
 def predict(
@@ -195,9 +176,7 @@ def predict(
     costs = Costs.of(problem)
     if dispatch_mode is Dispatch.STATIC:
         return makespan_of(schedule, costs)
-    if dispatch_mode is Dispatch.GUIDED:
-        return core.guided_makespan(costs, guide_of(schedule, problem, waits))
-    return core.online_order(costs, _rules(schedule, problem, schedule.warmup()))[1]
+    return core.guided_makespan(costs, guide_of(schedule, problem, waits))
 
 
 def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:
@@ -283,11 +262,8 @@ def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits |
     """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
         return lambda costs, *at: core.in_order(costs, schedule.codes, None, *at)
-    if mode is Dispatch.GUIDED:
-        guide = guide_of(schedule, problem, waits)
-        return lambda costs, *at: core.guided(costs, guide, *at)
-    rules = _rules(schedule, problem, schedule.warmup())
-    return lambda costs, *at: core.online(costs, rules, *at)
+    guide = guide_of(schedule, problem, waits)
+    return lambda costs, *at: core.guided(costs, guide, *at)
 
 
 def makespan_of(schedule: Schedule, costs: Costs) -> float:
@@ -305,14 +281,3 @@ def check_fits(schedule: Schedule, problem: Problem) -> None:
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
-
-
-def fused_stages(schedule: Schedule) -> list[bool]:
-    """Which stages run BW. Raises :class:`ScheduleError` if a stage has both forms."""
-    if schedule.mixed is not None:
-        raise ScheduleError(
-            schedule.mixed,
-            None,
-            "has fused and split backwards; online dispatch needs one form per stage",
-        )
-    return [stage in schedule.fused for stage in range(schedule.stage_count)]

@@ -106,8 +106,8 @@ def test_the_spec_gives_the_mesh() -> None:
         ({"tensor": 1024, "shard": 1024}, {}, "at most 100000"),
         (
             {"shard": 2},
-            {"schedule": {"dispatch": "online"}},
-            "schedule.dispatch: is online; ranks of one stage that run collectives inside ops",
+            {"schedule": {"dispatch": "guided"}},
+            "schedule.dispatch: is guided; ranks of one stage that run collectives inside ops",
         ),
         (
             {"shard": 2},

@@ -32,7 +32,6 @@ from pipemorph.planning import (
     Route,
     StageTimes,
     validate,
-    validate_online,
 )
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.wire import StageProfile
@@ -188,8 +187,8 @@ def test_in_flight_limits_count_what_is_on_the_device_of_a_stage_that_offloads()
     assert "activationMemory" not in job.controller.records[-1].reason
 
 
-def test_online_dispatch_is_held_to_its_caps() -> None:
-    job = plant(tight(schedule={"dispatch": "online"}))
+def test_guided_dispatch_is_held_to_its_caps() -> None:
+    job = plant(tight(schedule={"dispatch": "guided"}))
     job.run(4)
     job.delays[1] = 0.060
     job.run(8)
@@ -457,15 +456,13 @@ def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
     schedule = schedule_of(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
     none = Plan(0, Policy.PIPEMORPH, schedule, (), (None,))
     two = replace(none, in_flight_limits=(3,), device_limits=(2,))
-    online = replace(none, in_flight_limits=(2,), dispatch=Dispatch.ONLINE)
     assert excess(none, [Room()]) is None
     assert excess(none, [Room(3)]) is None
     assert excess(none, [Room(2)]) == (0, 3, 2, "inFlightLimit")
     assert excess(two, [Room(2, True, 2)]) is None
     assert excess(two, [Room(2, True, 1)]) == (0, 2, 1, "hostMemory")
     assert excess(two, [Room(1, True, 2)]) == (0, 2, 1, "activationMemory")
-    assert excess(online, [Room(2)]) is None
-    assert excess(replace(two, dispatch=Dispatch.ONLINE), [Room(2, True, 1)]) is not None
+    assert excess(replace(two, dispatch=Dispatch.GUIDED), [Room(2, True, 1)]) is not None
 
 
 def test_no_plan_is_made_before_it_is_known_what_a_microbatch_holds() -> None:
@@ -556,8 +553,6 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
         return
     plan = proposal.chosen.plan
     validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
-    if dispatch is Dispatch.ONLINE:
-        validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     assert excess(plan, rooms) is None
     for ops, room, device in zip(plan.schedule.stages, rooms, plan.device_limits, strict=True):
         assert room.device is None or device_peak(ops, device) <= room.device

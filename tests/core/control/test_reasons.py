@@ -74,13 +74,13 @@ def test_a_change_in_full_and_in_short() -> None:
 
 def test_another_dispatch_is_said() -> None:
     """Of a change from one dispatch to another, in both forms."""
-    chosen = replace(plan((6, 4, 2, 1), (0,)), dispatch=Dispatch.ONLINE)
+    chosen = replace(plan((6, 4, 2, 1), (0,)), dispatch=Dispatch.GUIDED)
     made = proposal(chosen)
     full = reasons.reason("slow", [slow()], made)
-    assert full.endswith("1.069 s with warm-up 6-4-2-1 and link 0 delegated, online dispatch")
+    assert full.endswith("1.069 s with warm-up 6-4-2-1 and link 0 delegated, guided dispatch")
     assert reasons.short(3, "slow", [slow()], made) == (
         "plan v3: link 0 +6.5 ms | 1.198 -> 1.069 s/it (-11%) | warm-up 6-4-2-1, link 0 delegated,"
-        " online dispatch"
+        " guided dispatch"
     )
     again = replace(made, current=Option(chosen, 1.198))
     assert "dispatch" not in reasons.reason("worse", [slow()], again)
@@ -115,7 +115,7 @@ def test_another_dispatch_is_said() -> None:
             "worse",
             [slow(2, 0.0583)],
             proposal(
-                replace(plan((12, 11, 10, 1), (2,)), dispatch=Dispatch.ONLINE), GAIN, before=0.877
+                replace(plan((12, 11, 10, 1), (2,)), dispatch=Dispatch.GUIDED), GAIN, before=0.877
             ),
             # What it saves matters more than how it is dispatched.
             "plan v2: link 2 +58.3 ms | 0.877 -> 1.069 s/it | warm-up 12-11-10-1, 1 link delegated"

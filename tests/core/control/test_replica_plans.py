@@ -114,12 +114,12 @@ def test_of_too_many_the_least_delayed_share_one() -> None:
 def test_the_plan_of_most_replicas_is_that_of_all_that_are_not_named() -> None:
     first = initial_plan(job(2))
     moved = replace(first, routes=(Route.DELEGATED, *first.routes[1:]))
-    online = replace(first, dispatch=Dispatch.ONLINE)
-    plan = together([((3,), moved), ((7,), online), ((0, 5), first), ((1,), moved), ((4,), first)])
+    guided = replace(first, dispatch=Dispatch.GUIDED)
+    plan = together([((3,), moved), ((7,), guided), ((0, 5), first), ((1,), moved), ((4,), first)])
     assert plan.routes == first.routes
     assert [replicas for replicas, _ in plan.own] == [(1, 3), (7,)]
     plan = replace(plan, version=6)
-    for replica, expected in ((0, first), (2, first), (3, moved), (7, online)):
+    for replica, expected in ((0, first), (2, first), (3, moved), (7, guided)):
         assert plan.of_replica(replica) == replace(expected, version=6)
     assert plan.delegated == (0,), "of any replica"
     assert plan.all_routes == moved.routes

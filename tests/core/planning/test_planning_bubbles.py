@@ -26,13 +26,13 @@ TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 POLICIES = st.sampled_from([Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH])
 
 
-@given(problem=problems(half_duplex=True), policy=POLICIES, online=st.booleans())
+@given(problem=problems(half_duplex=True), policy=POLICIES, guided=st.booleans())
 @settings(max_examples=examples(150), deadline=None)
 def test_bubbles_are_all_idle_time_and_nothing_else(
-    problem: Problem, policy: Policy, online: bool
+    problem: Problem, policy: Policy, guided: bool
 ) -> None:
     schedule = plan(problem, policy).schedule
-    simulation = simulate(schedule, problem, Dispatch.ONLINE if online else Dispatch.STATIC)
+    simulation = simulate(schedule, problem, Dispatch.GUIDED if guided else Dispatch.STATIC)
     bubbles, _ = explain(simulation, problem)
     for ops, idle in zip(simulation.stages, bubbles, strict=True):
         pieces = sorted(
@@ -47,14 +47,14 @@ def test_bubbles_are_all_idle_time_and_nothing_else(
         assert at == simulation.makespan
 
 
-@given(problem=problems(half_duplex=True), policy=POLICIES, online=st.booleans())
+@given(problem=problems(half_duplex=True), policy=POLICIES, guided=st.booleans())
 @settings(max_examples=examples(150), deadline=None)
 def test_no_op_runs_before_its_message_is_here(
-    problem: Problem, policy: Policy, online: bool
+    problem: Problem, policy: Policy, guided: bool
 ) -> None:
     """The replay of the sends agrees with the execution: an op that waited began on arrival."""
     schedule = plan(problem, policy).schedule
-    simulation = simulate(schedule, problem, Dispatch.ONLINE if online else Dispatch.STATIC)
+    simulation = simulate(schedule, problem, Dispatch.GUIDED if guided else Dispatch.STATIC)
     delivery = deliver(simulation)
     assert len(delivery.messages) == 2 * (problem.stage_count - 1) * problem.microbatches
     started = {

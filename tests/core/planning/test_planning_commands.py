@@ -64,7 +64,6 @@ def test_simulate_prints_the_same_fields(example: Any, capsys: Any, tmp_path: Pa
         (0, "static", 390.0),
         (10, "static", 400.0),
         (20, "static", 440.0),
-        (20, "online", 410.0),
         (0, "guided", 390.0),
         (20, "guided", 410.0),
     ):
@@ -77,18 +76,18 @@ def test_simulate_prints_the_same_fields(example: Any, capsys: Any, tmp_path: Pa
 
 
 def test_dispatch_is_a_choice_of_the_plan(example: Any, capsys: Any, tmp_path: Path) -> None:
-    """`dispatch: online` in the problem or on the command line; `simulate` keeps it."""
-    file = tmp_path / "online.yaml"
-    file.write_text(EXAMPLE.replace("DELAY", "0") + "dispatch: online\n")
+    """`dispatch: guided` in the problem or on the command line; `simulate` keeps it."""
+    file = tmp_path / "guided.yaml"
+    file.write_text(EXAMPLE.replace("DELAY", "0") + "dispatch: guided\n")
     fixed = ("--policy", "zero-bubble", "--warmup", "7,5,3,1")
-    online = output(capsys, "plan", str(file), *fixed)
-    assert online["dispatch"] == "online"
-    assert output(capsys, "plan", example(0), *fixed, "--dispatch", "online") | {
+    guided = output(capsys, "plan", str(file), *fixed)
+    assert guided["dispatch"] == "guided"
+    assert output(capsys, "plan", example(0), *fixed, "--dispatch", "guided") | {
         "planning_ms": 0
-    } == online | {"planning_ms": 0}
+    } == guided | {"planning_ms": 0}
     assert output(capsys, "plan", str(file), *fixed, "--dispatch", "static")["dispatch"] == "static"
     planned = tmp_path / "plan.json"
-    planned.write_text(json.dumps(online))
+    planned.write_text(json.dumps(guided))
     assert output(capsys, "simulate", str(planned), example(20))["makespan"] == 410
     held = output(capsys, "simulate", str(planned), example(20), "--dispatch", "static")
     assert held["makespan"] == 440
@@ -117,27 +116,12 @@ def test_guided_dispatch_keeps_to_what_the_plan_waits_for(
           str(tight))  # fmt: skip
 
 
-def test_slots_of_a_link_are_checked_and_kept(capsys: Any, tmp_path: Path) -> None:
-    """Online, a forward waits for a slot; fewer slots than slackness could deadlock."""
-    times = {"forward": 1, "backward_input": 5, "backward_weight": 1}
-    fixed = problem(stages=[times | {"forward": 1}, times], microbatches=6, warmup=[3, 1])
-    makespans = []
-    for slots in (None, 4, 2, 1):
-        link = {"delay": 3} if slots is None else {"delay": 3, "slots": slots}
-        file = tmp_path / "problem.json"
-        file.write_text(json.dumps(fixed | {"links": [link], "dispatch": "online"}))
-        if slots == 1:
-            words = "link 0 has 1 forward slots; expected at least 2"
-            fails(capsys, words, "plan", str(file), "--policy", "zero-bubble")
-            continue
-        found = output(capsys, "plan", str(file), "--policy", "zero-bubble")
-        makespans.append(found["makespan"])
-        sent = [op["end"] for op in found["stages"][0] if op["op"] == "F"]
-        used = [op["start"] for op in found["stages"][1] if op["op"] == "F"]
-        for m in range(6):
-            unused = sum(end <= sent[m] for end in sent) - sum(at < sent[m] for at in used)
-            assert unused <= (slots or 6)
-    assert makespans[0] <= makespans[1] <= makespans[2]
+def test_slots_of_a_link_are_checked(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(problem(links=[{"delay": 3, "slots": 2}])))
+    assert output(capsys, "plan", str(file), "--dispatch", "guided")["makespan"] > 0
+    file.write_text(json.dumps(problem(links=[{"delay": 3, "slots": 0}])))
+    fails(capsys, "links[0].slots: 0 is", "plan", str(file))
 
 
 def test_fused_backwards_are_bw(example: Any, capsys: Any) -> None:
@@ -249,7 +233,7 @@ BAD_PROBLEMS = [
         "stages[1].activation_bytes: is a number beyond 64 bits",
     ),
     (problem(links=[{"delay": 1, "slots": 0}]), "links[0].slots: 0 is less than 1"),
-    (problem(dispatch="eager"), "dispatch: 'eager' is not one of static, online or guided"),
+    (problem(dispatch="eager"), "dispatch: 'eager' is not one of static or guided"),
     (problem(links=[{"delay": 1, "outstanding": 0}]), "links[0].outstanding: 0 is less than 1"),
     (problem(policy="fastest"), "policy: 'fastest' is not one of gpipe, 1f1b"),
     (problem(warmup=[2]), "warmup is [2], 1 entry; 2 stages need 2"),
@@ -399,15 +383,8 @@ def test_a_plan_over_the_caps_of_a_problem(example: Any, tmp_path: Path, capsys:
     limited = STAGE.replace("}", ", in_flight_limit: 2}")
     tight.write_text(EXAMPLE.replace("DELAY", "20").replace(STAGE, limited))
     fails(capsys, "in_flight_limit is 2", "simulate", str(planned), str(tight))
-    fails(
-        capsys,
-        "expected at most 2, the smallest cap",
-        "simulate",
-        str(planned),
-        str(tight),
-        "--dispatch",
-        "online",
-    )
+    fails(capsys, "'online' was removed; use guided", "simulate", str(planned), str(tight),
+          "--dispatch", "online")  # fmt: skip
 
 
 def test_a_plan_that_recomputes_says_so_and_is_read_back(
@@ -422,13 +399,12 @@ def test_a_plan_that_recomputes_says_so_and_is_read_back(
     assert found["recomputed"][0] > 0
     assert found["offloaded"] == [0] * 4
     planned.write_text(json.dumps(found))
-    for dispatch in ("static", "online", "guided"):
+    for dispatch in ("static", "guided"):
         again = output(
             capsys, "simulate", str(planned), str(tight), "--dispatch", dispatch, "--output", "json"
         )
         assert again["recompute"] == found["recompute"]
-        if dispatch != "online":
-            assert again["makespan"] == found["makespan"]
+        assert again["makespan"] == found["makespan"]
     fails(capsys, "stages[0].recompute_limit is None", "simulate", str(planned), example(20))
 
 

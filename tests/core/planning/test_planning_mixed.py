@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pipemorph.planning import (
-    Dispatch,
     Link,
     OpKind,
     Problem,
-    ScheduleError,
     StageTimes,
     lower_bound,
     plan,
     predict,
-    simulate,
     validate,
 )
 from pipemorph.planning.search import mixed
@@ -75,16 +72,6 @@ def test_only_stages_whose_fused_backward_is_shorter() -> None:
     found = mix(problem)
     assert found is not None
     assert found.fused[1] == 0 and sum(found.fused) > 0
-
-
-def test_online_dispatch_gets_one_form_per_stage() -> None:
-    problem = alike(4, 12, 0.86)
-    static = plan(problem)
-    with pytest.raises(ScheduleError, match=r"needs one form per stage"):
-        simulate(static.schedule, problem, Dispatch.ONLINE)
-    online = plan(problem.model_copy(update={"dispatch": Dispatch.ONLINE}))
-    assert online.schedule.mixed is None
-    simulate(online.schedule, problem, Dispatch.ONLINE)
 
 
 def test_fused_ops_take_the_place_of_the_backwards() -> None:

@@ -163,11 +163,11 @@ def test_a_stage_that_falls_behind_sets_the_period() -> None:
     assert predict_period(schedule, given) == 2 * 22 + 2
 
 
-def test_the_period_under_online_dispatch() -> None:
+def test_the_period_under_guided_dispatch() -> None:
     given = problem(12, 4, [20.0, 0.0, 0.0])
     made = plan(given)
-    found = predict_period(made.schedule, given, Dispatch.ONLINE)
-    assert made.lower_bound <= found < simulate(made.schedule, given, Dispatch.ONLINE).makespan
+    found = predict_period(made.schedule, given, Dispatch.GUIDED)
+    assert made.lower_bound <= found < simulate(made.schedule, given, Dispatch.GUIDED).makespan
 
 
 def test_what_knows_no_period_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Guided and online dispatch, and a given warm-up, with several stages per rank."""
+"""Guided dispatch, and a given warm-up, with several stages per rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import event_core
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes
+from pipemorph.planning import Dispatch, Link, Policy, Problem, StageTimes
 from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import InterleavedPlan, online_plans, plan_interleaved
+from pipemorph.planning.interleaved import InterleavedPlan, plan_interleaved
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import DelayAt
 from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
     InterleavedSimulation,
     encoded,
     interleaved_guide,
@@ -58,8 +57,7 @@ def late(rng: random.Random, most: float) -> DelayAt:
     return lambda link, sent: random.Random(f"{seed} {link} {sent!r}").uniform(0, most)
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.GUIDED, Dispatch.ONLINE])
-def test_whatever_comes_late(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled and in Python, to the bit: no rank waits for ever or exceeds a limit."""
     rng = random.Random(3)
     differ = 0
@@ -68,18 +66,16 @@ def test_whatever_comes_late(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
         order, problem, delay_at = planned.schedule, planned.problem, late(rng, 30)
 
         def run() -> InterleavedSimulation:
-            return simulate_interleaved(order, problem, dispatch, delay_at=delay_at)  # noqa: B023
+            return simulate_interleaved(order, problem, Dispatch.GUIDED, delay_at=delay_at)  # noqa: B023
 
         ran = run()
         with monkeypatch.context() as in_python:
-            in_python.setattr(core, "online", event_core.online)
             in_python.setattr(core, "guided", event_core.guided)
             plain = run()
         assert ran == plain
         assert ran.simulation.free == plain.simulation.free
         peaks = order.per_stage().in_flight_peak()
-        limits = peaks if dispatch is Dispatch.GUIDED else problem.in_flight_limits()
-        validate_interleaved(ran.schedule, limits, problem.device_limits())
+        validate_interleaved(ran.schedule, peaks, problem.device_limits())
         differ += ran.schedule != order
     assert differ > 20
 
@@ -180,25 +176,6 @@ def test_predictions_are_what_is_simulated(placement: Any, objective: Any) -> No
         assert found == pytest.approx(sum(steps) / len(steps), rel=1e-9)
     if objective == "makespan":
         assert predict_interleaved(order, given) == simulate_interleaved(order, given).makespan
-
-
-def test_plans_for_online_dispatch_hold_what_they_need() -> None:
-    """Each has its own limits, which bind whatever comes late; the first has the tightest."""
-    ten = StageTimes(forward=10, backward_input=10, backward_weight=10)
-    slow = Link(delay=60, queues=8)
-    given = Problem(microbatches=24, stages=(ten,) * 4, links=(slow, Link(), Link()), ranks=2)
-    routes = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
-    plans = list(online_plans(given, routes))
-    assert len(plans) > 3
-    totals = [sum(limit or 24 for limit in plan.in_flight_limits) for plan in plans]
-    assert totals == sorted(totals)
-    rng = random.Random(8)
-    for plan in plans:
-        assert plan.dispatch is Dispatch.ONLINE
-        assert plan.routes == routes
-        order, under = InterleavedSchedule.of_plan(plan), given.under(plan)
-        ran = simulate_interleaved(order, under, Dispatch.ONLINE, delay_at=late(rng, 50))
-        validate_interleaved(ran.schedule, plan.in_flight_limits)
 
 
 def test_a_given_warmup_is_that_of_each_stage() -> None:

@@ -39,10 +39,6 @@ def test_the_parts_of_a_plan_are_the_plan(dispatch: Dispatch) -> None:
             assert part.microbatches == schedule.microbatches
             assert part.stage_count == last + 1
             assert mine.order == schedule.stages[i]
-            assert (mine.warmup, mine.in_flight_limit) == (
-                whole.warmup[i],
-                whole.in_flight_limits[i],
-            )
             assert (mine.device_limit, mine.recompute) == (None, False)
             assert (mine.above is None, mine.below is None) == (i == 0, i == last)
             assert [end.link for end in part.links] == [k for k in (i - 1, i) if 0 <= k < last]
@@ -93,7 +89,7 @@ def test_a_change_of_a_large_job_takes_at_most_20_megabytes() -> None:
     ],
 )
 def test_how_many_microbatches_ops_use_at_one_time(ops: str, used: tuple[int, int]) -> None:
-    assert RankStage(stage=0, ops=ops, warmup=1).used == used
+    assert RankStage(stage=0, ops=ops).used == used
 
 
 def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:
@@ -109,8 +105,5 @@ def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:
     ):
         with pytest.raises(InputError, match=words):
             cut(wrong, mesh)
-    online = replace(one, dispatch=Dispatch.ONLINE)
-    with pytest.raises(InputError, match="plan 1 has dispatch online"):
-        cut(online, MeshShape(3, tensor=2))
     with pytest.raises(InputError, match="plan 1 has dispatch guided"):
         cut(replace(one, dispatch=Dispatch.GUIDED), MeshShape(3, tensor=2))

@@ -52,10 +52,8 @@ META = TensorMeta((1,), torch.float32)
 
 def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[int, int]:
     """How many F's come from above and B's from below, where ``stage`` has sent so many messages
-    and sends no more: the other stages run all that they can, in an order of their own choice under
-    online dispatch."""
+    and sends no more: the other stages run all that they can."""
     n, stages = chosen.schedule.microbatches, chosen.schedule.stage_count
-    limits = [n if limit is None else min(n, limit) for limit in chosen.in_flight_limits]
     f, b, at = [0] * stages, [0] * stages, [0] * stages
     f[stage], b[stage] = sent_down, sent_up
 
@@ -66,22 +64,13 @@ def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[i
         return b[each] < f[each] and below > b[each]
 
     def run(each: int) -> bool:
-        if chosen.dispatch is Dispatch.STATIC:
-            order = chosen.schedule.stages[each]
-            if at[each] == len(order):
-                return False
-            kind = order[at[each]].kind
-            if kind is not OpKind.W and not fits(each, kind):
-                return False
-            at[each] += 1
-        else:
-            warm = f[each] >= min(n, chosen.warmup[each])
-            if warm and fits(each, OpKind.B):
-                kind = OpKind.B
-            elif f[each] - b[each] < limits[each] and fits(each, OpKind.F):
-                kind = OpKind.F
-            else:
-                return False
+        order = chosen.schedule.stages[each]
+        if at[each] == len(order):
+            return False
+        kind = order[at[each]].kind
+        if kind is not OpKind.W and not fits(each, kind):
+            return False
+        at[each] += 1
         f[each] += kind is OpKind.F
         b[each] += kind in (OpKind.B, OpKind.BW)
         return True
@@ -91,12 +80,11 @@ def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[i
     return (f[stage - 1] if stage else 0), (b[stage + 1] if stage < stages - 1 else 0)
 
 
-@pytest.mark.parametrize("dispatch", [Dispatch.STATIC, Dispatch.ONLINE])
-def test_a_receive_is_posted_exactly_when_its_message_can_come(dispatch: Dispatch) -> None:
+def test_a_receive_is_posted_exactly_when_its_message_can_come() -> None:
     """Not before, when it would depend on this stage, and not later, when it may be on its way."""
     rng = random.Random(5)
     for _ in range(60):
-        chosen = random_plan(rng, dispatch)
+        chosen = random_plan(rng, Dispatch.STATIC)
         n, stages = chosen.schedule.microbatches, chosen.schedule.stage_count
         for stage in range(stages):
             for sent in range(n + 1):
@@ -144,28 +132,6 @@ def test_windows_hold_nobody_up_for_ever() -> None:
     schedule = type(chosen.schedule)(16, tuple(orders))
     assert not receives.ends(schedule, (4,))
     assert receives.ends(schedule, (16,))
-
-
-@pytest.mark.parametrize("limits", [(3, None, 2), (None, 5, 4)])
-def test_under_online_dispatch_in_flight_limits_are_the_window(
-    limits: tuple[int | None, int | None, int | None],
-) -> None:
-    """Memory is reserved for as many messages as can come, not for all of an iteration."""
-    n = 40
-    stages = [
-        StageTimes(forward=1, backward_input=1, backward_weight=1, in_flight_limit=limit)
-        for limit in limits
-    ]
-    problem = Problem(microbatches=n, stages=tuple(stages), links=(Link(), Link()))
-    routes = (Route.DIRECT,) * 2
-    chosen = plan(problem, Policy.ZERO_BUBBLE).to_plan(1, routes, Dispatch.ONLINE)
-    found = receives.windows(chosen)
-    least = [min(limit or n for limit in limits[: link + 1]) for link in range(2)]
-    assert found == tuple(min(n, each + receives.SPARE) for each in least)
-    for stage in (1, 2):
-        for sent in range(n + 1):
-            come, _ = reachable(chosen, stage, sent, n)
-            assert come - sent <= found[stage - 1], "what can come has a receive"
 
 
 # --- the direct route's receiving end -------------------------------------------------------------

@@ -187,7 +187,7 @@ def one_process(stages: int, calls: Sequence[Call], replicas: int) -> Found:
     [
         pytest.param(3, {"policy": "1f1b", "route": "direct"}, False, marks=pytest.mark.full),
         pytest.param(
-            3, {"policy": "pipemorph", "dispatch": "online"}, True, marks=pytest.mark.needs_engine
+            3, {"policy": "pipemorph", "dispatch": "guided"}, True, marks=pytest.mark.needs_engine
         ),
         pytest.param(4, {"policy": "gpipe", "route": "direct"}, False, marks=pytest.mark.full),
     ],

@@ -304,9 +304,7 @@ def execute(
                     receives=(receives_of(stage.above), receives_of(stage.below)),
                 )  # fmt: skip
             if chosen.dispatch.varies:
-                for _ in run_ready(
-                    Chooser.of(mine), held, made[mine.stages[0].stage].mail, pace=None
-                ):
+                for _ in run_ready(Chooser(mine), held, made[mine.stages[0].stage].mail, pace=None):
                     pass
                 return
             for each, (kind, microbatch) in mine.order:
@@ -322,7 +320,7 @@ def execute(
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
 def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans made for no delay, run under one: where static and online differ most."""
+    """Plans made for no delay, run under one: where static and guided differ most."""
     rng = random.Random(7)
     differ = 0
     for _ in range(120):
@@ -342,7 +340,7 @@ def test_op_by_op_with_activations_that_leave(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same microbatches go to host memory or are dropped, at the same times, though a fixed
-    order and online dispatch choose different ones."""
+    order and guided dispatch choose different ones."""
     rng = random.Random(13)
     copied = dropped = 0
     for _ in range(120):
@@ -367,7 +365,7 @@ def test_op_by_op_with_activations_that_leave(
 
 
 def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S=4, N=12, 20 ms on link 0: 440 ms in the fixed order, 410 ms online and guided."""
+    """S=4, N=12, 20 ms on link 0: 440 ms in the fixed order, 410 ms guided."""
     ten = StageTimes(forward=10, backward_input=10, backward_weight=10)
     quiet = Problem(microbatches=12, stages=(ten,) * 4, links=(Link(),) * 3)
     planned = plan(quiet.with_warmup([7, 5, 3, 1]), Policy.ZERO_BUBBLE)
@@ -376,7 +374,7 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in Dispatch:
         found = execute(planned.to_plan(1, (Route.DIRECT,) * 3, mode), slow, monkeypatch)
         took[mode] = max(ops[-1][3] for ops in found)
-    assert took == {Dispatch.STATIC: 440, Dispatch.ONLINE: 410, Dispatch.GUIDED: 410}
+    assert took == {Dispatch.STATIC: 440, Dispatch.GUIDED: 410}
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))

@@ -150,7 +150,7 @@ ONE_REPLICA = (
     [
         pytest.param({"policy": "1f1b", "route": "direct"}, marks=pytest.mark.full),
         pytest.param(
-            {"policy": "pipemorph", "route": "delegated", "dispatch": "online"},
+            {"policy": "pipemorph", "route": "delegated", "dispatch": "guided"},
             marks=pytest.mark.needs_engine,
         ),
     ],
@@ -160,9 +160,7 @@ def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
     check(3, 3, ONE_REPLICA, **options)
 
 
-@pytest.mark.parametrize(
-    "dispatch", give_tiers([("guided",), ("static",), ("online",)], test=1, full=1)
-)
+@pytest.mark.parametrize("dispatch", give_tiers([("guided",), ("static",)], test=1, full=1))
 def test_ranks_with_several_stages(dispatch: str) -> None:
     """Where ops run as messages come, the rest of a refused step runs in the plan's order."""
     steps = (

@@ -76,7 +76,7 @@ def hurried(context: TrainerContext, job: Job) -> Record:
     return train(context, job)
 
 
-@pytest.mark.parametrize("dispatch", ["online", pytest.param("static", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dispatch", ["guided", pytest.param("static", marks=pytest.mark.full)])
 def test_a_trace_that_cuts_every_direct_route_changes_no_bit(dispatch: str) -> None:
     faults = [Fault(link=link, from_iteration=1 + link, sever="direct") for link in (0, 1)]
     job = Job(3, 8, dispatch=dispatch, faults=faults, iterations=ITERATIONS)

@@ -110,11 +110,11 @@ def test_columns_may_change_their_plan_in_different_iterations() -> None:
 
 
 @pytest.mark.full
-def test_a_plan_may_change_between_static_and_online_dispatch() -> None:
+def test_a_plan_may_change_between_static_and_guided_dispatch() -> None:
     """The losses stay the same."""
     job = Job(3, 6, policy="pipemorph", iterations=6)
-    online = make_plan(job, 1, "pipemorph", dispatch="online")
-    arrivals = [Arrival(rank, 1, online) for rank in range(3)]
+    guided = make_plan(job, 1, "pipemorph", dispatch="guided")
+    arrivals = [Arrival(rank, 1, guided) for rank in range(3)]
     arrivals += [Arrival(rank, 3, make_plan(job, 2, "pipemorph")) for rank in range(3)]
     ran = run_ranks(3, train, job, arrivals)
     assert [each.versions for each in ran] == [[0, 0, 1, 1, 2, 2]] * 3

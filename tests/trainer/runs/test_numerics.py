@@ -13,7 +13,7 @@ from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
 
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
-DISPATCHES = ("static", "online", "guided")
+DISPATCHES = ("static", "guided")
 LINKS = ("direct", "tcp", "shm")
 DTYPES = (torch.float32, torch.bfloat16)
 FAULTS = {
@@ -69,7 +69,7 @@ def test_few_stages(stages: int, dtype: torch.dtype, links: str) -> None:
 def test_plan_and_route_switch_in_mid_run(engine: str, dtype: torch.dtype) -> None:
     job = Job(3, 6, policy="1f1b", route="auto", engine=engine, iterations=8, dtype=dtype)
     second = make_plan(job, 3, "zero-bubble", routes=(Route.DIRECT, Route.DELEGATED))
-    third = make_plan(job, 7, "gpipe", routes=(Route.DELEGATED, Route.DIRECT), dispatch="online")
+    third = make_plan(job, 7, "gpipe", routes=(Route.DELEGATED, Route.DIRECT), dispatch="guided")
     job = job.with_(switches=((0, second, (0, 2)), (1, second, (1,)), (3, third, (0, 1, 2))))
     records = check(job)
     # Installed by all right before iterations 1 and 3: in force there or in the next one.

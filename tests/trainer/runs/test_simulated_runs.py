@@ -49,11 +49,11 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     ("policy", "engine", "dispatch"),
     give_tiers(
         [
-            ("pipemorph", "tcp", "online"),
+            ("pipemorph", "tcp", "guided"),
             ("1f1b", "tcp", "static"),
             ("pipemorph", "tcp", "guided"),
             ("pipemorph", "shm", "static"),
-            ("gpipe", "shm", "online"),
+            ("gpipe", "shm", "guided"),
         ],
         test=1,
         full=4,

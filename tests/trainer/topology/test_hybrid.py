@@ -128,8 +128,8 @@ REFUSALS = (
     "Pipeline was given stages=4, and its mesh has 2 stages × 2 replicas × 2 tensor; leave",
     "tied weights differ: 'embedding.weight' of stage 0 is float64[11, 8], Shard(dim=1) over tp; "
     "'head.weight' of stage 1 is float64[11, 8], Shard(dim=0) over tp; give both",
-    "plan 0 has dispatch online; ranks of one stage that run collectives inside ops",
-    "plan 1 has dispatch online; ranks of one stage that run collectives inside ops",
+    "plan 0 has dispatch guided; ranks of one stage that run collectives inside ops",
+    "plan 1 has dispatch guided; ranks of one stage that run collectives inside ops",
     "step() of iteration 0 is refused on all ranks: rank 1 (stage 0, replica 0, tensor 1): input 0",
 )
 
@@ -250,14 +250,14 @@ def refusals(context: TrainerContext) -> list[str]:
     kind = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
     parallelize_module(apart, mesh["tp"], {k: v for k, v in kind.items() if hasattr(apart, k)})
     refused(apart, mesh=mesh, tied=TIED)
-    refused(part, mesh=mesh, dispatch="online")
+    refused(part, mesh=mesh, dispatch="guided")
     with Pipeline(
         distribute(part, mesh), context=context, mesh=mesh, loss_fn=loss_fn, microbatches=N,
         deadline_seconds=60,
     ) as pipe:  # fmt: skip
-        online = make_plan(Job(2, N), 1, "pipemorph", dispatch="online")
+        guided = make_plan(Job(2, N), 1, "pipemorph", dispatch="guided")
         with pytest.raises(InputError) as error:
-            pipe.install(online)
+            pipe.install(guided)
         told.append(str(error.value))
         for rows in (ROWS - 1, ROWS):
             tokens, target = batch_of(0, mesh.get_local_rank("dp_replicate"), ROWS)

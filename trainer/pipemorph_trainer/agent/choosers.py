@@ -1,17 +1,16 @@
 """What a rank may run next where the order depends on when messages arrive.
 
-The rules of the simulator (``pipemorph/planning/simulation``: ``online.py``, ``guided.py``), op by
-op. Each chooser lists the ops that the rank may run, the one that it prefers first; the rank runs
-the first whose message has arrived.
+The rules of the simulator (``pipemorph/planning/simulation/guided.py``), op by op. A chooser lists
+the ops that the rank may run, the one that it prefers first; the rank runs the first whose message
+has arrived.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from pipemorph.planning import Dispatch, Op, OpKind
+from pipemorph.planning import Op, OpKind
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
@@ -41,8 +40,10 @@ class _Stage:
         return microbatch < (self.weights if kind is OpKind.W else self.backwards)
 
 
-class Chooser(ABC):
-    """Of one iteration."""
+class Chooser:
+    """Chooses the ops of a rank for one iteration, in the plan's order. Out of turn nothing runs
+    where the plan waits on purpose, and F only while fewer microbatches of its stage are in flight
+    than the plan ever has."""
 
     def __init__(self, plan: RankPlan) -> None:
         self.microbatches = plan.microbatches
@@ -50,17 +51,17 @@ class Chooser(ABC):
         self._order = plan.order
         self._turn = 0
         self._unfinished = len(self.stages)
-
-    @staticmethod
-    def of(plan: RankPlan) -> Chooser:
-        """The chooser of a plan whose order varies, for one iteration."""
-        kind = GuidedChooser if plan.dispatch is Dispatch.GUIDED else OnlineChooser
-        return kind(plan)
-
-    @abstractmethod
-    def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
-        """The ops that may run now, the preferred one first. ``held``: what is on the device, by
-        stage; without the stages that have not begun the iteration."""
+        self._position: dict[tuple[int, OpKind, int], int] = {}
+        self._rules = []
+        waits = set()
+        for mine in plan.stages:
+            backwards = [op.kind for op in mine.order if op.kind in (OpKind.B, OpKind.BW)]
+            peak = in_flight_peak(mine.order)
+            self._rules.append((self.stages[mine.stage], peak, backwards))
+            waits |= {(mine.stage, *mine.order[position]) for position in mine.waits}
+        for position, (stage, op) in enumerate(self._order):
+            self._position[stage, op.kind, op.microbatch] = position
+        self._waits = {self._position[each] for each in waits}
 
     def ran(self, stage: int, kind: OpKind) -> None:
         """Count an op that has run."""
@@ -90,59 +91,9 @@ class Chooser(ABC):
         left = [(s, op) for s, op in self._order[self._turn :] if not self.stages[s].has_run(*op)]
         return iter(left)
 
-
-class OnlineChooser(Chooser):
-    """B, then F, then W; of two stages first those of the later one in the model. During the
-    warm-up only F; F within the in-flight limit; F and B within the device limit."""
-
-    def __init__(self, plan: RankPlan) -> None:
-        super().__init__(plan)
-        n = plan.microbatches
-        self._rules = [
-            (
-                self.stages[mine.stage],
-                min(mine.warmup, n),
-                n if mine.in_flight_limit is None else min(mine.in_flight_limit, n),
-                OpKind.BW if mine.fused else OpKind.B,
-            )
-            for mine in sorted(plan.stages, key=lambda mine: -mine.stage)
-        ]
-
     def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
-        backwards, forwards, weights = [], [], []
-        for its, warmup, cap, backward in self._rules:
-            stage, f, b, w = its.stage, its.forwards, its.backwards, its.weights
-            if stage not in held:
-                continue
-            fits = held[stage].fits
-            if f >= warmup and b < f and fits(backward, b):
-                backwards.append(Candidate(stage, backward, b))
-            if f < self.microbatches and f - w < cap and fits(OpKind.F, f):
-                forwards.append(Candidate(stage, OpKind.F, f, waits_for_send=True))
-            if w < b:
-                weights.append(Candidate(stage, OpKind.W, w))
-        return backwards + forwards + weights
-
-
-class GuidedChooser(Chooser):
-    """In the plan's order. Out of turn nothing runs where the plan waits on purpose, and F only
-    while fewer microbatches of its stage are in flight than the plan ever has."""
-
-    def __init__(self, plan: RankPlan) -> None:
-        super().__init__(plan)
-        self._position: dict[tuple[int, OpKind, int], int] = {}
-        self._rules = []
-        waits = set()
-        for mine in plan.stages:
-            backwards = [op.kind for op in mine.order if op.kind in (OpKind.B, OpKind.BW)]
-            peak = in_flight_peak(mine.order)
-            self._rules.append((self.stages[mine.stage], peak, backwards))
-            waits |= {(mine.stage, *mine.order[position]) for position in mine.waits}
-        for position, (stage, op) in enumerate(self._order):
-            self._position[stage, op.kind, op.microbatch] = position
-        self._waits = {self._position[each] for each in waits}
-
-    def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
+        """The ops that may run now, the preferred one first. ``held``: what is on the device, by
+        stage; without the stages that have not begun the iteration."""
         turn = self.in_turn()
         stage, (kind, microbatch) = self._order[turn]
         if turn in self._waits:

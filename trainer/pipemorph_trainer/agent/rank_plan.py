@@ -25,11 +25,9 @@ from pipemorph.planning import (
     Route,
     Schedule,
     validate,
-    validate_online,
     validate_waits,
 )
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
-from pipemorph.planning.simulation.simulator import fused_stages
 from pipemorph.wire import Count, PlanMessage, PlanVersion, WireModel
 from pipemorph_trainer.agent import receives
 
@@ -56,8 +54,6 @@ class RankStage(WireModel):
     stage: Count
     ops: str
     """Its ops in order, one of :data:`~pipemorph.planning.ir.LETTERS` each."""
-    warmup: Count
-    in_flight_limit: Count | None = None
     device_limit: Count | None = None
     recompute: bool = False
     waits: tuple[Count, ...] = ()
@@ -84,11 +80,6 @@ class RankStage(WireModel):
             if op.kind in (OpKind.W, OpKind.BW):
                 now = [each - 1 for each in now]
         return most[0], most[1]
-
-    @cached_property
-    def fused(self) -> bool:
-        """Whether its backwards are fused."""
-        return not any(op.kind is OpKind.B for op in self.order)
 
 
 class RankLink(WireModel):
@@ -164,14 +155,8 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
     if plan.dispatch.varies and mesh.lockstep > 1:
         raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
     limits = (plan.in_flight_limits, plan.device_limits)
-    if plan.dispatch is Dispatch.ONLINE:
-        fused_stages(schedule)
-        validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     if plan.turns:
-        # Online, too: receives of a rank on a device are posted in this order.
         validate_interleaved(InterleavedSchedule.of_plan(plan), *limits)
-    elif plan.dispatch is Dispatch.ONLINE:
-        validate(schedule)
     else:
         validate(schedule, *limits)
     validate_waits(schedule, plan.waits)
@@ -200,8 +185,6 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
         return RankStage(
             stage=stage,
             ops=message.stages[stage],
-            warmup=plan.warmup[stage],
-            in_flight_limit=plan.in_flight_limits[stage],
             device_limit=plan.device_limits[stage],
             recompute=plan.recompute[stage],
             waits=plan.waits[stage] if plan.waits else (),

@@ -7,9 +7,9 @@ when this stage has sent everything that the sender needs from it. Before that, 
 be sent anyway. The sender of a rank with several stages may also wait for another stage of that
 rank, directly or through other ranks, so such a rank counts its ops and not the messages of a link.
 
-Under guided dispatch, and online with several stages per rank, a message may be sent earlier than
-in the plan's order, but only in that order it is sure to be: so receives are posted as for this
-order. An earlier send waits, as long as the sender would wait for this stage anyway.
+Under guided dispatch a message may be sent earlier than in the plan's order, but only in that order
+it is sure to be: so receives are posted as for this order. An earlier send waits, as long as the
+sender would wait for this stage anyway.
 
 A message that arrives before its op uses memory of this stage. So at most the link's slackness and
 a few more messages are received ahead, as many as the delegated route has slots for.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph.planning import OpKind, Plan, Schedule
 
 OpsBefore = dict[tuple[int, bool], tuple[int, ...]]
 """See :func:`after_ops`."""
@@ -32,28 +32,12 @@ SPARE = 4
 def after_above(plan: Plan, stage: int) -> tuple[int, ...]:
     """Per message for the F of ``stage``, at least 1: the number of messages that ``stage`` must
     have sent up before the stage above can send it."""
-    n = plan.schedule.microbatches
-    if plan.dispatch is Dispatch.ONLINE:
-        most = min(_most_in_flight(plan)[:stage])
-        return tuple(max(0, m + 1 - most) for m in range(n))
     return _preceding(plan.schedule, stage - 1, forward=True)
 
 
 def after_below(plan: Plan, stage: int) -> tuple[int, ...]:
     """The same for the B of ``stage``, which is not the last, and messages sent down."""
-    n = plan.schedule.microbatches
-    if plan.dispatch is Dispatch.ONLINE:
-        warmup = min(n, max(plan.warmup[stage + 1 :]))
-        return tuple(max(m + 1, warmup) for m in range(n))
     return _preceding(plan.schedule, stage + 1, forward=False)
-
-
-def _most_in_flight(plan: Plan) -> list[int]:
-    """Most microbatches in flight, per stage, in any order that the plan's dispatch allows."""
-    n = plan.schedule.microbatches
-    if plan.dispatch is Dispatch.GUIDED:
-        return list(plan.schedule.in_flight_peak())
-    return [n if limit is None else min(limit, n) for limit in plan.in_flight_limits]
 
 
 def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
@@ -110,13 +94,13 @@ def windows(plan: Plan) -> tuple[int, ...]:
     """Per link, the number of messages of a direction that may arrive early.
 
     For a fixed order, the smallest numbers without a deadlock: a send waits while its receiver
-    takes no more messages, and two stages must not wait for each other in this way. Under online
-    and guided dispatch many orders are possible, and what the stages above may have in flight
+    takes no more messages, and two stages must not wait for each other in this way. Under
+    guided dispatch many orders are possible, and what the stages above may have in flight
     bounds the number of messages in both directions, so that no send waits.
     """
     links = plan.schedule.stage_count - 1
     if plan.dispatch.varies:
-        slack = tuple(accumulate(_most_in_flight(plan)[:links], min))
+        slack = tuple(accumulate(plan.schedule.in_flight_peak()[:links], min))
     else:
         ahead = zip(plan.warmup, plan.warmup[1:], strict=False)
         slack = tuple(max(0, up - down) for up, down in ahead)

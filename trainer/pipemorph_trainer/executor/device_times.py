@@ -14,7 +14,7 @@ from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 LAUNCHED_AHEAD = 1
-"""Ops that may be queued on the device behind the running one, under online dispatch: enough that
+"""Ops that may be queued on the device behind the running one, under guided dispatch: enough that
 the device never waits for the host, and few enough that the next op is chosen late."""
 
 

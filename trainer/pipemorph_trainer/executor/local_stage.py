@@ -136,9 +136,7 @@ class OwnStage:
         mine = plan.by_stage[self._coordinate.stage]
         if self._store is None or mine.device_limit is None or mine.recompute:
             return
-        if plan.dispatch is Dispatch.ONLINE:
-            most = host_limit(mine.in_flight_limit, mine.device_limit, self.microbatches)
-        elif plan.dispatch is Dispatch.GUIDED:
+        if plan.dispatch is Dispatch.GUIDED:
             peak = in_flight_peak(mine.order)
             most = host_limit(peak, mine.device_limit, self.microbatches)
         else:

@@ -121,7 +121,7 @@ class Turns:
         self._plan, self._microbatches = plan, plan.microbatches
         self._orders = {mine.stage: mine.order for mine in plan.stages}
         if plan.dispatch.varies:
-            self._run_ready(Chooser.of(plan))
+            self._run_ready(Chooser(plan))
         else:
             self._run(plan.turns or None)
         for executor in self._executors.values():
