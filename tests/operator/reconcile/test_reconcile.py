@@ -217,6 +217,9 @@ def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> 
     api.job = {"metadata": made["Job"] | {"uid": "uid-of-Job"}}
     reconcile(api)
     assert f"/api/v1/namespaces/team/configmaps/{made['ConfigMap']['name']}" in api.deleted
+    secrets = {each["metadata"]["name"] for each in api.made if each["kind"] == "Secret"}
+    assert len(secrets) == 2, "of the engine and of the live page"
+    assert {f"/api/v1/namespaces/team/secrets/{each}" for each in secrets} <= set(api.deleted)
 
 
 def test_what_was_made_before_a_refusal_goes() -> None:
