@@ -269,8 +269,11 @@ TEST(timed_link_acknowledges_what_the_receiver_does_not_wait_for) {
 TEST(link_gives_every_thread_what_it_waits_for) {
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
         Two two(transport);
-        two.accepted->reserve(0, 8, 4096);
-        two.dialled->reserve(1, 8, 4096);
+        // The larger ones first: a message larger than all slots that are known is refused.
+        for (const size_t bytes : {size_t{300'000}, size_t{4096}}) {
+            two.accepted->reserve(0, 8, bytes);
+            two.dialled->reserve(1, 8, bytes);
+        }
         // Each of them for messages of its own, some too large to be read by it.
         const auto size = [](int64_t i) { return size_t{i % 5 == 4 ? 300'000u : 4096u}; };
         const auto passes = [&](int64_t which) {
@@ -285,8 +288,6 @@ TEST(link_gives_every_thread_what_it_waits_for) {
                 send(*two.accepted, {0, 0, i, 1, 0}, size(i));
             }
         };
-        two.accepted->reserve(0, 8, 300'000);
-        two.dialled->reserve(1, 8, 300'000);
         std::vector<std::thread> threads;
         for (int64_t which = 0; which < 3; ++which) {
             threads.emplace_back(passes, which);
