@@ -70,7 +70,7 @@ def plan_of(version: int, warmup: int) -> RankPlan:
     for i in range(4):
         ops += backwards[2 * i : 2 * i + 2] + forwards[warmup + i : warmup + i + 1]
     order = Schedule(4, (tuple(ops),)).encode()[0]
-    stage = RankStage(stage=1, ops=order, warmup=warmup)
+    stage = RankStage(stage=1, ops=order)
     return RankPlan(version=version, digest="0" * 8, microbatches=4, stage_count=2, stages=(stage,))
 
 
