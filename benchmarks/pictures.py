@@ -32,7 +32,7 @@ from pipemorph.explain.job_table import job_table  # noqa: E402
 from pipemorph.explain.of_status import story_of  # noqa: E402
 from pipemorph.replay.page import render_page as render_replay  # noqa: E402
 from pipemorph.watch.build import Watched, watch_view, worst_column  # noqa: E402
-from pipemorph.watch.page import render_page  # noqa: E402
+from pipemorph.watch.documents import render_page  # noqa: E402
 
 MICROBATCHES = {4: 12, 8: 24, 64: 128}
 CASES: tuple[Case, ...] = ("healthy", "slow", "adapted", "recovered", "failed")

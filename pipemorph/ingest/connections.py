@@ -17,7 +17,7 @@ import logging
 import socket
 import ssl
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from typing import Literal
 from aiohttp import web
 
 from pipemorph.ingest.token_bucket import TokenBucket
-from pipemorph.ingest.turns import Turns
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -56,6 +55,10 @@ _WORDS: dict[Unserved, str] = {
     "handshake": "failed the TLS handshake",
 }
 
+Start = Callable[[], bool]
+"""Begins the work of a turn; returns whether there was any to begin: if not, the turn is the next
+one's."""
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -74,6 +77,48 @@ class ConnectionLimits:
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 connection")
+
+
+class Turns:
+    """Lets sources take turns at what is costly: at most ``rate`` a second, ``burst`` at once.
+
+    A source that begins many waits behind its own: the next turn is another's. For use in one event
+    loop.
+    """
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._bucket = TokenBucket(rate, burst, asyncio.get_running_loop().time())
+        self._waiting: dict[str, deque[Start]] = {}
+        """By source; that whose turn is next comes first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, source: str, start: Start) -> None:
+        """Let ``start`` be called when it is the turn of this source: now if nobody waits."""
+        self._waiting.setdefault(source, deque()).append(start)
+        if self._timer is None:
+            self._go()
+
+    def close(self) -> None:
+        """Forget all that wait."""
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _go(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._waiting:
+            if wait := self._bucket.wait(loop.time()):
+                self._timer = loop.call_later(wait, self._go)
+                return
+            source = next(iter(self._waiting))
+            own = self._waiting.pop(source)
+            start = own.popleft()
+            if own:
+                self._waiting[source] = own  # Behind all others.
+            if start():
+                self._bucket.take(loop.time())
 
 
 class Connection(asyncio.Protocol):

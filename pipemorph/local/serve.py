@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
+import secrets
 import socket
 import ssl
+import stat
 import sys
 import threading
 import time
@@ -21,7 +24,7 @@ from queue import Empty
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.credentials import kept_secret
+from pipemorph.document import named, read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.host import (
@@ -54,6 +57,8 @@ LAST_REPORT_SECONDS = 10.0
 """Silence after which a job whose last iteration was reported is over: its agent has ended before
 it could say so."""
 MOST_NAMED = 16
+MOST_BYTES = 4096
+"""Of a file that holds a secret."""
 ENDS = ("finished", "failed")
 """States of a job that is over."""
 
@@ -172,6 +177,43 @@ def tls_context(options: ServeOptions, host: str) -> ssl.SSLContext | None:
             "expected a certificate and its key in PEM format"
         ) from None
     return context
+
+
+def kept_secret(path: Path, what: str) -> str:
+    """The secret in a file, without white space around it: ranks of another launcher prove with it
+    that they belong to a job. If there is no such file, it is made, with a new random secret and
+    mode 0600.
+
+    ``what``: the option that names the file. Raises :class:`InputError` if the file is empty, can
+    be read by other users, or cannot be read or made.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return existing_secret(path, what)
+    except (OSError, ValueError) as error:
+        # ValueError: a zero byte in the name.
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{what} {named(path)} cannot be made: {why}") from None
+    text = secrets.token_urlsafe(32)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\n")
+    return text
+
+
+def existing_secret(path: Path, what: str) -> str:
+    """The same, of a file that must be there."""
+    text = read_text(path, MOST_BYTES).strip()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise InputError(
+            f"{what} {named(path)} can be read by other users (mode {mode:04o}); chmod 600 it"
+        )
+    if not text or not text.isascii() or not text.isprintable():
+        raise InputError(
+            f"{what} {named(path)} holds no secret; expected one line of printable ASCII"
+        )
+    return text
 
 
 def environment(url: str, options: ServeOptions) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -25,6 +25,7 @@ from pipemorph.explain.story import (
     worth_line,
 )
 from pipemorph.planning import Plan
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.document import (
@@ -37,7 +38,6 @@ from pipemorph.watch.document import (
     Steps,
     WatchView,
 )
-from pipemorph.watch.idle import Idle, Ran, bounds, idle_times
 from pipemorph.watch.lanes import LaneLog, SlowTime
 from pipemorph.wire import AdaptationRecord, IterationSample
 
@@ -52,6 +52,11 @@ ENTERS = {OpKind.F: 1, OpKind.W: -1, OpKind.BW: -1}
 """Microbatches in flight more after an op than before it."""
 NAMED = 3
 """Most slow links, and most other findings, that the story tells of."""
+
+Ran = Sequence[Sequence[tuple[int, TimedOp]]]
+"""Per rank, ``(stage, op)`` in run order."""
+Idle = list[tuple[Cause, float, float]]
+"""``(cause, start, end)`` of the idle times of a rank."""
 
 
 class Traced(Protocol):
@@ -383,6 +388,77 @@ def _row(
 
 def _us(seconds: float) -> int:
     return round(1e6 * seconds)
+
+
+# --- idle times -------------------------------------------------------------------------------
+#
+# The cause of every idle time of an iteration, from nothing but its ops and their times.
+# `pipemorph.planning.analysis.bubbles` knows more of a simulation. Here a measured iteration and a
+# simulated one are to be compared, so both are judged by what both have.
+
+
+def bounds(ran: Ran) -> tuple[float, float]:
+    """The start of the first op and the end of the last one."""
+    begin = min((row[0][1].start for row in ran if row), default=0.0)
+    return begin, max((row[-1][1].end for row in ran if row), default=0.0)
+
+
+def idle_times(ran: Ran) -> list[Idle]:
+    """Per rank, ``(cause, start, end)`` in order of time.
+
+    Before the first op it is *fill*, after the last one *drain*. In between the rank waits for the
+    input of its next op: *dependency* until that was computed, *link* from then on. *order* where
+    the op needed nothing of another rank: then the host, or a send before it, took the time.
+    """
+    begin, end = bounds(ran)
+    rank_of = {stage: rank for rank, row in enumerate(ran) for stage, _ in row}
+    forward: dict[int, dict[int, float]] = {stage: {} for stage in rank_of}
+    backward: dict[int, dict[int, float]] = {stage: {} for stage in rank_of}
+    for row in ran:
+        for stage, op in row:
+            if op.kind is OpKind.F:
+                forward[stage][op.microbatch] = op.end
+            elif op.kind is not OpKind.W:
+                backward[stage][op.microbatch] = op.end
+
+    def computed(stage: int, op: TimedOp) -> float | None:
+        """When another rank had computed the input of an op; None if it needed none."""
+        first = op.kind is OpKind.F
+        source = stage - 1 if first else stage + 1
+        if op.kind is OpKind.W or rank_of.get(source, rank_of[stage]) == rank_of[stage]:
+            return None
+        return (forward if first else backward)[source].get(op.microbatch)
+
+    return [_idle_of(row, begin, end, computed) for row in ran]
+
+
+def _idle_of(
+    row: Sequence[tuple[int, TimedOp]],
+    begin: float,
+    end: float,
+    computed: Callable[[int, TimedOp], float | None],
+) -> Idle:
+    found: Idle = []
+
+    def add(cause: Cause, start: float, stop: float) -> None:
+        if stop > start:
+            found.append((cause, start, stop))
+
+    free = None
+    for stage, op in row:
+        if free is None:
+            add(Cause.FILL, begin, op.start)
+        elif op.start > free:
+            ready = computed(stage, op)
+            if ready is None:
+                add(Cause.ORDER, free, op.start)
+            else:
+                ready = min(max(ready, free), op.start)
+                add(Cause.DEPENDENCY, free, ready)
+                add(Cause.LINK, ready, op.start)
+        free = op.end
+    add(Cause.DRAIN, begin if free is None else free, end)
+    return found
 
 
 # --- words ------------------------------------------------------------------------------------

@@ -2,21 +2,25 @@
 
 Nothing is made while nobody asks. All who ask get the same documents, at most one a second, and
 what those cost is bounded: :data:`SHARE` of one core on average, to make them and to write them as
-JSON and HTML.
+JSON and HTML. A page is one self-contained HTML file: ``page.html`` with a document in it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from pipemorph.pictures.colours import FILL, IDLE, IDLE_NAMES, IDLE_ON_DARK, INK, NAMES
+from pipemorph.pictures.pages import fill
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.watch.build import MOST_AVAILABLE
-from pipemorph.watch.document import WatchView
-from pipemorph.watch.page import page_of
+from pipemorph.watch.document import LETTERS, WatchView
 
 SHARE = 0.05
 """Part of a core that documents may take in the long run, for all viewers together."""
@@ -190,3 +194,33 @@ class Documents:
 def number(text: str | None) -> int | None:
     """A column, an iteration or a document's number in a query; None for anything else."""
     return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else None
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+CAUSES = {Cause.ORDER: "order: nothing of another rank was missing"}
+"""Other names than elsewhere, see :func:`pipemorph.watch.build.idle_times`."""
+STYLE = {
+    "kinds": {
+        LETTERS[kind]: {"name": NAMES[kind], "fill": FILL[kind], "ink": INK[kind]} for kind in FILL
+    },
+    "causes": {
+        cause.value: {
+            "name": CAUSES.get(cause, IDLE_NAMES[cause]),
+            "fill": IDLE[cause],
+            "dark": IDLE_ON_DARK[cause],
+        }
+        for cause in IDLE
+    },
+}
+
+
+def render_page(view: WatchView) -> str:
+    """The page with a document, from which it goes on by itself where that is ``live``."""
+    return page_of(view.model_dump_json())
+
+
+def page_of(view: str) -> str:
+    """The same of a document as JSON."""
+    data = f'{{"style":{json.dumps(STYLE)},"view":{view}}}'
+    return fill(Path(__file__).with_name("page.html"), data)

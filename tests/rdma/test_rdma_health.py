@@ -16,7 +16,7 @@ from pipemorph.control import JobController
 from pipemorph.wire import RailHealth, RailSample, TransportSample
 from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.telemetry.rails import read
-from pipemorph_trainer.telemetry.transports import TransportWatch
+from pipemorph_trainer.telemetry.reporter import TransportWatch
 
 pytestmark = pytest.mark.rdma
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kubernetes.utils.quantity import parse_quantity
+
 from pipemorph.api.base import FieldError
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.sections.template import (
@@ -18,7 +20,7 @@ from pipemorph.api.sections.template import (
     gpus,
 )
 from pipemorph_operator import names
-from pipemorph_operator.children import gang, kept, placement, pod_template
+from pipemorph_operator.children import gang, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.config import OperatorConfig
 
@@ -42,6 +44,11 @@ POD_GRACE_SECONDS = 30
 GENERATIONS = "--generations"
 """The launcher's option: start ranks again when the ingest says so."""
 KEPT_VARIABLE = "PIPEMORPH_KEPT_DIR"
+KEPT_VOLUME = "pipemorph-kept"
+"""A template may have a volume of this name, such as one with another limit."""
+KEPT_FOLDER = "/run/pipemorph/kept"
+KEPT_SHARE = 2
+"""The trainer's memory limit over the volume's."""
 MARGIN_SECONDS = 2
 """Of that, what is left when the launcher has killed ranks that do not end."""
 SAVE_MARGIN_SECONDS = 3
@@ -97,7 +104,7 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts(page=page)]
     if generations:
-        kept.mount(spec, trainer)
+        _mount_kept(spec, trainer)
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     try:
         placement.place(attempt, out, trainer)
@@ -183,7 +190,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
         if asked.rdma.ipc_lock:
             command.append("--memlock")
     if asked.shared_memory is not None:
-        command.append(f"--shm={kept.memory_bytes(asked.shared_memory) or 0}")
+        command.append(f"--shm={memory_bytes(asked.shared_memory) or 0}")
     trainer = attempt.job.spec.trainer.argv("python")
     if attempt.launches:
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]
@@ -255,7 +262,7 @@ def _environment(
     if spec.trainer.metrics_port:
         values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if generations:
-        values[KEPT_VARIABLE] = kept.FOLDER
+        values[KEPT_VARIABLE] = KEPT_FOLDER
     if page:
         values["PIPEMORPH_PAGE_PORT"] = str(PAGE_PORT)
         values["PIPEMORPH_PAGE_TOKEN_FILE"] = f"{FOLDER}/page/{PAGE_FILE}"
@@ -347,3 +354,37 @@ def _mounts(*, page: bool) -> list[Object]:
         {"name": f"pipemorph-{what}", "mountPath": f"{FOLDER}/{what}", "readOnly": True}
         for what in ("job", "secret", "token", *(["page"] if page else []))
     ]
+
+
+# --- the volume in memory for the state of ranks ----------------------------------------------
+#
+# Ranks leave their state in it for those that come after them in the pod. What it holds counts as
+# memory of the trainer container. So it may have half of what that container may use: the copies
+# must not be what ends the ranks. A rank for whose copies there is no room keeps none and says so.
+
+
+def _mount_kept(spec: Object, trainer: Object) -> None:
+    """Add the volume to a pod's ``spec``, unless it has it, and mount it in its trainer."""
+    volumes = spec.setdefault("volumes", [])
+    if not any(volume.get("name") == KEPT_VOLUME for volume in volumes):
+        volumes.append(
+            {"name": KEPT_VOLUME, "emptyDir": {"medium": "Memory"} | _kept_size(trainer)}
+        )
+    trainer["volumeMounts"].append({"name": KEPT_VOLUME, "mountPath": KEPT_FOLDER})
+
+
+def _kept_size(trainer: Object) -> Object:
+    """The volume's limit; none, so that of the node, if the trainer has none."""
+    limits = (trainer.get("resources") or {}).get("limits") or {}
+    found = memory_bytes(str(limits.get("memory", "")))
+    return {"sizeLimit": str(found // KEPT_SHARE)} if found is not None else {}
+
+
+def memory_bytes(quantity: str) -> int | None:
+    """Bytes of a Kubernetes quantity; None for other text and for less than a byte, which the API
+    server refuses."""
+    try:
+        size = int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+    except ValueError:
+        return None
+    return size if size > 0 else None

@@ -12,7 +12,7 @@ from pipemorph.api.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
 from pipemorph.control.pods.presence import REPLACED_SECONDS
-from pipemorph.control.record.recovering import WORD_SECONDS
+from pipemorph.control.record.progress import WORD_SECONDS
 from pipemorph.wire import Loss, ResumedFrom
 
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from functools import partial
 
+from pipemorph.ingest.connections import Turns
 from pipemorph.ingest.token_bucket import TokenBucket
-from pipemorph.ingest.turns import Turns
 
 PATIENCE = 15.0
 

@@ -25,8 +25,8 @@ from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.watch.build import watch_view, worst_column
 from pipemorph.watch.document import WatchView
+from pipemorph.watch.documents import render_page
 from pipemorph.watch.door import listen
-from pipemorph.watch.page import render_page
 
 pytestmark = pytest.mark.full
 

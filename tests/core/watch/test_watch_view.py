@@ -27,11 +27,10 @@ from pipemorph.planning import Route
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.build import Room, Watched, picture, watch_view, worst_column
+from pipemorph.watch.build import Room, Watched, idle_times, picture, watch_view, worst_column
 from pipemorph.watch.document import Row, WatchView
-from pipemorph.watch.idle import idle_times
+from pipemorph.watch.documents import render_page
 from pipemorph.watch.lanes import LaneLog
-from pipemorph.watch.page import render_page
 
 F, B, W = OpKind.F, OpKind.B, OpKind.W
 

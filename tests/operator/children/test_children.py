@@ -35,7 +35,6 @@ from pipemorph_operator.children import (
     objects,
     shares_small_memory,
 )
-from pipemorph_operator.children.kept import memory_bytes
 from pipemorph_operator.children.objects import (
     batch_job,
     config_map,
@@ -44,6 +43,7 @@ from pipemorph_operator.children.objects import (
     secret,
     service,
 )
+from pipemorph_operator.children.pod import memory_bytes
 from pipemorph_operator.cluster.job import current_name, read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_trainer.context import TrainerContext

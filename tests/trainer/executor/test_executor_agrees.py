@@ -46,9 +46,8 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
-from pipemorph_trainer.steps import ready
-from pipemorph_trainer.steps.ready import run_ready
-from pipemorph_trainer.steps.turns import receives_of
+from pipemorph_trainer.steps import turns
+from pipemorph_trainer.steps.turns import receives_of, run_ready
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
@@ -288,7 +287,7 @@ def execute(
         mesh = MeshShape(problem.stage_count, stages_per_rank=each, placement=problem.placement)
     plans = cut(chosen, mesh)
     world = World(len(plans))
-    for module in (dispatch, mailbox, ready):
+    for module in (dispatch, mailbox, turns):
         monkeypatch.setattr(module, "time", lambda: world.now)
     made = executors(world, problem, mesh.placed)
     done: dict[int, Any] = {}

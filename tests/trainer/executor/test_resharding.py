@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_jobs import Job, make_plan
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.stages.resharding import Resharding
+from pipemorph_trainer.executor.stages.sharded import Resharding
 from pipemorph_trainer.topology.mesh import join_process_group
 
 STAGES, SHARDS, N, ROWS, ITERATIONS = 2, 2, 4, 8, 3

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pipemorph_trainer.links.message import Direction
-from pipemorph_trainer.telemetry.transports import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
+from pipemorph_trainer.telemetry.reporter import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
 
 if TYPE_CHECKING:
     from pipemorph_trainer.links.link import LinkEnd
