@@ -12,8 +12,6 @@ from pipemorph.api.spec import API_GROUP, API_VERSION, KIND
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
 
 PLURAL = "pipemorphjobs"
-PLAN_KIND = "PipeMorphPlan"
-PLAN_PLURAL = "pipemorphplans"
 VERSION = "v1alpha1"
 
 CONTROLLER = f"{API_GROUP}/operator"

@@ -265,29 +265,9 @@ class TrainingStatus(StatusModel):
 
 
 class ControlState(StatusModel):
-    """The plan versions that may be in use. The plan is in an object of its own
-    (:mod:`pipemorph.api.plan`)."""
+    """The plan versions that are in use."""
 
-    attempt: int = Field(ge=0, description="Attempt of the directive.")
     plan_version: int = Field(ge=0, description="Highest plan version issued; never decreases.")
-    reserved: int | None = Field(
-        default=None,
-        ge=0,
-        description="Plans of versions up to this one may be in force though they are not saved:"
-        " another ingest begins above it. Never decreases.",
-    )
-    writer: str | None = Field(
-        default=None,
-        max_length=64,
-        description="The ingest that wrote this, as a random word: tells two of them apart that"
-        " write the same.",
-    )
-    snapshot: str | None = Field(
-        default=None,
-        max_length=1 << 20,
-        description="Of a job that an earlier version of the ingest wrote: what the PipeMorphPlan"
-        " of the job has now. Removed with the next write.",
-    )
 
 
 class UsefulTime(StatusModel):

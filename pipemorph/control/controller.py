@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
@@ -30,7 +31,6 @@ from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.decider import Decider
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.handed_in import HandedIn, judged
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
@@ -61,9 +61,9 @@ class JobController:
 
     ``on_report`` is called with every accepted report, after it was processed. A decision takes
     longer than a report may take: it waits in :attr:`replan` until the host has made it, in this
-    process or another one, and calls :meth:`settle`. ``endless``: nobody knows when the job ends,
-    whatever its spec says, so that any gain pays for a change in the long run. Raises
-    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
+    process or another one, and calls :meth:`settle`. ``term``: of the host's lease. ``endless``:
+    nobody knows when the job ends, whatever its spec says, so that any gain pays for a change in
+    the long run. Raises :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class JobController:
         spec: JobSpec,
         *,
         attempt: int = 0,
+        term: int = 0,
         on_report: Callable[[LinkHealthReport], None] | None = None,
         endless: bool = False,
     ) -> None:
@@ -79,7 +80,9 @@ class JobController:
         self._rules = planning_rules(spec)
         self.attempt = attempt
         self._on_report = on_report
-        self._versions = PlanVersions()
+        self._versions = PlanVersions(term)
+        self._new = True
+        """Whether neither a report nor a snapshot has said anything of the job."""
         self._ledger = Ledger()
         self._events = Events()
         self._first = initial_plan(spec)
@@ -112,6 +115,11 @@ class JobController:
         """Version of the newest directive of any attempt; 0 before the first."""
         return self._versions.newest
 
+    @property
+    def term(self) -> int:
+        """Of this host in this job: answers of the agent's hosts before it have lower ones."""
+        return self._versions.term
+
     def directive(self, after: int = 0) -> Directive | None:
         """The directive of this attempt, if its plan version is above ``after``."""
         wanted = self._plans.directive
@@ -132,6 +140,11 @@ class JobController:
     def records(self) -> list[AdaptationRecord]:
         """Adaptations so far, oldest first. Figures after a change are added as they arrive."""
         return list(self._ledger.records)
+
+    @property
+    def changes(self) -> int:
+        """Number of changes of plan so far, also of those without a record."""
+        return self._ledger.changes
 
     @property
     def worth(self) -> Worth:
@@ -227,10 +240,9 @@ class JobController:
         """Issue only versions above ``plan_version``: others may be in use."""
         self._versions.skip_to(plan_version)
 
-    def leave(self, versions: range) -> None:
-        """Never issue these versions: the job's agent may. Those that were left until now may be in
-        use."""
-        self._versions.leave(versions)
+    def count_earlier(self, changes: int, worth: Worth) -> None:
+        """Count changes of plan of which nothing else is known, until the agent hands in more."""
+        self._ledger.changes_before, self._ledger.before = changes, worth
 
     def begin_attempt(self, attempt: int) -> None:
         """Begin another attempt, with the plan of the spec. Plan versions continue to grow.
@@ -288,15 +300,23 @@ class JobController:
         seconds since the Unix epoch. Returns the answer, without a directive.
 
         Raises :class:`~pipemorph.control.observed.reports.ReportRefused` and changes nothing if the
-        report belongs to another attempt, was seen before, or does not fit the job.
+        report belongs to another attempt, was seen before, does not fit the job, or tells of a
+        later host.
         """
         observed, plans, decider = self._observed, self._plans, self._decider
         check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
+        self._versions.meet(report.term)
         answer = observed.take(report, now)
-        if plans.ranks_have(observed.newest_plan_version, now):
+        if self._new and report.snapshot:
+            plans.expect(now)
+        self._new = False
+        newest, wanted = observed.newest_plan_version, plans.wanted.version
+        if plans.ranks_have(newest, observed.plan_issued_at, now):
             # The next version must be new to the ranks.
-            self._versions.skip_to(observed.newest_plan_version)
-        self._versions.agent_used(report.last_own_version)
+            self._versions.skip_to(newest)
+            if newest == wanted:
+                # Another host's plan has it: that of this one never runs.
+                self._ledger.withdraw(wanted)
         self._ledger.add(report.iterations, observed.stages.peak_memory)
         if any(stage.crowding for stage in report.stages):
             decider.say_crowded(now)
@@ -307,42 +327,50 @@ class JobController:
         decider.consider(now)
         if self._on_report is not None:
             self._on_report(report)
-        told = {"attentive": self._assessment.attentive, "wants_plan": plans.awaits(now)}
+        told = {
+            "attentive": self._assessment.attentive,
+            "wants_snapshot": plans.awaits(now),
+            "term": self.term,
+        }
         return answer.model_copy(update=told)
 
     @property
-    def wants_plan(self) -> bool:
-        """Whether the ranks run a plan that this controller does not know, and may be handed."""
+    def wants_snapshot(self) -> bool:
+        """Whether the agent may hand in its snapshot: this controller is new to the job, or the
+        ranks run a plan that it does not know."""
         return self._plans.may_be_handed_in
 
-    def refuse_plan(self) -> None:
-        """The plan that was handed in is not a good one: decide without knowing it."""
+    def refuse_snapshot(self) -> None:
+        """Go on without the snapshot that was handed in: it is not a good one."""
         self._plans.refuse()
 
-    def hand_in(self, handed: HandedIn, now: float) -> None:
-        """Go on from the plan that the ranks run, and that this controller did not know.
+    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None:
+        """Go on from the snapshot of the agent, which :mod:`pipemorph.control.handed_in` has
+        checked. ``attempt``: of the agent.
 
         Changes nothing and raises :class:`~pipemorph.control.observed.reports.WrongAttempt`, or
-        :class:`InputError` if no plan is wanted, or not of this version.
+        :class:`InputError` if none is wanted, or its plan is not that of the ranks.
         """
-        message, directive, newest = handed.message, handed.message.directive, self._observed
-        if message.attempt != self.attempt:
-            raise WrongAttempt(
-                f"attempt {message.attempt} is not {self.attempt}, the one in progress"
-            )
-        if not self.wants_plan:
+        if {attempt, saved.attempt} != {self.attempt}:
+            other = attempt if attempt != self.attempt else saved.attempt
+            raise WrongAttempt(f"attempt {other} is not {self.attempt}, the one in progress")
+        if not self.wants_snapshot:
             raise InputError(f"plan v{self.wanted.version} is in force here; no other is wanted")
-        if directive.plan_version != newest.newest_plan_version:
+        directive, newest = saved.directive, self._observed.newest_plan_version
+        found = directive.plan_version if directive is not None else 0
+        if found != newest:
             raise InputError(
-                f"plan v{directive.plan_version} is not v{newest.newest_plan_version}, the newest"
-                " that the ranks have reported"
+                f"its plan is v{found}, and not v{newest}, the newest that the ranks have reported"
             )
-        assert directive.record is not None
+        issued_at = self._observed.plan_issued_at
+        if directive is not None and issued_at not in (None, directive.issued_at):
+            raise InputError(
+                f"its plan v{found} is not the one of that version that the ranks have"
+            )
         self._decider.pending = None
-        self._plans.hand_in(handed.plan, directive)
-        judgement = self._assessment.judgement
-        judgement.situation = judged(directive.record, judgement.situation)
-        self._ledger.adopt([*message.records, directive.record], now)
+        self._plans.refuse()
+        self._plans.unknown = False
+        self._continue(saved, now)
         self._decider.journal.keep(now, reasons.handed_in(directive))
 
     def tick(self, now: float) -> None:
@@ -370,6 +398,24 @@ class JobController:
         self._decider.settle(asked, proposal, now)
 
     # --- snapshots ------------------------------------------------------------------------
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Differs when a snapshot has something new that another host would miss."""
+        judgement, plans = self._decider.judged, self._plans
+        return (
+            self.attempt,
+            self._versions.newest,
+            plans.wanted.version,
+            plans.baseline,
+            judgement.profiled_at,
+            judgement.barrier,
+            self._decider.pacing.flaps,
+            tuple(sorted(self._assessment.truth.doubts().items())),
+            self.layers,
+            self._beside.least,
+            *((r.plan_version, r.iteration_seconds_after, r.saving) for r in self._ledger.open),
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""
@@ -401,6 +447,7 @@ class JobController:
             slow_directions=observed.links.slow_directions(),
             slow_since=observed.links.slow_since(),
             records=self.records,
+            changes_before=self._ledger.changes_before,
             worth_before=(self._ledger.before.seconds, self._ledger.before.error),
             baseline=baseline,
             doubts=self._assessment.truth.doubts(),
@@ -421,27 +468,36 @@ class JobController:
         Raises :class:`InputError` if the snapshot cannot be used."""
         saved = Snapshot.read(snapshot).for_microbatches(spec.schedule.microbatches)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
-        observed, plans = self._observed, self._plans
-        judgement, versions = self._assessment.judgement, self._versions
+        self._observed.sequence, self._new = saved.sequence, False
         stages = spec.parallelism.stages
-        versions.newest, observed.sequence = saved.plan_version, saved.sequence
-        self._ledger.records.extend(saved.records)
-        self._ledger.before = Worth(*saved.worth_before)
-        self._decider.pacing.flaps = saved.flaps
-        if saved.directive is not None:
-            versions.skip_to(saved.directive.plan_version)
-            plans.directive = saved.directive
-        plans.wanted, plans.baseline = saved.plans(plans.first)
-        plans.running = plans.wanted
         if len(saved.beside) == stages:
             self._beside = replace(self._beside, least=saved.beside)
         if len(saved.layers) == stages:
             # What the spec says of op times is of stages with equally many layers.
             self._scale_stages(saved.layers)
-        if len(saved.footprints) == stages:
-            observed.stages.restore_footprints(saved.footprints)
+        self._continue(saved, inf)
+        self._observed.links.restore(saved.slow_directions, saved.slow_since)
+        return self
+
+    def _continue(self, saved: Snapshot, now: float) -> None:
+        """Go on from a snapshot of the same job. ``now``: no record can be newer."""
+        plans, judgement = self._plans, self._assessment.judgement
+        stages = self.spec.parallelism.stages
+        plans.wanted, plans.baseline = saved.plans(plans.first)
+        plans.running, plans.directive = plans.wanted, saved.directive
+        self._versions.skip_to(max(saved.plan_version, plans.wanted.version))
+        records = [
+            r.model_copy(update={"detected_at": min(r.detected_at, now)}) for r in saved.records
+        ]
+        self._ledger.restore(records, saved.changes_before, Worth(*saved.worth_before))
+        self._decider.pacing.flaps = saved.flaps
+        if len(saved.beside) == stages:
+            self._beside = replace(self._beside, least=saved.beside)
+        same = saved.layers == self.layers
+        if same and len(saved.footprints) == stages:
+            self._observed.stages.restore_footprints(saved.footprints)
         first = judgement.situation
-        known = saved.profiled_at is not None and len(saved.stages) == stages
+        known = same and saved.profiled_at is not None and len(saved.stages) == stages
         judged = saved.judged(tuple(saved.stages) if known else first.stages)
         if judged is not None:
             judgement.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
@@ -449,5 +505,3 @@ class JobController:
         if saved.barrier is not None:
             judgement.barrier = saved.barrier
         self._assessment.truth.restore_doubts(saved.doubts)
-        observed.links.restore(saved.slow_directions, saved.slow_since)
-        return self

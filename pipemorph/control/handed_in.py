@@ -1,13 +1,13 @@
-"""Reads the plan that a job's agent hands in, for a controller that does not know it.
+"""Reads the snapshot that a job's agent hands in, for a controller that does not know the job.
 
-The ranks run it already. But it comes from a pod of the job, and what a controller decides next,
-serves and saves follows from it: so it is checked like one that was never seen.
+A host has made it, and the ranks run its plan already. But it comes from a pod of the job, and what
+a controller decides next, serves and writes follows from it: so it is checked like one that was
+never seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,18 +15,20 @@ from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status_base import MAX_STAGES
-from pipemorph.control.decide.forecast import Situation, runnable
+from pipemorph.control.decide.forecast import runnable
 from pipemorph.control.observed.stages import in_flight_limits
+from pipemorph.control.snapshot import Snapshot
+from pipemorph.control.snapshot_codec import unpack
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Plan, Route
-from pipemorph.wire import AdaptationRecord, HandIn, PlanMessage
+from pipemorph.wire import AdaptationRecord, Directive, HandIn, PlanMessage
 
 
 class HandedIn(NamedTuple):
-    """A checked message, and its plan."""
+    """A checked message, and its snapshot."""
 
     message: HandIn
-    plan: Plan
+    snapshot: Snapshot
 
 
 def read(body: bytes, spec: JobSpec) -> HandedIn:
@@ -35,29 +37,82 @@ def read(body: bytes, spec: JobSpec) -> HandedIn:
     try:
         message = HandIn.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise InputError(one_line(f"{where}: {first['msg']}")) from None
-    directive = message.directive
+        raise InputError(_first(error, "the body")) from None
+    try:
+        saved = Snapshot.model_validate_json(unpack(message.snapshot))
+    except ValidationError as error:
+        raise InputError(f"snapshot.{_first(error, 'the body')}") from None
+    except ValueError as error:
+        raise InputError(one_line(f"snapshot: {error}")) from None
+    _check_lists(saved, spec)
+    for record in saved.records:
+        _check_record(record, saved.plan_version, spec)
+    if saved.directive is not None:
+        _check_directive(saved.directive, saved.plan_version, spec)
+    if saved.baseline is not None:
+        if saved.baseline.version:
+            raise InputError(f"snapshot.baseline.version is {saved.baseline.version}; expected 0")
+        _check_plan("baseline", saved.baseline, spec)
+    return HandedIn(message, saved)
+
+
+def _first(error: ValidationError, whole: str) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return one_line(f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}")
+
+
+def _check_lists(saved: Snapshot, spec: JobSpec) -> None:
+    """Check that lists are of as many stages and links as the job has."""
+    parallelism = spec.parallelism
+    stages, links = parallelism.stages, parallelism.stages - 1
+    lists: list[tuple[str, int, int]] = [
+        ("stages", len(saved.stages), stages),
+        ("footprints", len(saved.footprints), stages),
+        ("layers", len(saved.layers), stages),
+        ("beside", len(saved.beside), stages),
+    ]
+    for where, rows in (("", saved), *(("own_links.", own) for own in saved.own_links)):
+        lists += [
+            (f"{where}{name}", len(getattr(rows, name)), links)
+            for name in ("wire_times", "delays", "slow")
+        ]
+    for name, found, expected in lists:
+        if found not in (0, expected):
+            raise InputError(f"snapshot.{name} has {found} items; expected {expected}")
+    if saved.layers and sum(saved.layers) != parallelism.layers:
+        raise InputError(
+            f"snapshot.layers are {sum(saved.layers)}; the job has {parallelism.layers}"
+        )
+    columns = parallelism.mesh.columns
+    if any(row.link >= links or row.column >= columns for row in saved.slow_directions):
+        raise InputError("snapshot.slow_directions names a link of another job")
+    if any(not -2 <= source < links for source in saved.doubts):
+        raise InputError("snapshot.doubts names a link of another job")
+
+
+def _check_directive(directive: Directive, newest: int, spec: JobSpec) -> None:
     sent, record, version = directive.plan, directive.record, directive.plan_version
     if sent.version != version:
-        raise InputError(f"directive.plan.version is {sent.version}; expected {version}")
+        raise InputError(f"snapshot.directive.plan.version is {sent.version}; expected {version}")
     if record is None or record.plan_version != version:
-        raise InputError(f"directive.record is not that of plan v{version}")
-    for each in (record, *message.records):
-        _check_record(each, version, spec)
+        raise InputError(f"snapshot.directive.record is not that of plan v{version}")
+    _check_record(record, newest, spec)
+    _check_plan("directive.plan", sent, spec)
+
+
+def _check_plan(name: str, sent: PlanMessage, spec: JobSpec) -> None:
+    name = f"snapshot.{name}"
     every = range(spec.parallelism.mesh.replicas)
     others = list(chain.from_iterable(own.replicas for own in sent.own))
     if len(set(others)) < len(others) or not set(others) <= set(every):
-        raise InputError(f"directive.plan.own: replicas {others[:8]} are not some of {every.stop}")
+        raise InputError(f"{name}.own: replicas {others[:8]} are not some of {every.stop}")
     for part in (sent, *(own.plan for own in sent.own)):
-        _check_shape(part, spec)
+        _check_shape(name, part, spec)
     plan = sent.plan()
     if broken := runnable(plan):
-        raise InputError(one_line(f"directive.plan: {broken}"))
+        raise InputError(one_line(f"{name}: {broken}"))
     for each_plan in plan.each:
-        _check_limits(each_plan, spec)
-    return HandedIn(message, plan)
+        _check_limits(name, each_plan, spec)
 
 
 def _check_record(record: AdaptationRecord, version: int, spec: JobSpec) -> None:
@@ -74,7 +129,7 @@ def _check_record(record: AdaptationRecord, version: int, spec: JobSpec) -> None
         raise InputError(f"the record of plan v{record.plan_version} names a link of another job")
 
 
-def _check_shape(sent: PlanMessage, spec: JobSpec) -> None:
+def _check_shape(where: str, sent: PlanMessage, spec: JobSpec) -> None:
     """Check what needs no decoding, before anything large is made of it."""
     stages, schedule = spec.parallelism.stages, spec.schedule
     lists: Iterable[tuple[str, int, int, int]] = (
@@ -89,47 +144,25 @@ def _check_shape(sent: PlanMessage, spec: JobSpec) -> None:
     )
     for name, found, none, some in lists:
         if found not in (none, some):
-            raise InputError(f"directive.plan.{name} has {found} items; expected {some}")
+            raise InputError(f"{where}.{name} has {found} items; expected {some}")
     expected = schedule.microbatches
     if sent.microbatches != expected:
-        raise InputError(
-            f"directive.plan has {sent.microbatches} microbatches; expected {expected}"
-        )
+        raise InputError(f"{where} has {sent.microbatches} microbatches; expected {expected}")
     if sent.policy is not schedule.policy_kind:
-        raise InputError(f"directive.plan.policy is {sent.policy}; expected {schedule.policy_kind}")
+        raise InputError(f"{where}.policy is {sent.policy}; expected {schedule.policy_kind}")
     if any(own.own for own in (each.plan for each in sent.own)):
-        raise InputError("directive.plan.own: a plan of some replicas has plans of its own")
+        raise InputError(f"{where}.own: a plan of some replicas has plans of its own")
 
 
-def _check_limits(plan: Plan, spec: JobSpec) -> None:
+def _check_limits(where: str, plan: Plan, spec: JobSpec) -> None:
     """Check that the plan keeps to the spec: no rank may hold more than it says."""
     if spec.transport.route == "direct" and Route.DELEGATED in plan.routes:
-        raise InputError(
-            "directive.plan.routes: a link is delegated; spec.transport.route is direct"
-        )
+        raise InputError(f"{where}.routes: a link is delegated; spec.transport.route is direct")
     held = zip(plan.device_limits, plan.in_flight_limits, in_flight_limits(spec), strict=True)
     for stage, (device, in_all, most) in enumerate(held):
         found = min((limit for limit in (device, in_all) if limit is not None), default=None)
         if most is not None and (found is None or found > most):
             raise InputError(
-                f"directive.plan: stage {stage} may hold {'all' if found is None else found}"
+                f"{where}: stage {stage} may hold {'all' if found is None else found}"
                 f" microbatches; the spec allows {most}"
             )
-
-
-def judged(record: AdaptationRecord, situation: Situation) -> Situation:
-    """The situation that a plan was made for, from its record; the rest as in ``situation``."""
-    slow, delays = list(situation.slow), list(situation.delays)
-    wires, transfers = list(situation.wire_times), [0.0] * len(slow)
-    for row in record.links:
-        if row.health == "slow":
-            slow[row.link], delays[row.link] = True, row.delay
-            wires[row.link], transfers[row.link] = row.wire_time, row.transfer
-    return replace(
-        situation,
-        slow=tuple(slow),
-        delays=tuple(delays),
-        wire_times=tuple(wires),
-        transfers=tuple(transfers) if any(transfers) else (),
-        own=(),
-    )

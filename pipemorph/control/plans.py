@@ -4,47 +4,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipemorph.control.observed.reports import Superseded
 from pipemorph.planning import Plan
 from pipemorph.wire import Directive
 
 HAND_IN_SECONDS = 5.0
-"""Time for the agent to hand in a plan that the controller does not know, before it decides again
-without knowing it."""
+"""Time for the agent to hand in its snapshot, before the controller decides without it."""
 
 
 class PlanVersions:
-    """Numbers of plans. They only grow, also across attempts, and no number is ever two plans."""
+    """Numbers of plans. They only grow, also across attempts.
 
-    def __init__(self) -> None:
+    Two hosts may give one number to two plans, when one takes over from the other: of these, the
+    ranks run the one that reached their agent first, and the other host gives its plan another
+    number (:meth:`Plans.ranks_have`). ``term``: of the lease of this host.
+    """
+
+    def __init__(self, term: int = 0) -> None:
         self.newest = 0
         """The newest one issued, or known to be in use; 0 before the first."""
-        self._agents = range(0)
+        self.term = term
+        """Of this host in this job: above that of all hosts before it, once the agent reports."""
+        self._met = False
 
     def take(self) -> int:
         """The number of another plan."""
         self.newest += 1
-        if self.newest in self._agents:
-            self.newest = self._agents.stop
         return self.newest
 
     def skip_to(self, version: int) -> None:
         """Take only numbers above ``version``: others may be in use."""
         self.newest = max(self.newest, version)
 
-    def leave(self, versions: range) -> None:
-        """Never take these: the job's agent may. Those that were left until now may be in use."""
-        if versions != self._agents:
-            self.skip_to(self._agents.stop - 1)
-            self._agents = versions
+    def meet(self, reported: int | None) -> None:
+        """Take the highest term that the agent has seen; None: it has seen no host.
 
-    def agent_used(self, version: int) -> None:
-        """The agent has used the numbers up to ``version``, perhaps those of another host."""
-        if version >= self._agents.stop:
-            self.skip_to(version)
+        The term of a lease begins at 0 again when the lease is made anew. So it is not enough.
+        Raises :class:`Superseded` if the agent has met a later host since.
+        """
+        if self._met and reported is not None and reported > self.term:
+            raise Superseded(reported, self.term)
+        if not self._met and reported is not None:
+            self.term = max(self.term, reported + 1)
+        self._met = True
 
     def adopt(self, other: PlanVersions) -> None:
-        """Leave to the agent what another controller of the job has left to it."""
-        self._agents = other._agents
+        """Go on with the numbers of another controller of the same job and host."""
+        self.skip_to(other.newest)
+        self.term, self._met = other.term, other._met
 
 
 class Plans:
@@ -58,7 +65,9 @@ class Plans:
         """The plan for healthy links: that of the spec, unless measurements require another."""
         self.directive: Directive | None = None
         self.unknown = False
-        """Whether the ranks have a newer plan than this controller knows."""
+        """Whether the ranks have a plan that this controller does not know."""
+        self._confirmed = False
+        """Whether the agent has reported the wanted plan as its newest."""
         self._hand_in_until = float("-inf")
 
     @property
@@ -68,11 +77,13 @@ class Plans:
 
     def issue(self, plan: Plan, directive: Directive) -> None:
         """Make ``plan`` the wanted one."""
-        self.wanted, self.directive, self.unknown = plan, directive, False
+        self.wanted, self.directive = plan, directive
+        self.unknown = self._confirmed = False
+        self.refuse()
 
     def applied(self, version: int) -> None:
         """The ranks run the plan of this version."""
-        if version == self.wanted.version:
+        if version == self.wanted.version and not self.unknown:
             self.running = self.wanted
 
     def keep_as_baseline(self) -> None:
@@ -81,29 +92,40 @@ class Plans:
 
     # --- a plan that is not known -----------------------------------------------------------
 
-    def ranks_have(self, version: int, now: float) -> bool:
-        """The ranks have the plan of this version. Returns whether it is newer than the wanted
-        one: then the controller has lost its newest state."""
-        if version <= self.wanted.version:
+    def ranks_have(self, version: int, issued_at: float | None, now: float) -> bool:
+        """Take the newest plan of the ranks: its version, and when it was issued, see
+        :attr:`~.observed.reports.Observed.newest_plan_version`. Returns whether this controller
+        does not know it.
+
+        Another host may have given the version of the wanted plan to the plan of the ranks. Then
+        the wanted plan will never run: there is none any more.
+        """
+        if version < self.wanted.version:
             return False
+        if version == self.wanted.version:
+            ours = self.directive is None or issued_at in (None, self.directive.issued_at)
+            self._confirmed |= ours
+            if self._confirmed:
+                return False
+            self.wanted, self.directive = self.first, None
         if not self.unknown:
-            self.unknown, self._hand_in_until = True, now + HAND_IN_SECONDS
+            self.unknown = True
+            self.expect(now)
         return True
 
+    def expect(self, now: float) -> None:
+        """Wait for the snapshot of the agent."""
+        self._hand_in_until = now + HAND_IN_SECONDS
+
     def awaits(self, now: float) -> bool:
-        """Whether the agent should hand in its plan, and it may still come."""
-        return self.unknown and now < self._hand_in_until
+        """Whether the agent should hand in its snapshot, and it may still come."""
+        return now < self._hand_in_until
 
     @property
     def may_be_handed_in(self) -> bool:
-        """Whether the ranks run a plan that the controller does not know, and would accept."""
-        return self.unknown and self._hand_in_until > float("-inf")
+        """Whether a snapshot of the agent would be accepted."""
+        return self._hand_in_until > float("-inf")
 
     def refuse(self) -> None:
-        """The plan that was handed in is not a good one: go on without knowing it."""
+        """Wait for no snapshot, and accept none."""
         self._hand_in_until = float("-inf")
-
-    def hand_in(self, plan: Plan, directive: Directive) -> None:
-        """The ranks run this plan, which was not known."""
-        self.issue(plan, directive)
-        self.running = plan

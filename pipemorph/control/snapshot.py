@@ -1,17 +1,35 @@
-"""A controller's state that survives a restart of its host, as JSON."""
+"""A controller's state that survives a restart of its host, as JSON.
+
+The job's agent holds it for the next host. So it comes back from a pod of the job: the bounds here
+and :mod:`pipemorph.control.handed_in` check it as data that nobody has seen before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.replica_links import ReplicaLinks
+from pipemorph.control.record.history import KEPT_RECORDS
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes
-from pipemorph.wire import AdaptationRecord, Directive, PlanMessage, SlowDirection
+from pipemorph.wire import (
+    MAX_SEQUENCE,
+    AdaptationRecord,
+    Count,
+    Directive,
+    PlanMessage,
+    PlanVersion,
+    Seconds,
+    SlowDirection,
+    WallClock,
+)
+
+Worth = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+Level = Annotated[int, Field(ge=0, le=1000)]
 
 
 def rounded(stage: StageTimes) -> StageTimes:
@@ -35,78 +53,56 @@ class OwnLinks(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    replicas: list[int] = Field(min_length=1)
-    wire_times: list[float]
-    delays: list[float]
+    replicas: list[Count] = Field(min_length=1)
+    wire_times: list[Seconds]
+    delays: list[Seconds]
     slow: list[bool]
 
 
 class Snapshot(BaseModel):
-    """The saved state. With it, a plan version never names two plans, changes are undone after
-    recovery, and the records are kept."""
+    """The saved state. With it, the next host goes on from the plan in force, undoes changes after
+    recovery, and has the records."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
-    attempt: int = Field(ge=0)
-    plan_version: int = Field(ge=0)
-    sequence: int = Field(ge=0)
+    attempt: Count
+    plan_version: PlanVersion
+    sequence: Annotated[int, Field(ge=0, le=MAX_SEQUENCE)]
     directive: Directive | None = None
-    wire_times: list[float] = Field(default_factory=list)
-    delays: list[float] = Field(default_factory=list)
+    wire_times: list[Seconds] = Field(default_factory=list)
+    delays: list[Seconds] = Field(default_factory=list)
     slow: list[bool] = Field(default_factory=list)
     own_links: list[OwnLinks] = Field(default_factory=list)
     """Of every replica, where some links are slow; the three above are the worst of each link."""
-    profiled_at: int | None = None
+    profiled_at: Annotated[int, Field(ge=-1, le=2**53)] | None = None
     """The newest finished iteration when op times were last decided on; None: never."""
     stages: list[StageTimes] = Field(default_factory=list)
     """Op times and limits of that decision, without which the next host would ask for it again."""
     barrier: bool | None = None
     """Whether the plan for healthy links expects stages to wait between iterations."""
-    flaps: int = 0
+    flaps: Level = 0
     slow_directions: list[SlowDirection] = Field(default_factory=list)
-    slow_since: dict[int, float] = Field(default_factory=dict)
+    slow_since: dict[int, WallClock] = Field(default_factory=dict)
     """Per link with slow directions, when the first of them was found."""
-    records: list[AdaptationRecord] = Field(default_factory=list)
-    worth_before: tuple[float, float] = (0.0, 0.0)
-    """What changes were worth whose records are not kept any more: seconds, and their error."""
+    records: list[AdaptationRecord] = Field(default_factory=list, max_length=KEPT_RECORDS)
+    changes_before: Count = 0
+    """Number of changes without a record."""
+    worth_before: tuple[Worth, Worth] = (0.0, 0.0)
+    """What these were worth: seconds, and their error."""
     baseline: PlanMessage | None = None
     """The plan for healthy links, if it is not that of the spec."""
-    doubts: dict[int, int] = Field(default_factory=dict)
+    doubts: dict[int, Level] = Field(default_factory=dict)
     """How often a link, the op times (-1) or what is known of a barrier (-2) were wrong lately."""
-    footprints: list[tuple[int | None, float | None, int | None]] = Field(default_factory=list)
+    footprints: list[tuple[Count | None, Seconds | None, Count | None]] = Field(
+        default_factory=list
+    )
     """Per stage: activation bytes of one microbatch, seconds to copy them, and input bytes."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Count, ...] = ()
     """How many layers each stage holds, of which footprints and op times are; empty: the same."""
-    beside: tuple[float, ...] = ()
+    beside: tuple[Seconds, ...] = ()
     """By stage, the least seconds of a microbatch with the split that the job began with: what it
     does beside its layers. Nobody can measure that of another split. Empty: not known."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_series(cls, data: Any) -> Any:
-        """Earlier versions saved the bases of all directions."""
-        if not isinstance(data, dict) or "bases" not in data:
-            return data
-        kept = {key: value for key, value in data.items() if key not in ("bases", "slow_series")}
-        names = ("link", "column", "direction")
-        try:
-            bases = {(*key,): known for *key, known in data["bases"]}
-            kept["slow_directions"] = [
-                dict(zip(names, key, strict=True)) | {"delay": delay, "bases": bases[(*key,)]}
-                for *key, delay in data.get("slow_series", ())
-            ]
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"bases or slow_series: {error}") from None
-        return kept
-
-    @field_validator("footprints", mode="before")
-    @classmethod
-    def _without_inputs(cls, value: Any) -> Any:
-        """Earlier versions saved no input bytes."""
-        if not isinstance(value, list):
-            return value
-        return [[*each, None] if len(each) == 2 else each for each in value]
 
     def for_microbatches(self, count: int) -> Snapshot:
         """Without plans, and what was decided with them, if these are for other microbatches: then

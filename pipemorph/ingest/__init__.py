@@ -2,7 +2,7 @@
 
 ``handler`` implements the protocol without sockets, ``app`` serves it over aiohttp, ``connections``
 limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
-of jobs, persistence of directives, with plan versions in blocks (``plan_versions``).
+of jobs, persistence of status.
 ``planner_pool`` makes the decisions of many jobs in turn. ``generations`` answers launchers of
 pods.
 """
@@ -20,7 +20,6 @@ from pipemorph.ingest.interfaces import (
     MemoryStore,
     Refused,
 )
-from pipemorph.ingest.plan_versions import Versions
 from pipemorph.ingest.planner_pool import (
     FirstPlanner,
     Planner,
@@ -53,7 +52,6 @@ __all__ = [
     "Refused",
     "Reply",
     "Search",
-    "Versions",
     "make_app",
     "search_here",
 ]

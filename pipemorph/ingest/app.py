@@ -26,7 +26,7 @@ from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, Identity, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.wire import (
-    MAX_PLAN_BYTES,
+    MAX_HAND_IN_BYTES,
     MAX_POD_REPORT_BYTES,
     MAX_REPORT_BYTES,
 )
@@ -37,7 +37,7 @@ Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
 address."""
 OnAnswer = Callable[[str, int, float], None]
-"""Called for every response: ``report``, ``poll``, ``plan``, ``join`` or ``generation``, HTTP
+"""Called for every response: ``report``, ``poll``, ``snapshot``, ``join`` or ``generation``, HTTP
 status, duration in seconds."""
 
 
@@ -127,13 +127,13 @@ def make_app(
         body = await read(request, "report", MAX_REPORT_BYTES)
         return body if isinstance(body, Reply) else await handler.report(namespace, name, body)
 
-    async def plan(request: web.Request) -> Reply:
+    async def snapshot(request: web.Request) -> Reply:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
         caller = await authenticate(request, namespace, name)
         if isinstance(caller, Reply):
             return caller
-        large = request.clone(client_max_size=MAX_PLAN_BYTES)
-        body = partial(read, large, "plan", MAX_PLAN_BYTES)
+        large = request.clone(client_max_size=MAX_HAND_IN_BYTES)
+        body = partial(read, large, "snapshot", MAX_HAND_IN_BYTES)
         return await handler.hand_in(namespace, name, body)
 
     async def read(request: web.BaseRequest, what: str, most: int) -> bytes | Reply:
@@ -238,7 +238,7 @@ def make_app(
     app[_HANDLER] = handler
     app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering("report", reports))
     app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering("poll", directive))
-    app.router.add_post("/v1/jobs/{namespace}/{name}/plan", answering("plan", plan))
+    app.router.add_post("/v1/jobs/{namespace}/{name}/snapshot", answering("snapshot", snapshot))
     if join is not None:
         app.router.add_get("/v1/job", answering("join", job))
     if desk is not None:

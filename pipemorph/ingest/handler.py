@@ -1,10 +1,10 @@
 """The ingest protocol without a transport: authenticated request in, status and body out.
 
 A report is validated (size, schema, job, attempt, sequence), passed to the job's controller, and
-answered with the newest directive above the agent's version. A directive is served at once if its
-version is reserved for this host, and persisted through the
-:class:`~pipemorph.ingest.interfaces.JobStore` after that; else it is persisted *before* it is
-served. Either way a served version never names another plan.
+answered with the newest directive above the agent's version, and with the snapshot of the
+controller if the agent holds another one. A directive is served at once, and status is persisted
+through the :class:`~pipemorph.ingest.interfaces.JobStore` after that. If this host ends, the agent
+hands the snapshot to the next one.
 
 ====== ===============================================================
 status meaning
@@ -14,13 +14,14 @@ status meaning
 401    no or wrong token
 403    the token, the report or its attempt belongs to another job
 404    no such job, or no such path
-409    a sequence number that was used before; ``last`` is the highest used one. For a plan: none is
-       wanted
-413    more than ``MAX_REPORT_BYTES`` or ``MAX_PLAN_BYTES``
-415    a compressed report or plan
-422    JSON that is not a report of this job, or no plan for it; ``field`` names the field
+409    a sequence number that was used before; ``last`` is the highest used one. For a snapshot:
+       none is wanted
+413    more than ``MAX_REPORT_BYTES`` or ``MAX_HAND_IN_BYTES``
+415    a compressed report or snapshot
+422    JSON that is not a report of this job, or no snapshot of it; ``field`` names the field
 429    more reports or polls than the limits allow
-503    this process stands by, or does not know the job yet: try again after ``Retry-After`` seconds
+503    this process stands by, does not know the job yet, or controls the job no more: try again,
+       after ``Retry-After`` seconds if that is given
 ====== ===============================================================
 
 Every error is one line of JSON: ``{"error": "...", "field": "links[0].wire.p50"}``.
@@ -41,14 +42,18 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import handed_in
+from pipemorph.control import handed_in, snapshot_codec
 from pipemorph.control.decide.replan import Replan
-from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.observed.reports import (
+    ReplayedReport,
+    ReportMismatch,
+    Superseded,
+    WrongAttempt,
+)
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
 from pipemorph.ingest.planner_pool import Planner, PlannerLost, plan_here
 from pipemorph.ingest.token_bucket import TokenBucket
-from pipemorph.planning import Policy
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,
@@ -56,16 +61,19 @@ from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
+    revision_of,
 )
 
 log = logging.getLogger("pipemorph.ingest")
 
 
 LARGE_BYTES = 64 * 1024
-"""Plans of fewer bytes are checked within a few milliseconds."""
+"""Snapshots of fewer bytes are checked within a few milliseconds."""
 SELDOM_SECONDS = 5.0
 """Longest time between two reports that an agent is told: well below that after which it takes the
 ingest for lost, or the ingest its links for unknown."""
+LARGE_CELLS = 16_384
+"""Plans of fewer stages × microbatches are packed within a millisecond or two."""
 PERSIST_AGAIN_SECONDS = 1.0
 """Delay of a retry after a directive that was served could not be persisted."""
 
@@ -95,12 +103,12 @@ class Reply(NamedTuple):
         return Reply(status, json.dumps(content).encode(), headers)
 
     @staticmethod
-    def envelope(answer: DirectiveEnvelope, directive: Directive | None) -> Reply:
-        whole = answer.model_copy(update={"directive": directive})
+    def envelope(
+        answer: DirectiveEnvelope, directive: Directive | None = None, snapshot: str | None = None
+    ) -> Reply:
+        whole = answer.model_copy(update={"directive": directive, "snapshot": snapshot})
         return Reply(200, whole.model_dump_json().encode())
 
-
-_NO_NEWS = DirectiveEnvelope()
 
 ReadBody = Callable[[], Awaitable[bytes | Reply]]
 """Reads the body of a request. A reply: why it could not be read."""
@@ -135,7 +143,13 @@ class _JobSession:
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
     persists_again_at: float = 0.0
     reading: bool = False
-    """Whether a plan that was handed in is being read."""
+    """Whether a snapshot that was handed in is being read."""
+    snapshot: str | None = None
+    """For the agent; None: there is none yet, or it is too large."""
+    revision: str = ""
+    packed: tuple[object, ...] = ()
+    """State of the controller of which :attr:`snapshot` is."""
+    packing: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
     _answered: tuple[DirectiveEnvelope, Reply] | None = None
     """The newest answer without a directive: most are equal to the one before."""
@@ -145,14 +159,35 @@ class _JobSession:
             self.served if self.served is not None and self.served.plan_version > version else None
         )
 
-    def reply(self, answer: DirectiveEnvelope, version: int) -> Reply:
-        """``answer``, with the directive above ``version``, if any."""
-        directive = self.above(version)
-        if directive is not None:
-            return Reply.envelope(answer, directive)
+    def reply(self, answer: DirectiveEnvelope, report: LinkHealthReport) -> Reply:
+        """``answer``, with the directive and the snapshot that the agent does not have, if any."""
+        directive = self.above(report.observed_plan_version)
+        # It would replace the one that is asked for.
+        held = answer.wants_snapshot or report.snapshot == self.revision
+        if directive is not None or not held:
+            return Reply.envelope(answer, directive, None if held else self.snapshot)
         if self._answered is None or self._answered[0] != answer:
-            self._answered = answer, Reply.envelope(answer, None)
+            self._answered = answer, Reply.envelope(answer)
         return self._answered[1]
+
+    async def pack(self, where: str, job: ControlledJob) -> None:
+        """Pack the newest snapshot."""
+        async with self.packing:
+            if job.state == self.packed:
+                return
+            self.packed = job.state
+            data, stages = job.snapshot(), job.spec.parallelism.stages
+            large = stages * job.spec.schedule.microbatches > LARGE_CELLS
+            try:
+                self.snapshot = (
+                    await asyncio.to_thread(snapshot_codec.pack, data)
+                    if large
+                    else snapshot_codec.pack(data)
+                )
+            except snapshot_codec.TooLarge as error:
+                log.warning("%s: %s: another ingest would not know its state", where, error)
+                self.snapshot = None
+            self.revision = revision_of(self.snapshot or "")
 
     def release(self) -> None:
         for waiter in self.waiters:
@@ -220,22 +255,23 @@ class IngestHandler:
             answer = job.report(parsed, time.time())
         except WrongAttempt as error:
             return Reply.error(403, str(error), field="attempt")
+        except Superseded as error:
+            # The next connection leads to that one.
+            return Reply.error(503, str(error), field="term")._replace(hangs_up=True)
         except ReplayedReport as error:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
-        if parsed.fresh:
-            self._store.another_agent(namespace, name)
-        else:
-            told = {
-                "versions": self._for_agent(namespace, name, job),
-                "seldom": self._seldom(job.spec),
-            }
+        if not parsed.fresh:
+            told = {"seldom": self._seldom(job.spec)}
             answer = answer.model_copy(update=told)
         self.on_taken(namespace, name)
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
-        return session.reply(answer, parsed.observed_plan_version)
+        # Of a directive that is not served yet, who serves it packs it.
+        if not answer.wants_snapshot and session.served is job.directive():
+            await session.pack(f"{namespace}/{name}", job)
+        return session.reply(answer, parsed)
 
     def _seldom(self, spec: JobSpec) -> float:
         """Seconds between two reports of an agent that has nothing urgent: whole halves, so that
@@ -245,28 +281,16 @@ class IngestHandler:
         most = min(SELDOM_SECONDS, spec.adaptation.stale_after_seconds / 3)
         return max(1.0, min(most, math.ceil(2 * wanted) / 2))
 
-    def _for_agent(self, namespace: str, name: str, job: ControlledJob) -> tuple[int, int] | None:
-        """The first and the last version that the agent may give. The job gives none of them from
-        now on."""
-        spec = job.spec
-        if not spec.adaptation.enabled or spec.schedule.policy_kind is not Policy.PIPEMORPH:
-            return None
-        versions = self._store.for_agent(namespace, name)
-        if not versions or versions[0] <= job.plan_version:
-            return None
-        job.leave(versions)
-        return versions[0], versions[-1]
-
     async def hand_in(self, namespace: str, name: str, read: ReadBody) -> Reply:
-        """Answer ``POST …/plan``: go on from the plan that the ranks run. If it is a bad one, the
-        controller decides without it. ``read`` is called only if a plan is wanted, once at a time:
-        it may be large."""
+        """Answer ``POST …/snapshot``: go on from the snapshot of the job's agent. If it is a bad
+        one, the controller decides without it. ``read`` is called only if a snapshot is wanted,
+        once at a time: it may be large."""
         job = self._store.lookup(namespace, name)
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
         session = self._session(job)
-        if not job.wants_plan or session.reading:
-            return Reply.error(409, "no plan is wanted: the one in force is known, or was refused")
+        if not job.wants_snapshot or session.reading:
+            return Reply.error(409, "no snapshot is wanted: the job is known, or it was refused")
         if not session.allowed.take(time.monotonic()):
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} requests per second"
@@ -280,31 +304,25 @@ class IngestHandler:
                 handed = await asyncio.to_thread(handed_in.read, body, job.spec)
             else:
                 handed = handed_in.read(body, job.spec)
-            message, version = handed.message, handed.message.directive.plan_version
+            message, saved = handed
             if (message.namespace, message.job) != (namespace, name):
-                raise WrongAttempt(f"the plan is for job {message.namespace}/{message.job}")
+                raise WrongAttempt(f"the snapshot is of job {message.namespace}/{message.job}")
             if self._store.lookup(namespace, name) is not job:
                 return Reply.error(404, f"job {namespace}/{name} has ended here")
-            if not self._store.may_have(namespace, name, version):
-                raise InputError(
-                    f"plan v{version} was never given: no other ingest, and not this job's agent,"
-                    " had that version reserved"
-                )
-            job.hand_in(handed, time.time())
+            job.hand_in(message.attempt, saved, time.time())
         except WrongAttempt as error:
             return Reply.error(403, str(error))
         except InputError as error:
-            job.refuse_plan()
+            job.refuse_snapshot()
             why = one_line(str(error), 500)
-            log.error("%s/%s: refused the plan that the ranks run: %s", namespace, name, why)
-            return Reply.error(422, why, field="directive")
+            log.error("%s/%s: refused the snapshot of the job's agent: %s", namespace, name, why)
+            return Reply.error(422, why, field="snapshot")
         finally:
             session.reading = False
-        why = one_line(message.directive.reason)
-        log.info("%s/%s: going on from plan v%d of the ranks: %s", namespace, name, version, why)
-        self._serve(session, message.directive)
+        version = saved.directive.plan_version if saved.directive is not None else 0
+        log.info("%s/%s: going on from the agent's snapshot, plan v%d", namespace, name, version)
         await self._publish(namespace, name, job, session)
-        return Reply.envelope(_NO_NEWS, None)
+        return Reply.envelope(DirectiveEnvelope(term=job.term))
 
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
@@ -354,7 +372,9 @@ class IngestHandler:
                 f"attempt {wanted_attempt} is not the attempt in progress, {job.attempt}",
                 field="attempt",
             )
-        return Reply.envelope(_NO_NEWS, session.above(after_version))
+        directive = session.above(after_version)
+        snapshot = session.snapshot if directive is not None else None
+        return Reply.envelope(DirectiveEnvelope(term=job.term), directive, snapshot)
 
     async def tick(self, namespace: str, name: str) -> None:
         """Run a job's timers, and publish a directive that results.
@@ -448,57 +468,48 @@ class IngestHandler:
     async def _publish(
         self, namespace: str, name: str, job: ControlledJob, session: _JobSession
     ) -> None:
-        """Serve the job's newest directive to waiting polls, and persist it: after that if its
-        version is reserved, before if not."""
+        """Serve the job's newest directive to waiting polls, and persist status after that."""
         directive = job.directive()
         if directive is None:
             # A new attempt starts with the initial plan: nothing to serve or persist.
             session.served = None
         elif session.persisted != directive.plan_version:
-            if directive.plan_version > self._store.reserved(namespace, name):
-                await self._persist(namespace, name, job, session)
-                return
-            self._serve(session, directive)
+            if session.served is None or session.served.plan_version < directive.plan_version:
+                # Whoever has the plan has the snapshot that explains it.
+                await session.pack(f"{namespace}/{name}", job)
+                if job.directive() is not directive:
+                    return
+                session.served = directive
+                session.release()
             if not session.persisting.locked() and time.monotonic() >= session.persists_again_at:
                 task = asyncio.create_task(self._persist(namespace, name, job, session))
                 self._persists.add(task)
                 task.add_done_callback(self._persists.discard)
 
-    @staticmethod
-    def _serve(session: _JobSession, directive: Directive) -> None:
-        if session.served is None or session.served.plan_version < directive.plan_version:
-            session.served = directive
-            session.release()
-
     async def _persist(
         self, namespace: str, name: str, job: ControlledJob, session: _JobSession
     ) -> None:
-        """Persist the job's newest directive, then serve it unless it is served already."""
+        """Persist the status of a job whose directive was served."""
         async with session.persisting:
             while True:
-                directive, attempt = job.directive(), job.attempt
+                directive = job.directive()
                 if directive is None or session.persisted == directive.plan_version:
                     return
                 if self._store.lookup(namespace, name) is not job:
                     return
                 version = directive.plan_version
                 try:
-                    await self._store.persist(namespace, name, job.snapshot())
+                    await self._store.persist(namespace, name)
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
-                    what = (
-                        "was served but not persisted; retrying"
-                        if session.above(version - 1) is not None
-                        else "could not be persisted, and no version is reserved; retrying before"
-                        " serving it"
-                    )
-                    log.error("%s/%s: plan v%d %s: %s", namespace, name, version, what, error)
+                    log.error(
+                        "%s/%s: plan v%d was served but status was not written; retrying: %s",
+                        namespace, name, version, error,
+                    )  # fmt: skip
                     session.persists_again_at = time.monotonic() + PERSIST_AGAIN_SECONDS
                     return
                 session.persisted = version
-                if job.attempt == attempt:
-                    self._serve(session, directive)
 
     async def _wait(self, session: _JobSession, seconds: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

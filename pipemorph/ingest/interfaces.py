@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.handed_in import HandedIn
-from pipemorph.ingest.plan_versions import Versions
+from pipemorph.control.snapshot import Snapshot
 from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
 
 
@@ -59,7 +56,11 @@ class ControlledJob(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def leave(self, versions: range) -> None: ...
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def state(self) -> tuple[object, ...]: ...
 
     @property
     def replan(self) -> Replan | None: ...
@@ -67,11 +68,11 @@ class ControlledJob(Protocol):
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None: ...
 
     @property
-    def wants_plan(self) -> bool: ...
+    def wants_snapshot(self) -> bool: ...
 
-    def hand_in(self, handed: HandedIn, now: float) -> None: ...
+    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None: ...
 
-    def refuse_plan(self) -> None: ...
+    def refuse_snapshot(self) -> None: ...
 
     def directive(self, after: int = 0) -> Directive | None: ...
 
@@ -79,28 +80,14 @@ class ControlledJob(Protocol):
 
 
 class JobStore(Protocol):
-    """Finds the jobs of a host, and persists their plan versions across restarts."""
+    """Finds the jobs of a host, and persists what it shows of them."""
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         """The job's controller; None if the host has no such job."""
 
-    def reserved(self, namespace: str, job: str) -> int:
-        """The highest plan version that may be served before it is persisted. After a crash of this
-        host, the next one issues versions above it only, so that no version is ever two plans."""
-
-    def may_have(self, namespace: str, job: str, version: int) -> bool:
-        """Whether the job's ranks may have this plan version from anybody but this host."""
-
-    def for_agent(self, namespace: str, job: str) -> range:
-        """The plan versions that the job's agent may give by itself; none before they are reserved,
-        so that no host gives them after a crash of this one."""
-
-    def another_agent(self, namespace: str, job: str) -> None:
-        """The job's agent is another process than before: its versions must be others, too."""
-
-    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        """Make a snapshot durable. Called after its directive was served if the version is
-        reserved, and before otherwise. If it raises, the ingest retries."""
+    async def persist(self, namespace: str, job: str) -> None:
+        """Persist the job's status. Called after a directive was served. If it raises, the ingest
+        retries."""
 
 
 class BearerAuthenticator:
@@ -120,20 +107,14 @@ class BearerAuthenticator:
 
 
 class MemoryStore:
-    """Keeps jobs in memory. Plan versions need no durable reservation: the ranks of ``pipemorph
-    run`` end with it, and the agent of ``pipemorph serve`` tells the next host which version it
-    has, and which it may give. ``on_persist`` is called with every new directive."""
+    """Holds jobs in memory, and persists nothing: the ranks of ``pipemorph run`` end with it, and
+    the agent of ``pipemorph serve`` hands its snapshot to the next host."""
 
-    def __init__(
-        self, on_persist: Callable[[str, str, Mapping[str, Any]], None] | None = None
-    ) -> None:
+    def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], ControlledJob] = {}
-        self._versions: dict[tuple[str, str], Versions] = {}
-        self._on_persist = on_persist
 
     def add(self, namespace: str, job: str, controller: ControlledJob) -> None:
         self._jobs[namespace, job] = controller
-        self._versions.setdefault((namespace, job), Versions(0))
 
     def remove(self, namespace: str, job: str) -> None:
         self._jobs.pop((namespace, job), None)
@@ -141,21 +122,5 @@ class MemoryStore:
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         return self._jobs.get((namespace, job))
 
-    def reserved(self, namespace: str, job: str) -> int:
-        return sys.maxsize
-
-    def may_have(self, namespace: str, job: str, version: int) -> bool:
-        return True
-
-    def for_agent(self, namespace: str, job: str) -> range:
-        versions = self._versions[namespace, job]
-        versions.reserve(self._jobs[namespace, job].plan_version)
-        versions.written(versions.reserved)
-        return versions.for_agent()
-
-    def another_agent(self, namespace: str, job: str) -> None:
-        self._versions[namespace, job].another_agent()
-
-    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        if self._on_persist is not None:
-            self._on_persist(namespace, job, snapshot)
+    async def persist(self, namespace: str, job: str) -> None:
+        """Nothing: there is no status."""

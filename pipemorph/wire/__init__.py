@@ -19,9 +19,10 @@ from pipemorph.wire.generations import (
     ResumedFrom,
 )
 from pipemorph.wire.messages import (
-    MAX_PLAN_BYTES,
+    MAX_HAND_IN_BYTES,
     MAX_REPORT_BYTES,
     MAX_SEQUENCE,
+    MAX_SNAPSHOT_BYTES,
     MAX_WAIT_SECONDS,
     PROTOCOL,
     Directive,
@@ -33,6 +34,7 @@ from pipemorph.wire.messages import (
     OwnPlan,
     PlanMessage,
     StageOps,
+    revision_of,
 )
 from pipemorph.wire.ops import (
     OpsTrace,
@@ -68,10 +70,11 @@ from pipemorph.wire.states import (
 )
 
 __all__ = [
-    "MAX_PLAN_BYTES",
+    "MAX_HAND_IN_BYTES",
     "MAX_POD_REPORT_BYTES",
     "MAX_REPORT_BYTES",
     "MAX_SEQUENCE",
+    "MAX_SNAPSHOT_BYTES",
     "MAX_WAIT_SECONDS",
     "MOST_SLOW",
     "PROTOCOL",
@@ -121,4 +124,5 @@ __all__ = [
     "WallClock",
     "WireModel",
     "WireTime",
+    "revision_of",
 ]

@@ -3,7 +3,7 @@
 The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
 bytes. Unknown fields are rejected, so that a typo is not silently ignored.
 
-Protocol, version 3:
+Protocol, version 5:
 
 * ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
   ``MAX_REPORT_BYTES``); the response is a :class:`DirectiveEnvelope`. A report whose
@@ -12,8 +12,9 @@ Protocol, version 3:
   what changed since the last accepted one, as whole values, so that one twice does no harm.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
   directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
-* ``POST /v1/jobs/{namespace}/{name}/plan`` with a :class:`HandIn` (at most ``MAX_PLAN_BYTES``), if
-  an answer to a report had ``wants_plan``: the ingest does not know the plan that the ranks run.
+* ``POST /v1/jobs/{namespace}/{name}/snapshot`` with a :class:`HandIn` (at most
+  ``MAX_HAND_IN_BYTES``), if an answer to a report had ``wants_snapshot``: the ingest does not know
+  the job, or not the plan that its ranks run.
 
 All need ``Authorization: Bearer``: a projected service-account token on a cluster, the
 run's token on one machine.
@@ -21,11 +22,11 @@ run's token on one machine.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import (
@@ -53,14 +54,16 @@ from pipemorph.wire.states import (
     TransportsView,
 )
 
-PROTOCOL: Literal[4] = 4
+PROTOCOL: Literal[5] = 5
 MAX_REPORT_BYTES = 64 * 1024
-MAX_PLAN_BYTES = 8 << 20
-"""Of a request with a plan. The largest, of 1,048,576 stages × microbatches, take 3 MB."""
+MAX_SNAPSHOT_BYTES = 1 << 20
+"""Of a packed snapshot. One with the largest plan, of 1,048,576 stages × microbatches, takes a
+quarter of it."""
+MAX_HAND_IN_BYTES = MAX_SNAPSHOT_BYTES + 4096
 MAX_WAIT_SECONDS = 30.0
 MAX_SEQUENCE = 2**53 - 1
 
-MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS, MOST_RECORDS = 256, 512, 64, 64
+MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS = 256, 512, 64
 """Most of each in one message."""
 
 Revision = Annotated[str, Field(max_length=32)]
@@ -77,7 +80,7 @@ class LinkHealthReport(WireModel):
     """The states of a job's links and stages that have changed since the last report, and its
     progress; sent by rank 0's agent. Each state replaces the one of the same link or stage."""
 
-    protocol: Literal[4]
+    protocol: Literal[5]
     job: ObjectName
     namespace: ObjectName
     attempt: Count
@@ -89,10 +92,15 @@ class LinkHealthReport(WireModel):
     """Iteration in progress at stage 0."""
     observed_plan_version: PlanVersion
     """Highest directive the agent has received."""
+    plan_issued_at: WallClock | None = None
+    """``issued_at`` of that directive, which tells it from another one of the same version; None if
+    there is none."""
+    term: PlanVersion | None = None
+    """Highest term of an ingest that has answered the agent; None before the first."""
+    snapshot: Revision = ""
+    """Revision of the snapshot that the agent holds, see :func:`revision_of`; empty: none."""
     applied_plan_version: PlanVersion
     """Plan version of the iteration in progress."""
-    last_own_version: PlanVersion = 0
-    """The last one that the agent may give by itself; 0 before a host has reserved any for it."""
     settings: Revision = ""
     """Of the :class:`ObserverSettings` that the states are by; empty before the agent has any."""
     fresh: bool = False
@@ -207,16 +215,19 @@ class Directive(WireModel):
 
 
 class HandIn(WireModel):
-    """The plan that the ranks run, for a host that does not know it, as after the crash of another.
-
-    ``records``: of it and of earlier plans, as far as the agent has any that may be new to a host.
-    """
+    """The newest snapshot of the job's controller that the agent holds, for a host that does not
+    know the job, as after the crash of another."""
 
     job: ObjectName
     namespace: ObjectName
     attempt: Count
-    directive: Directive
-    records: list[AdaptationRecord] = Field(default_factory=list, max_length=MOST_RECORDS)
+    snapshot: Annotated[str, Field(max_length=MAX_SNAPSHOT_BYTES)]
+    """As a host has packed it: only hosts read it."""
+
+
+def revision_of(snapshot: str) -> str:
+    """Name of a packed snapshot; empty for none."""
+    return hashlib.blake2s(snapshot.encode(), digest_size=8).hexdigest() if snapshot else ""
 
 
 class StageOps(WireModel):
@@ -228,8 +239,8 @@ class StageOps(WireModel):
 
 
 class ObserverSettings(WireModel):
-    """What an agent has to know of its job's spec, to judge links, stages and rails, and to decide
-    by itself. The defaults hold until an ingest has told other values."""
+    """What an agent has to know of its job's spec, to judge links, stages and rails. The defaults
+    hold until an ingest has told other values."""
 
     revision: Revision = ""
     """Changes with the other fields."""
@@ -241,16 +252,19 @@ class ObserverSettings(WireModel):
     """Whether activations may go to host memory, so that ops may take a copy longer."""
     ops: list[StageOps] = Field(default_factory=list, max_length=4096)
     """One per stage; empty if the spec has none."""
-    spec: JobSpec | None = None
-    """Without what no plan depends on."""
 
 
 class DirectiveEnvelope(Answer):
     """Response to a report or poll: the newest directive above the agent's version, if any. The
     other fields answer reports only."""
 
-    protocol: Literal[4] = 4
+    protocol: Literal[5] = 5
+    term: Count = 0
+    """Of this host: the agent refuses answers of a lower term than it has seen."""
     directive: Directive | None = None
+    snapshot: str | None = None
+    """State of the job's controller, for the agent to hold until the next one. Given with a
+    directive, and if the report was of an agent that holds another one."""
     memory: Revision = ""
     """Names what the host remembers of this attempt's reports. If it is another than before, the
     host has lost it, and the next report has every state again."""
@@ -258,11 +272,8 @@ class DirectiveEnvelope(Answer):
     """Whether to report iterations as they finish: a decision waits for them."""
     seldom: Seconds = 1.0
     """Least time between two reports of which nothing is urgent: more where many agents report."""
-    wants_plan: bool = False
-    """Whether the host waits for the plan that the ranks run, which it does not know."""
-    versions: tuple[PlanVersion, PlanVersion] | None = None
-    """The first and the last plan version that the agent may give by itself while no host answers.
-    None: as before."""
+    wants_snapshot: bool = False
+    """Whether the host waits for the snapshot that the agent holds."""
     settings: ObserverSettings | None = None
     """Given if the report was made by other ones."""
     slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)

@@ -13,9 +13,8 @@ def installation(
 ) -> Iterator[Installation]:
     """The chart, installed once, with both programs running. A test that kills one starts it."""
     cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
-    for kind in ("pipemorphjobs", "pipemorphplans"):
-        cluster.wait("crds", f"{kind}.pipemorph.io", "Established")
-        wait_for_kind(cluster, kind)
+    cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
+    wait_for_kind(cluster, "pipemorphjobs")
     made = Installation(cluster, tmp_path_factory.mktemp("operator"))
     made.operator.start()
     made.ingest.start()

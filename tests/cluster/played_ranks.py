@@ -24,6 +24,7 @@ from pipemorph.wire import (
     LinkSample,
     StageProfile,
     WireTime,
+    revision_of,
 )
 from pipemorph_trainer.agent.uplinks.to_ingest import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
 
@@ -43,6 +44,8 @@ class Ranks:
         self.plan: Plan = initial_plan(spec)
         self.newest: Directive | None = None
         self.next: Directive | None = None
+        self.term: int | None = None
+        self.snapshot = ""
         self.iteration = self.sequence = 0
         self.seconds: list[float] = []
         self.waits: list[float] = []
@@ -141,7 +144,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
-            "protocol": 4,
+            "protocol": 5,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,
@@ -170,22 +173,29 @@ class Ranks:
         """Post what the agent has to tell."""
         self.sequence += 1
         observer = self.agent.observer
-        report = observer.report(self.sequence, now, self.observed)
+        newest = self.newest
+        report = observer.report(
+            self.sequence, now, self.observed,
+            plan_issued_at=newest.issued_at if newest is not None else None,
+            term=self.term, snapshot=revision_of(self.snapshot),
+        )  # fmt: skip
         began = time.monotonic()
         status, answer = self.post(report.body())
         self.waits.append(time.monotonic() - began)
         assert status == 200, answer
         envelope = DirectiveEnvelope.model_validate(answer)
         observer.delivered(report, envelope, now)
-        directive = envelope.directive
-        if directive is not None:
+        assert envelope.term >= (self.term or 0)
+        self.term, directive = envelope.term, envelope.directive
+        self.snapshot = envelope.snapshot or self.snapshot
+        if directive is not None and directive.plan_version > self.observed:
             self.newest = self.next = directive
-        if envelope.wants_plan and self.newest is not None:
+        if envelope.wants_snapshot and self.snapshot:
             handed = HandIn(
                 job=self.name, namespace=self.jobs.namespace, attempt=self.attempt,
-                directive=self.newest,
+                snapshot=self.snapshot,
             )  # fmt: skip
-            status, answer = self.post(handed.body(), path=f"{self.base}/plan")
+            status, answer = self.post(handed.body(), path=f"{self.base}/snapshot")
             assert status == 200, answer
 
     def _pace(self) -> None:

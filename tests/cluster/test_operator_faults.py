@@ -111,8 +111,6 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
         adapted()
         adapted()
         seen.append(ranks.observed)
-        control = jobs.get("reborn")["status"]["control"]
-        assert control["reserved"] >= ranks.observed
     assert seen == sorted(seen)
 
 

@@ -8,7 +8,6 @@ import base64
 import sys
 import urllib.request
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from testbed import wait_for
 from testbed.processes import Process
 
-from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
-
 pytest_plugins = ("operator_fixtures",)
 pytestmark = [pytest.mark.cluster]
 
 Object = dict[str, Any]
 
 ITERATIONS = 48
-SLOW_FROM = 120
 
 
 class Rank:
@@ -140,11 +136,9 @@ def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
 
 
 @pytest.mark.timeout(900)
-def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
+def test_a_job_keeps_its_plan_without_an_ingest_and_tells_the_next_one(
     jobs: Jobs, tmp_path: Path
 ) -> None:
-    """The link becomes slow by iterations, and status is written by seconds: twice within some ten
-    of them. No iteration takes less than 0.25 s, so the ingest is killed long before that."""
     times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
     job = manifest(
         "alone",
@@ -152,7 +146,7 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
         schedule={"microbatches": 8},
         emulation={"stageTimes": [times], "messageBytes": 16384},
         trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 100_000},
-        faults=[{"link": 1, "fromIteration": SLOW_FROM, "toIteration": 100_000, "delayMs": 60.0}],
+        faults=[{"link": 1, "fromIteration": 8, "toIteration": 100_000, "delayMs": 60.0}],
     )
     jobs.apply(job)
     port = free_port()
@@ -162,30 +156,21 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
     try:
         for rank in ranks:
             rank.process.start()
-        reserved = history.wait("versions for the agent", _has_versions)
-        # It is told of them with the answer to its next report.
-        history.wait("another report", _iterates(_training(reserved)))
+        before = _training(history.wait("the plan for link 1", _adapted_to_link_1))
         ingest.kill()
-        killed = _training(jobs.get("alone"))
-        assert killed["iteration"] < SLOW_FROM, "the ingest saw link 1 slow"
-        for rank in ranks:
-            wait_for(
-                f"{rank.process.name} to run a plan of the agent", partial(rank.adapted, BLOCK),
-                2 * DEADLINE, details=ranks[0].process.log_end,
-            )  # fmt: skip
-        applied = {rank.metrics()["pipemorph_rank_applied_plan_version"] for rank in ranks}
-        assert "this agent decides" in ranks[0].process.log_end(200)
+        applied = [_applied(rank) for rank in ranks]
+        iteration = ranks[0].metrics()["pipemorph_rank_iteration"]
+        wait_for(
+            "iterations without an ingest",
+            lambda: ranks[0].metrics()["pipemorph_rank_iteration"] > iteration + 4,
+            2 * DEADLINE, details=ranks[0].process.log_end,
+        )  # fmt: skip
+        assert [_applied(rank) for rank in ranks] == applied, "the plan has changed"
         ingest.start()
-        known = history.wait("the agent's plan", _adapted_to_link_1)
-        last = _training(known)["lastAdaptation"]
-        assert last["planVersion"] >= max(applied)
-        # On a busy machine it may have made a plan of its own before it wrote this.
-        own = last["planVersion"] > BLOCK + AGENT_BLOCK
-        changes = _training(known)["adaptations"]
-        assert changes >= 1 + own, "the ingest does not know of the agent's plan"
-        if not own:
-            assert "link 1 is slow" in last["reason"]
-            assert last["appliedAtIteration"] is not None
+        after = _training(history.wait("later reports", _iterates(before)))
+        assert after["adaptations"] >= before["adaptations"]
+        assert after["wantedPlanVersion"] >= before["wantedPlanVersion"] > 0
+        assert "handed in the snapshot" in ranks[0].process.log_end(200)
     finally:
         for rank in ranks:
             rank.process.stop()
@@ -193,8 +178,8 @@ def test_the_job_adapts_without_an_ingest_and_tells_the_next_one(
             ingest.start()
 
 
-def _has_versions(job: Object) -> bool:
-    return bool((job["status"].get("control") or {}).get("reserved"))
+def _applied(rank: Rank) -> float:
+    return rank.metrics()["pipemorph_rank_applied_plan_version"]
 
 
 def _iterates(before: Object) -> Callable[[Object], bool]:

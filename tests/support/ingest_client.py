@@ -12,7 +12,7 @@ import aiohttp
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.handed_in import HandedIn
+from pipemorph.control.snapshot import Snapshot
 from pipemorph.ingest import (
     BearerAuthenticator,
     IngestServer,
@@ -49,7 +49,7 @@ def controller() -> JobController:
 
 def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     return {
-        "protocol": 4,
+        "protocol": 5,
         "job": "gpt",
         "namespace": "default",
         "attempt": 0,
@@ -100,16 +100,18 @@ class Scripted:
         return {"plan_version": self.plan_version}
 
     spec = controller().spec
-    wants_plan = False
+    wants_snapshot = False
+    term = 0
 
-    def leave(self, versions: range) -> None:
-        pass
+    @property
+    def state(self) -> tuple[object, ...]:
+        return (self.plan_version,)
 
-    def hand_in(self, handed: HandedIn, now: float) -> None:
-        raise AssertionError("no plan is wanted")
+    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None:
+        raise AssertionError("no snapshot is wanted")
 
-    def refuse_plan(self) -> None:
-        raise AssertionError("no plan is wanted")
+    def refuse_snapshot(self) -> None:
+        raise AssertionError("no snapshot is wanted")
 
 
 class Client:

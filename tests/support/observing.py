@@ -15,7 +15,7 @@ from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     """A report of a job that trains, with any fields."""
     values: dict[str, Any] = {
-        "protocol": 4, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
+        "protocol": 5, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
         "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip
@@ -58,14 +58,20 @@ class Agent:
         return not self.paced or self.observer.due(now)
 
     def tell(
-        self, controller: JobController, now: float, *, observed: int = 0, **telemetry: Any
+        self,
+        controller: JobController,
+        now: float,
+        *,
+        observed: int = 0,
+        issued_at: float | None = None,
+        **telemetry: Any,
     ) -> bool:
         """Take in telemetry, and report to the controller if that is due. Returns whether it
-        was."""
+        was. ``observed``, ``issued_at``: of the newest directive."""
         if not self.observe(now, **telemetry):
             return False
         self.sequence += 1
-        sent = self.observer.report(self.sequence, now, observed)
+        sent = self.observer.report(self.sequence, now, observed, plan_issued_at=issued_at)
         arrived = LinkHealthReport.model_validate_json(sent.body())
         self.observer.delivered(sent, controller.report(arrived, now), now)
         return True

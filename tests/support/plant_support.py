@@ -67,6 +67,8 @@ class Plant:
         self.plan = initial_plan(spec)
         self.prepared: tuple[int, Plan] | None = None
         self.iteration = self.sequence = self.observed = 0
+        self.issued_at: float | None = None
+        """When the newest directive was issued that it has received."""
         self.now = 1000.0
         self.agent: Agent | None = None
         self.agent_of = 0
@@ -183,6 +185,7 @@ class Plant:
             self.controller,
             self.now,
             observed=self.observed,
+            issued_at=self.issued_at,
             iteration=self.iteration,
             applied_plan_version=self.plan.version,
             **fields,
@@ -194,7 +197,7 @@ class Plant:
         if directive is not None:
             plan = directive.plan.plan()
             validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
-            self.observed = directive.plan_version
+            self.observed, self.issued_at = directive.plan_version, directive.issued_at
             self.prepared = (self.iteration + 1, plan)
 
     def health(self) -> list[Health]:

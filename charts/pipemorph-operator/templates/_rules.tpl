@@ -46,7 +46,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the ingest does: follow jobs, write its part of their status, their plans and events, look
+{{/* What the ingest does: follow jobs, write its part of their status and their events, look
      up the callers' pods. */}}
 {{- define "pipemorph.ingestRules" -}}
 - apiGroups: [pipemorph.io]
@@ -55,9 +55,6 @@
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs/status]
   verbs: [patch]
-- apiGroups: [pipemorph.io]
-  resources: [pipemorphplans]
-  verbs: [get, create, update]
 - apiGroups: [""]
   resources: [pods]
   verbs: [get]

@@ -20,7 +20,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
 from pipemorph_operator.metrics import API_REQUESTS
-from pipemorph_operator.names import API_GROUP, PLAN_KIND, PLAN_PLURAL, PLURAL, VERSION
+from pipemorph_operator.names import API_GROUP, PLURAL, VERSION
 
 Object = dict[str, Any]
 
@@ -43,7 +43,6 @@ _PLURALS = {
     "Lease": ("coordination.k8s.io/v1", "leases"),
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
     "PipeMorphJob": (f"{API_GROUP}/{VERSION}", PLURAL),
-    PLAN_KIND: (f"{API_GROUP}/{VERSION}", PLAN_PLURAL),
 }
 
 
@@ -201,10 +200,9 @@ class Cluster:
                 return None
             raise
 
-    async def replace(self, obj: Object, owner: str = "") -> Object:
+    async def replace(self, obj: Object) -> Object:
         """Replace an object as it was read. Fails with 409 if it has changed since."""
-        query = {"fieldManager": owner} if owner else {}
-        return await self._json("PUT", path_of(obj), query, obj)
+        return await self._json("PUT", path_of(obj), {}, obj)
 
     async def patch(self, url: str, changes: Object, owner: str) -> Object:
         """A strategic merge patch."""

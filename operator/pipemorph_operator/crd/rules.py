@@ -289,25 +289,10 @@ RULES: dict[str, list[Rule]] = {
     ],
     "status.control": [
         Rule(
-            rule=f"self.{name} >= oldSelf.{name}",
-            message=f"{name} must not decrease: the writer's copy is outdated",
-            field_path=f".{name}",
+            rule="self.planVersion >= oldSelf.planVersion",
+            message="planVersion must not decrease: the writer's copy is outdated",
+            field_path=".planVersion",
             reason="FieldValueForbidden",
-        )
-        for name in ("attempt", "planVersion")
-    ]
-    + [
-        Rule(
-            rule="!has(oldSelf.reserved)"
-            " || (has(self.reserved) && self.reserved >= oldSelf.reserved)",
-            message="reserved must not decrease: the writer's copy is outdated",
-            field_path=".reserved",
-            reason="FieldValueForbidden",
-        ),
-        Rule(
-            rule="!has(self.reserved) || self.reserved >= self.planVersion",
-            message="planVersion must not be above reserved",
-            field_path=".reserved",
         ),
     ],
     "spec.faults[]": [
@@ -388,14 +373,3 @@ RULES: dict[str, list[Rule]] = {
         ),
     ],
 }  # fmt: skip
-
-PLAN_RULES = [
-    Rule(
-        rule=f"self.jobUid != oldSelf.jobUid || self.{name} >= oldSelf.{name}",
-        message=f"{name} must not decrease: the writer's copy is outdated",
-        field_path=f".{name}",
-        reason="FieldValueForbidden",
-    )
-    for name in ("attempt", "planVersion")
-]
-"""Of a PipeMorphPlan. One of another job's UID is that of a deleted job of the same name."""

@@ -165,7 +165,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     # An API server that is away stops writes, and not adaptation.
     election = Election.configured(cluster, options, INGEST_OWNER, outlasts_renewals=True)
     leading = cluster.permitted(election.permit)
-    store = ClusterStore(leading, first_plan=first)
+    store = ClusterStore(leading, first_plan=first, term=lambda: election.term)
     job_cache = JobCache(store)
     label: LeaderLabel | None = None
     if options.pods is not None:

@@ -1,4 +1,4 @@
-"""Jobs that are tracked soon: once their first plan is computed, and their saved one is read."""
+"""Jobs that are tracked soon: once their first plan is computed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import ControlState
 from pipemorph.control.first_plan import (
     FirstSchedule,
     initial_problem,
@@ -20,20 +19,12 @@ from pipemorph.control.first_plan import (
 )
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
-from pipemorph_operator import names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
-from pipemorph_operator.ingest.plans import plan_object
-from pipemorph_operator.ingest.plans.restore import is_ahead
 from pipemorph_operator.ingest.status.tracked import Key
 
 log = logging.getLogger("pipemorph.ingest")
 
 PLAN_AGAIN_SECONDS = 5.0
 """Delay before a retry after the planner process of first plans died."""
-MOST_READS = 16
-"""Limit of concurrent reads of saved plans."""
-READ_AGAIN_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
-"""Delay before a saved plan is read again after that failed; it doubles each time, up to this."""
 ARRIVAL_SECONDS = 4.0
 """How long a request waits for its job to be known: an agent waits for five seconds."""
 
@@ -41,12 +32,8 @@ FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
 """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
 
-class Take(Protocol):
-    """Told of a job that can be tracked now, as last read."""
-
-    def __call__(
-        self, key: Key, body: Mapping[str, Any], found: plan_object.Found, *, overtaken: bool
-    ) -> None: ...
+Take = Callable[[Key, Mapping[str, Any]], None]
+"""Callback: the job can be tracked now; its manifest as last read."""
 
 
 @dataclass
@@ -54,19 +41,15 @@ class _Coming:
     body: Mapping[str, Any]
     """As last read."""
     task: asyncio.Task[None]
-    overtaken: bool
-    """Whether another ingest has written a plan meanwhile."""
 
 
 class ComingJobs:
     """``first_plan`` computes the first plans of large jobs; None: all are computed in-process."""
 
-    def __init__(self, cluster: Cluster, first_plan: FirstPlanner | None, take: Take) -> None:
-        self._cluster = cluster
+    def __init__(self, first_plan: FirstPlanner | None, take: Take) -> None:
         self._first_plan = first_plan
         self._take = take
         self._jobs: dict[Key, _Coming] = {}
-        self._reads = asyncio.Semaphore(MOST_READS)
         self._awaited: dict[Key, list[asyncio.Future[None]]] = {}
         """Requests for jobs that may be tracked soon."""
         self._listed = False
@@ -83,13 +66,13 @@ class ComingJobs:
             self.arrived(key)
 
     def may_come(self, key: Key) -> bool:
-        """Whether a job that is not tracked may still be: jobs are being read, or its plan is."""
+        """Whether a job that is not tracked may still be: jobs are being read, or its first plan
+        is computed."""
         return not self._listed or key in self._jobs
 
     async def arrival(self, key: Key) -> None:
         """Wait until the job is tracked, or it is known that it is not, or a little: after a
-        restart all agents come at once, before jobs and plans have been read, and large jobs
-        planned."""
+        restart all agents come at once, before jobs have been read, and large jobs planned."""
         if not self.may_come(key):
             return
         waiting = asyncio.get_running_loop().create_future()
@@ -111,7 +94,7 @@ class ComingJobs:
         """Whether the first plan has to be computed in another process."""
         return self._first_plan is not None and not (is_quick(spec) or is_shared(spec))
 
-    def expect(self, key: Key, body: Mapping[str, Any], spec: JobSpec, *, overtaken: bool) -> None:
+    def expect(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
         """Start what has to be there before the job is tracked; then have it taken, with the latest
         ``body``."""
         coming = self._jobs.get(key)
@@ -120,7 +103,7 @@ class ComingJobs:
             return
         task = asyncio.create_task(self._prepare(key, spec))
         task.add_done_callback(partial(self._ended, key))
-        self._jobs[key] = _Coming(body, task, overtaken)
+        self._jobs[key] = _Coming(body, task)
 
     def drop(self, key: Key) -> None:
         """The job is gone, or there already."""
@@ -134,19 +117,15 @@ class ComingJobs:
             log.error("%s/%s cannot accept reports", *key, exc_info=error)
 
     async def _prepare(self, key: Key, spec: JobSpec) -> None:
-        kept = None
-        if self.needs_first_plan(spec):
-            schedule = await self._first_schedule(key, spec)
-            if schedule is None:
-                del self._jobs[key]
-                self.arrived(key)
-                return
-            # The cache of shared plans is weak: keep the plan alive until the controller has it.
-            kept = share(initial_problem(spec), schedule)
-        found = await self._saved_plan(key)
-        coming = self._jobs.pop(key)
-        self._take(key, coming.body, found, overtaken=coming.overtaken)
-        del kept
+        schedule = await self._first_schedule(key, spec)
+        if schedule is None:
+            del self._jobs[key]
+            self.arrived(key)
+            return
+        # The cache of shared plans is weak: hold the plan until the controller has it.
+        held = share(initial_problem(spec), schedule)
+        self._take(key, self._jobs.pop(key).body)
+        del held
 
     async def _first_schedule(self, key: Key, spec: JobSpec) -> FirstSchedule | None:
         """The job's first plan; None if there is none."""
@@ -160,31 +139,3 @@ class ComingJobs:
             except (PlannerLost, OSError) as error:
                 log.error("%s/%s: computing the first plan failed; retrying: %s", *key, error)
                 await asyncio.sleep(PLAN_AGAIN_SECONDS)
-
-    async def _saved_plan(self, key: Key) -> plan_object.Found:
-        """What is saved of the job. If the plan was written after the job was read, the job is read
-        again."""
-        pause = READ_AGAIN_SECONDS
-        while True:
-            coming = self._jobs[key]
-            uid = coming.body["metadata"]["uid"]
-            if _control(coming.body) is None:
-                return plan_object.Found()
-            try:
-                async with self._reads:
-                    found = await plan_object.read(self._cluster, *key, uid)
-                    control = _control(coming.body)
-                    if control is not None and found.plan and is_ahead(found.plan, control):
-                        body = await self._cluster.get(path(names.KIND, *key))
-                        if body is not None and body["metadata"]["uid"] == uid:
-                            coming.body = body
-                return found
-            except REQUEST_ERRORS as error:
-                log.warning("%s/%s: its plan could not be read: %s", *key, reason_of(error))
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
-def _control(body: Mapping[str, Any]) -> ControlState | None:
-    found = (body.get("status") or {}).get("control")
-    return None if found is None else ControlState.model_validate(found)

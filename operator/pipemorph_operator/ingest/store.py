@@ -19,8 +19,9 @@ from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
+from pipemorph.control.record.worth import Worth
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob, Versions
+from pipemorph.ingest import ControlledJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
@@ -28,8 +29,6 @@ from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
 from pipemorph_operator.ingest.moving import JobMoves
-from pipemorph_operator.ingest.plans.plan_object import Found, PlanObject
-from pipemorph_operator.ingest.plans.restore import in_status, in_use, restore
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
@@ -58,7 +57,7 @@ def _has_ended(status: Mapping[str, Any]) -> bool:
 
 
 class ClusterStore:
-    """A :class:`~pipemorph.ingest.JobStore` that keeps jobs in the Kubernetes API."""
+    """A :class:`~pipemorph.ingest.JobStore` of the jobs in the Kubernetes API."""
 
     def __init__(
         self,
@@ -67,14 +66,16 @@ class ClusterStore:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         first_plan: FirstPlanner | None = None,
+        term: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
+        """``first_plan`` computes the first plans of large jobs; None: compute all in-process.
+        ``term``: of the ingest's Lease."""
         self.on_dropped: Callable[[JobController, Generations], None] = lambda *_: None
         """Told of jobs that are not tracked any more."""
         self.on_lost: Callable[[Generations], None] = lambda _: None
         """Told when pods may have been lost: what is due may be so earlier."""
-        self._coming = ComingJobs(cluster, first_plan, self._take)
-        self._clock, self._monotonic = clock, monotonic
+        self._coming = ComingJobs(first_plan, self._take)
+        self._clock, self._monotonic, self._term = clock, monotonic, term
         self._tracked: dict[Key, TrackedJob] = {}
         self._writer = StatusWriter(
             cluster,
@@ -114,26 +115,9 @@ class ClusterStore:
         """Whether a job that is not tracked may still be."""
         return self._coming.may_come((namespace, job))
 
-    def reserved(self, namespace: str, job: str) -> int:
-        tracked = self._tracked.get((namespace, job))
-        return tracked.versions.granted if tracked is not None else 0
-
-    def may_have(self, namespace: str, job: str, version: int) -> bool:
-        tracked = self._tracked.get((namespace, job))
-        return tracked is not None and tracked.versions.may_have(version)
-
-    def for_agent(self, namespace: str, job: str) -> range:
-        tracked = self._tracked.get((namespace, job))
-        return tracked.versions.for_agent() if tracked is not None else range(0)
-
-    def another_agent(self, namespace: str, job: str) -> None:
-        tracked = self._tracked.get((namespace, job))
-        if tracked is not None:
-            tracked.versions.another_agent()
-
-    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        """Write the directive and the summary to status. Raises if the write failed."""
-        await self._writer.persist(self._required(namespace, job), snapshot)
+    async def persist(self, namespace: str, job: str) -> None:
+        """Write the plan version and the summary to status. Raises if the write failed."""
+        await self._writer.persist(self._required(namespace, job))
 
     def generations(self, namespace: str, job: str) -> Generations | None:
         tracked = self._tracked.get((namespace, job))
@@ -192,15 +176,7 @@ class ClusterStore:
         began = raw.get("attempt") is not None
         return began and (not _has_ended(raw) or self._is_unfinished(key, raw))
 
-    def _take(
-        self,
-        key: Key,
-        body: Mapping[str, Any],
-        found: Found | None = None,
-        *,
-        overtaken: bool = False,
-    ) -> None:
-        """``found``: what is saved of it, if that has been read."""
+    def _take(self, key: Key, body: Mapping[str, Any]) -> None:
         metadata, raw = body["metadata"], body.get("status") or {}
         tracked = self._tracked.get(key)
         ended = _has_ended(raw)
@@ -210,7 +186,7 @@ class ClusterStore:
             final = ended and ours and "deletionTimestamp" not in metadata
             if tracked is None and final and self._is_unfinished(key, raw) and attempt is not None:
                 # The job finished while no ingest was running.
-                self._track(key, body, attempt, found, overtaken=overtaken)
+                self._track(key, body, attempt)
                 if key in self._coming:
                     return
             if tracked is not None:
@@ -218,7 +194,7 @@ class ClusterStore:
             self._drop(key, final=final)
             return
         if tracked is None:
-            self._track(key, body, attempt, found, overtaken=overtaken)
+            self._track(key, body, attempt)
             return
         if tracked.generation != metadata["generation"]:
             tracked.generation = metadata["generation"]
@@ -245,23 +221,13 @@ class ClusterStore:
             for c in status.get("conditions") or ()
         )
 
-    def _track(
-        self,
-        key: Key,
-        body: Mapping[str, Any],
-        attempt: int,
-        found: Found | None,
-        *,
-        overtaken: bool,
-    ) -> None:
+    def _track(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
         spec = self._spec(key, body)
         if spec is None:
             return
         status = JobStatus.model_validate(body.get("status") or {})
-        if found is None and status.control is None:
-            found = Found()  # Nothing was ever saved.
-        if found is None or self._coming.needs_first_plan(spec):
-            self._coming.expect(key, body, spec, overtaken=overtaken)
+        if self._coming.needs_first_plan(spec):
+            self._coming.expect(key, body, spec)
             return
         seen = status.training
         reported = (
@@ -284,35 +250,33 @@ class ClusterStore:
         reports = write_schedule.ReportLog(
             self._clock, generations, Useful(useful.seconds, useful.iterations)
         )
-        control, uid = status.control, body["metadata"]["uid"]
-        # One in an object of its own is newer.
-        earlier = in_status(uid, control) if found.plan is None else None
         try:
-            controller, problem = restore(
-                _running(spec, generations), control, found.plan or earlier, attempt, reports.record
+            controller = JobController(
+                _running(spec, generations),
+                attempt=attempt,
+                term=self._term(),
+                on_report=reports.record,
             )
         except InputError as error:
             log.error("%s/%s cannot accept reports: %s", *key, error)
             return
-        if problem := found.problem or problem:
-            log.error("%s/%s: %s", *key, problem)
+        controller.skip_to(status.control.plan_version if status.control is not None else 0)
+        if seen is not None:
+            worth = Worth(seen.saved_seconds, seen.saved_error_seconds)
+            controller.count_earlier(seen.adaptations, worth)
         moves = None
         if generations.splits.possible and spec.failure_policy.max_restarts:
             moves = JobMoves(spec, generations, "/".join(key), self._monotonic)
             moves.follow(controller, generations)
-        newest, saved = seen.wanted_plan_version if reported and seen else 0, controller.directive()
-        if newest > (saved.plan_version if saved is not None else 0):
-            log.warning("%s/%s: plan v%d is not saved; its agent may hand it in", *key, newest)
         metadata = body["metadata"]
         own = [c for k in names.INGEST_CONDITIONS if (c := condition(status, k)) is not None]
         tracked = TrackedJob(
             namespace=key[0],
             name=key[1],
-            uid=uid,
+            uid=metadata["uid"],
             generation=metadata["generation"],
             spec=spec,
             controller=controller,
-            control=control and control.model_copy(update={"snapshot": None}),
             conditions=own,
             reports=reports,
             generations=generations,
@@ -320,17 +284,12 @@ class ClusterStore:
             recovery_events=RecoveryEvents(status.recoveries),
             events=ConditionEvents(own),
             fence=Fence(metadata.get("resourceVersion"), status),
-            plan=PlanObject(found.version),
-            versions=Versions(in_use(control)),
-            unsaved=earlier,
             moves=moves,
             job_uid=status.job_uid,
             taken_over_at=self._clock() if reported else None,
             placed=Placed.of(body.get("status") or {}),
             left_out=generations.left_out,
             written=status.training,
-            profiled_at=controller.profiled_at,
-            overtaken=overtaken,
         )
         self._coming.drop(key)
         self._tracked[key] = tracked
@@ -383,4 +342,8 @@ class ClusterStore:
     def _overtaken(self, tracked: TrackedJob, error: Overtaken) -> None:
         """Go on from what another ingest has written."""
         self._drop(tracked.key)
-        self._take(tracked.key, error.body, overtaken=True)
+        self._take(tracked.key, error.body)
+        again = self._tracked.get(tracked.key)
+        if again is not None:
+            # With its term: the other one may be a later ingest.
+            again.controller.adopt(tracked.controller)

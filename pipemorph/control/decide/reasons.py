@@ -103,12 +103,12 @@ def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str
     return "; ".join([*parts, *map(_sentence, proposal.found)])
 
 
-def handed_in(directive: Directive) -> str:
-    """A plan that the ranks run was handed in by their agent."""
-    return (
-        f"the ranks run plan v{directive.plan_version}, which is not saved here; going on from it:"
-        f" {directive.reason}"
-    )
+def handed_in(directive: Directive | None) -> str:
+    """The agent has handed in its snapshot, with the newest directive; None: it has none."""
+    going_on = "going on from the snapshot of the job's agent"
+    if directive is None:
+        return f"{going_on}: the ranks run the plan of the start"
+    return f"{going_on}: the ranks run plan v{directive.plan_version}: {directive.reason}"
 
 
 def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:

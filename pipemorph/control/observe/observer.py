@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_book import LinkBook
@@ -158,18 +157,11 @@ class Observer:
         """Whether something that is no value of a kind has to be told at once."""
         self._memory = ""
         self._fresh, self._host_waits = True, False
-        self.versions: tuple[int, int] | None = None
-        """The first and the last plan version that a host has left to this agent."""
 
     @property
     def state(self) -> State:
         """Of the job."""
         return self._newest.state
-
-    @property
-    def spec(self) -> JobSpec | None:
-        """Of the job, without what no plan depends on; None before a host has told it."""
-        return self._settings.spec
 
     # --- telemetry ------------------------------------------------------------------------
 
@@ -398,9 +390,18 @@ class Observer:
         """Whether the next report has anything but the heartbeat."""
         return self._urgent or bool(self._news)
 
-    def report(self, sequence: int, sent_at: float, observed_plan_version: int) -> LinkHealthReport:
+    def report(
+        self,
+        sequence: int,
+        sent_at: float,
+        observed_plan_version: int,
+        *,
+        plan_issued_at: float | None = None,
+        term: int | None = None,
+        snapshot: str = "",
+    ) -> LinkHealthReport:
         """The next report, of at most ``MAX_REPORT_BYTES``. What it has is news until
-        :meth:`delivered`."""
+        :meth:`delivered`. The last four are of what the agent has from the ingest."""
         self._report_at, self._urgent = sent_at + self.pause, False
         self._beat_at = self._report_at
         if self._part is not None:
@@ -415,8 +416,10 @@ class Observer:
             state=self._state,
             iteration=self._newest.iteration,
             observed_plan_version=observed_plan_version,
+            plan_issued_at=plan_issued_at,
+            term=term,
+            snapshot=snapshot,
             applied_plan_version=self._newest.applied_plan_version,
-            last_own_version=self.versions[1] if self.versions else 0,
             settings=self._settings.revision,
             fresh=self._fresh,
             message=self._news.message,
@@ -454,8 +457,6 @@ class Observer:
         self.pause = answer.seldom
         if answer.settings is not None:
             self._set(answer.settings)
-        if answer.versions is not None and answer.versions > (self.versions or (0, 0)):
-            self.versions = answer.versions
         if isinstance(answer, PartAnswer):
             self._links.most_late = answer.links_late
             self._reductions.most_late = answer.reductions_late

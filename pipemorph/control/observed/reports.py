@@ -46,6 +46,13 @@ class ReplayedReport(ReportRefused):
         self.last = last
 
 
+class Superseded(ReportRefused):
+    """The agent has met an ingest of a higher term."""
+
+    def __init__(self, reported: int, own: int) -> None:
+        super().__init__(f"an ingest of term {reported} controls this job; this one has {own}")
+
+
 class ReportMismatch(ReportRefused):
     """The report names a link, stage or replica that the job does not have, in ``field``."""
 
@@ -114,7 +121,6 @@ def settings_of(spec: JobSpec) -> ObserverSettings:
             _ops(stage.forward, stage.backward_input, stage.backward_weight)
             for stage in expected_times(spec) or ()
         ],
-        spec=spec.model_copy(update={"template": None, "placement": None}),
     )
     revision = hashlib.blake2s(settings.model_dump_json().encode(), digest_size=8).hexdigest()
     return settings.model_copy(update={"revision": revision})
@@ -141,6 +147,7 @@ class Observed:
         self.message: str | None = None
         self.iteration = 0
         self.observed_plan_version = self.applied_plan_version = 0
+        self.plan_issued_at: float | None = None
         self.stages = StageTable(spec, footprints)
         self.links = LinkTable(
             spec.parallelism.mesh, stale_after=spec.adaptation.stale_after_seconds
@@ -165,6 +172,8 @@ class Observed:
         self.iteration = report.iteration
         self.observed_plan_version = report.observed_plan_version
         self.applied_plan_version = report.applied_plan_version
+        known = report.observed_plan_version == self.newest_plan_version
+        self.plan_issued_at = report.plan_issued_at if known else 0.0
         slow = self.links.begin() if report.fresh else []
         if not report.fresh:
             self.links.forget()
@@ -202,7 +211,8 @@ class Observed:
 
     @property
     def newest_plan_version(self) -> int:
-        """Of the plans that the agent or its ranks have."""
+        """Version of the newest plan of the agent and its ranks. :attr:`plan_issued_at`: when it
+        was issued; 0 if the ranks have it from another agent, None if the agent does not say."""
         return max(self.observed_plan_version, self.applied_plan_version)
 
     def reductions(self) -> tuple[ReductionHealth, ...]:

@@ -77,8 +77,8 @@ class Ledger:
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self._iterations: dict[int, Finished] = {}
         self._last = -1
-        self.before = Worth()
-        """Of records that are not kept any more."""
+        self.changes_before, self.before = 0, Worth()
+        """Number of changes without a record, and what they were worth."""
         self._barrier: bool | None = None
         self._without = self._with = 0
         """Evidence for none, and for one, since :attr:`barrier` was last found out."""
@@ -95,16 +95,36 @@ class Ledger:
         """What all changes of plan were worth so far."""
         return self.before + worth(self.records)
 
+    @property
+    def changes(self) -> int:
+        """Number of all changes of plan so far."""
+        return self.changes_before + len(self.records)
+
     def append(self, record: AdaptationRecord) -> None:
         """Add the record of a change that is issued now."""
         if len(self.records) == KEPT_RECORDS:
             self.before += worth([self.records[0]])
+            self.changes_before += 1
         self.records.append(record)
+
+    def restore(self, records: Iterable[AdaptationRecord], before: int, worth: Worth) -> None:
+        """Go on from these records, and from ``before`` changes without one and their worth."""
+        self.records = deque(records, maxlen=KEPT_RECORDS)
+        self.changes_before, self.before = before, worth
+
+    def withdraw(self, plan_version: int) -> None:
+        """Remove the record of the newest change if it is of this version: it never ran."""
+        if self.records and self.records[-1].plan_version == plan_version:
+            self.records.pop()
+
+    @property
+    def open(self) -> tuple[AdaptationRecord, ...]:
+        """Records that may still get figures, oldest first."""
+        return tuple(self.records)[-OPEN_RECORDS:]
 
     def record(self, plan_version: int) -> AdaptationRecord | None:
         """The record of a plan version, if it is one of the newest."""
-        newest = list(self.records)[-OPEN_RECORDS:]
-        return next((each for each in newest if each.plan_version == plan_version), None)
+        return next((each for each in self.open if each.plan_version == plan_version), None)
 
     @property
     def last_iteration(self) -> int:
@@ -181,23 +201,12 @@ class Ledger:
                 count(record, sample.index)
         if not changed:
             return
-        for record in list(self.records)[-OPEN_RECORDS:]:
+        for record in self.open:
             self._complete(record, peak_memory)
         # Last, since one report may bring more iterations than are kept.
         if len(self._iterations) > KEPT_ITERATIONS:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
                 del self._iterations[stale]
-
-    def adopt(self, records: Iterable[AdaptationRecord], now: float) -> None:
-        """Add those records of another controller that are newer than all here. Iterations that
-        follow may complete them."""
-        newest = self.records[-1].plan_version if self.records else 0
-        found = {record.plan_version: record for record in reversed([*records])}
-        for version in sorted(found):
-            if version > newest:
-                # Of another clock, which may be wrong.
-                detected_at = min(found[version].detected_at, now)
-                self.append(found[version].model_copy(update={"detected_at": detected_at}))
 
     def new_attempt(self) -> None:
         """Drop the iterations, which count from 0 again; records and decisions stay."""

@@ -79,7 +79,7 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
 
 def report(**changes: object) -> LinkHealthReport:
     fields: dict[str, object] = {
-        "protocol": 4,
+        "protocol": 5,
         "job": "j",
         "namespace": "n",
         "attempt": 0,

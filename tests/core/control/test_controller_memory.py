@@ -309,10 +309,6 @@ def test_a_restored_controller_knows_the_inputs() -> None:
     assert restored.wanted == job.controller.wanted
     assert restored.wanted.recomputing
     assert restored._observed.stages.rooms == job.controller._observed.stages.rooms
-    # As an earlier version has saved them.
-    saved["footprints"] = [each[:2] for each in saved["footprints"]]
-    older = JobController.restore(job.spec, saved)
-    assert [room.inputs for room in older._observed.stages.rooms] == [0] * STAGES
 
 
 @given(st.integers(1, 30), st.integers(1, 1 << 20), st.integers(0, 1 << 20))

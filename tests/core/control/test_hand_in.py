@@ -1,8 +1,11 @@
-"""A controller that does not know the plan of the ranks is handed it by their agent."""
+"""A controller that does not know the job is handed the snapshot that its agent holds."""
 
 from __future__ import annotations
 
+import base64
 import json
+import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +16,23 @@ from plant_support import Plant, spec
 from pipemorph.control import JobController
 from pipemorph.control.handed_in import read
 from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.control.snapshot_codec import MAX_UNPACKED, TooLarge, pack
 from pipemorph.errors import InputError
-from pipemorph.wire import HandIn
+from pipemorph.wire import MAX_SNAPSHOT_BYTES, PlanMessage
 
 JOB = spec(schedule={"inFlightLimit": 6})
 Message = dict[str, Any]
 
 
 def adapted(plant: Plant | None = None) -> tuple[Plant, Message]:
-    """A job with a slow link, and its plan as the agent hands it in."""
+    """A job with a slow link, and its controller's snapshot."""
     plant = plant or Plant(JOB)
     plant.run(4)
     plant.delays[1] = 0.06
     plant.run(8)
     directive = plant.controller.directive()
     assert directive is not None and plant.plan.version == directive.plan_version == 1
-    message = HandIn(job="j", namespace="default", attempt=0, directive=directive)
-    return plant, json.loads(message.body())
+    return plant, json.loads(json.dumps(plant.controller.snapshot()))
 
 
 @pytest.fixture(scope="module")
@@ -37,67 +40,100 @@ def handed() -> Message:
     return adapted()[1]
 
 
-def forgetful(plant: Plant) -> JobController:
-    """A host that has taken over from one that saved nothing, after the first report to it."""
+def new_host(plant: Plant, **fields: Any) -> JobController:
+    """A host that has taken over and knows nothing of the job, after the first report to it."""
     made = JobController(JOB)
     plant.sequence += 1
-    newer = report(plant.sequence, observed_plan_version=1, applied_plan_version=1)
-    answer = made.report(newer, plant.now)
-    assert answer.wants_plan and made.wants_plan
+    told = {"observed_plan_version": 1, "applied_plan_version": 1, "snapshot": "held"} | fields
+    answer = made.report(report(plant.sequence, **told), plant.now)
+    assert answer.wants_snapshot and made.wants_snapshot
     return made
 
 
-def bytes_of(message: Message) -> bytes:
-    return json.dumps(message).encode()
+def bytes_of(saved: Message, **fields: Any) -> bytes:
+    message = {"job": "j", "namespace": "default", "attempt": 0, "snapshot": pack(saved)}
+    return json.dumps(message | fields).encode()
 
 
-def test_a_controller_goes_on_from_the_plan_it_is_handed() -> None:
-    plant, message = adapted()
-    before, plant.controller = plant.controller, forgetful(plant)
-    plant.controller.hand_in(read(bytes_of(message), JOB), plant.now)
+def hand_in(controller: JobController, snapshot: Message, now: float, attempt: int = 0) -> None:
+    controller.hand_in(attempt, read(bytes_of(snapshot), JOB).snapshot, now)
+
+
+def test_a_controller_goes_on_from_the_snapshot() -> None:
+    plant, snapshot = adapted()
+    before, plant.controller = plant.controller, new_host(plant)
+    hand_in(plant.controller, snapshot, plant.now)
     assert plant.controller.wanted == before.wanted == plant.plan
-    assert not plant.controller.wants_plan
-    assert [(r.plan_version, r.reason) for r in plant.controller.records] == [
-        (1, before.records[0].reason)
-    ]
+    assert not plant.controller.wants_snapshot
+    assert plant.controller.records == before.records
     plant.run(12)
     assert plant.plan.version == 1, "a needless change"
+    assert plant.controller.worth.seconds > before.worth.seconds > 0
     plant.delays[1] = 0.0
     plant.run(20)
     assert (plant.plan.version, plant.plan.delegated) == (2, ())
 
 
+def test_everything_that_is_saved_is_taken_over(handed: Message) -> None:
+    plant = Plant(JOB)
+    saved = handed | {"doubts": {"1": 2}, "flaps": 3, "changes_before": 7, "profiled_at": 5}
+    saved |= {"stages": [dict.fromkeys(("forward", "backward_input", "backward_weight"), 0.01)] * 4}
+    saved |= {"worth_before": [12.0, 2.0], "barrier": False}
+    controller = new_host(plant)
+    hand_in(controller, saved, plant.now)
+    now = json.loads(json.dumps(controller.snapshot()))
+    # Of the agent's reports, and of another clock; a stage has more fields.
+    others = {"sequence", "slow_since", "slow_directions", "records", "stages", "footprints"}
+    assert {k: v for k, v in now.items() if k not in others} == {
+        k: v for k, v in saved.items() if k not in others
+    }
+    assert [stage["forward"] for stage in now["stages"]] == [0.01] * 4
+    assert [each["plan_version"] for each in now["records"]] == [1]
+    assert controller.changes == 8
+
+
 def test_it_knows_what_the_plan_was_for() -> None:
     """The link recovers before the controller has seen it slow."""
-    plant, message = adapted()
+    plant, snapshot = adapted()
     plant.decides, plant.delays[1] = False, 0.0
     plant.run(20)
-    plant.controller, plant.decides = forgetful(plant), True
-    plant.controller.hand_in(read(bytes_of(message), JOB), plant.now)
+    plant.controller, plant.decides = new_host(plant), True
+    hand_in(plant.controller, snapshot, plant.now)
     plant.run(4)
     assert (plant.plan.version, plant.plan.delegated) == (2, ())
     assert plant.controller.records[-1].reason.startswith("a link recovered")
 
 
-def test_it_waits_for_the_plan_but_not_for_ever() -> None:
+def test_it_waits_for_the_snapshot_but_not_for_ever() -> None:
     plant, _ = adapted()
-    plant.controller = forgetful(plant)
+    plant.controller = new_host(plant)
     began = plant.now
     while plant.now < began + 4.5:
         plant.step()
-    assert plant.controller.wants_plan
+    assert plant.controller.wants_snapshot
     assert plant.controller.plan_version == 1
     plant.run(12)
     assert plant.plan.version == 2
     assert "does not know the plan in effect" in plant.controller.records[0].reason
 
 
-def test_after_a_bad_plan_it_decides_without_knowing_it(handed: Message) -> None:
+def test_a_host_waits_for_the_snapshot_of_ranks_with_the_plan_of_the_start_too() -> None:
+    """It has what earlier attempts were worth, and op times."""
+    plant = Plant(JOB)
+    plant.run(6)
+    snapshot = json.loads(json.dumps(plant.controller.snapshot()))
+    controller = new_host(plant, observed_plan_version=0, applied_plan_version=0)
+    hand_in(controller, snapshot | {"changes_before": 3, "plan_version": 9}, plant.now)
+    assert (controller.changes, controller.plan_version) == (3, 9)
+    assert "the ranks run the plan of the start" in controller.decisions[-1].reason
+
+
+def test_after_a_bad_snapshot_it_decides_without_knowing_it(handed: Message) -> None:
     plant, _ = adapted()
-    plant.controller = forgetful(plant)
-    plant.controller.refuse_plan()
+    plant.controller = new_host(plant)
+    plant.controller.refuse_snapshot()
     with pytest.raises(InputError, match="no other is wanted"):
-        plant.controller.hand_in(read(bytes_of(handed), JOB), plant.now)
+        hand_in(plant.controller, handed, plant.now)
     plant.run(2)
     assert plant.controller.plan_version == 2
 
@@ -113,22 +149,37 @@ def change(*path: str | int, to: Any) -> Callable[[Message], None]:
 
 
 def version(number: int) -> Callable[[Message], None]:
-    def apply(message: Message) -> None:
-        directive = message["directive"]
+    def apply(snapshot: Message) -> None:
+        directive = snapshot["directive"]
         directive["plan_version"] = directive["plan"]["version"] = number
         directive["record"]["plan_version"] = number
+        snapshot["plan_version"] = number
 
     return apply
 
 
 PLAN = ("directive", "plan")
 RECORD = ("directive", "record")
+OTHER = {"replicas": [0], "wire_times": [], "delays": [], "slow": [True]}
 
 
 @pytest.mark.parametrize(
     ("forge", "words"),
     [
-        (change("extra", to=1), "extra: Extra inputs"),
+        (change("extra", to=1), "snapshot.extra: Extra inputs"),
+        (change("format", to=2), "snapshot.format"),
+        (change("plan_version", to=2**31), "snapshot.plan_version"),
+        (change("plan_version", to=0), "a record is of plan v1; expected 1 to 0"),
+        (change("delays", to=[1e300] * 3), "snapshot.delays.0"),
+        (change("delays", to=[0.0] * 4), "snapshot.delays has 4 items; expected 3"),
+        (change("own_links", to=[OTHER]), "snapshot.own_links.slow has 1 items"),
+        (change("footprints", to=[[-1, None, None]] * 4), "snapshot.footprints.0.0"),
+        (change("layers", to=[1] * 4), "snapshot.layers are 4; the job has None"),
+        (change("flaps", to=10**9), "snapshot.flaps"),
+        (change("doubts", to={"9": 1}), "snapshot.doubts names a link of another job"),
+        (change("worth_before", to=[float("nan"), 0]), "snapshot.worth_before.0"),
+        (change("slow_directions", 0, "link", to=3), "names a link of another job"),
+        (change("records", to=[{"plan_version": 1}]), "snapshot.records.0.kind: Field required"),
         (change(*PLAN, "version", to=2), "directive.plan.version is 2; expected 1"),
         (change(*RECORD, to=None), "directive.record is not that of plan v1"),
         (change(*RECORD, "plan_version", to=2), "directive.record is not that of plan v1"),
@@ -145,37 +196,70 @@ RECORD = ("directive", "record")
         (change(*PLAN, "stages", 2, to="X" * 36), "stage 2, op 0 is 'X'"),
         (change(*PLAN, "in_flight_limits", to=[None] * 4), "stage 0 may hold all microbatches"),
         (change(*PLAN, "in_flight_limits", to=[7] * 4), "may hold 7 microbatches; the spec allows"),
-        (change("records", to=[{"plan_version": 1}]), "records.0.kind: Field required"),
     ],
 )  # fmt: skip
-def test_a_bad_plan_is_refused_in_one_line(
+def test_a_bad_snapshot_is_refused_in_one_line(
     handed: Message, forge: Callable[[Message], None], words: str
 ) -> None:
-    message = json.loads(json.dumps(handed))
-    forge(message)
+    snapshot = json.loads(json.dumps(handed))
+    forge(snapshot)
     with pytest.raises(InputError) as refused:
-        read(bytes_of(message), JOB)
+        read(bytes_of(snapshot), JOB)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
+def test_the_plan_for_healthy_links_is_checked_like_the_one_in_force(handed: Message) -> None:
+    baseline = handed["directive"]["plan"] | {"version": 0}
+    assert read(bytes_of(handed | {"baseline": baseline}), JOB).snapshot.baseline is not None
+    for bad, words in (
+        ({"version": 3}, "snapshot.baseline.version is 3; expected 0"),
+        ({"in_flight_limits": [None] * 4}, "snapshot.baseline: stage 0 may hold all"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read(bytes_of(handed | {"baseline": baseline | bad}), JOB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"snapshot": ""}, "snapshot: "),
+        ({"snapshot": "!!"}, "snapshot: "),
+        ({"snapshot": "AAAA"}, "snapshot: "),
+        ({"snapshot": base64.b64encode(zlib.compress(b"{}")[:-1]).decode()}, "cut off"),
+        ({"snapshot": base64.b64encode(zlib.compress(b" " * (MAX_UNPACKED + 1))).decode()},
+         f"more than {MAX_UNPACKED} bytes"),
+        ({"snapshot": base64.b64encode(zlib.compress(b"[]")).decode()}, "snapshot.the body"),
+        ({"snapshot": "A" * (MAX_SNAPSHOT_BYTES + 1)}, "snapshot: String should have at most"),
+        ({"job": ""}, "job: "),
+        ({"extra": 1}, "extra: Extra inputs"),
+    ],
+)  # fmt: skip
+def test_what_is_no_snapshot_is_refused(
+    handed: Message, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        read(bytes_of(handed, **fields), JOB)
+    assert words in str(refused.value)
+
+
 def test_plans_of_single_replicas_are_checked_too(handed: Message) -> None:
-    message = json.loads(json.dumps(handed))
-    plan = message["directive"]["plan"]
+    snapshot = json.loads(json.dumps(handed))
+    plan = snapshot["directive"]["plan"]
     plan["own"] = [{"replicas": [0], "plan": plan | {"own": [], "stages": ["FIW" * 11] * 4}}]
     with pytest.raises(InputError, match=r"directive\.plan"):
-        read(bytes_of(message), JOB)
+        read(bytes_of(snapshot), JOB)
     plan["own"] = [{"replicas": [1], "plan": dict(plan) | {"own": []}}]
     with pytest.raises(InputError, match=r"replicas \[1\] are not some of 1"):
-        read(bytes_of(message), JOB)
+        read(bytes_of(snapshot), JOB)
 
 
 def test_a_delegated_link_is_refused_where_the_spec_has_none(handed: Message) -> None:
-    message = json.loads(json.dumps(handed))
-    message["directive"]["plan"]["routes"] = ["delegated"] * 3
+    snapshot = json.loads(json.dumps(handed))
+    snapshot["directive"]["plan"]["routes"] = ["delegated"] * 3
     direct = spec(schedule={"inFlightLimit": 6}, transport={"route": "direct"})
     with pytest.raises(InputError, match=r"spec.transport.route is direct"):
-        read(bytes_of(message), direct)
+        read(bytes_of(snapshot), direct)
 
 
 @pytest.mark.parametrize("other", [2, 9])
@@ -183,26 +267,56 @@ def test_the_plan_of_another_version_than_the_ranks_have_is_refused(
     handed: Message, other: int
 ) -> None:
     plant = Plant(JOB)
-    controller = forgetful(plant)
-    message = json.loads(json.dumps(handed))
-    version(other)(message)
-    with pytest.raises(InputError, match=f"plan v{other} is not v1, the newest that the ranks"):
-        controller.hand_in(read(bytes_of(message), JOB), plant.now)
+    controller = new_host(plant)
+    snapshot = json.loads(json.dumps(handed))
+    version(other)(snapshot)
+    with pytest.raises(InputError, match=f"its plan is v{other}, and not v1, the newest that the"):
+        hand_in(controller, snapshot, plant.now)
     assert controller.wanted.version == 0
 
 
-def test_the_plan_of_another_attempt_is_refused(handed: Message) -> None:
+def test_another_plan_of_the_version_that_the_ranks_have_is_refused(handed: Message) -> None:
     plant = Plant(JOB)
-    controller = forgetful(plant)
-    message = handed | {"attempt": 1}
-    with pytest.raises(WrongAttempt, match="attempt 1 is not 0"):
-        controller.hand_in(read(bytes_of(message), JOB), plant.now)
-    assert controller.wants_plan, "the right one may still come"
+    controller = new_host(plant, plan_issued_at=7.0)
+    with pytest.raises(InputError, match="its plan v1 is not the one of that version that the"):
+        hand_in(controller, handed, plant.now)
 
 
-def test_nobody_is_asked_for_a_plan_that_is_known() -> None:
-    plant, message = adapted()
+def test_the_snapshot_of_another_attempt_is_refused(handed: Message) -> None:
+    plant = Plant(JOB)
+    controller = new_host(plant)
+    for attempt, snapshot in ((1, handed), (0, handed | {"attempt": 1})):
+        with pytest.raises(WrongAttempt, match="attempt 1 is not 0"):
+            hand_in(controller, snapshot, plant.now, attempt)
+    assert controller.wants_snapshot, "the right one may still come"
+
+
+def test_nobody_is_asked_for_a_snapshot_of_a_job_that_is_known() -> None:
+    plant, snapshot = adapted()
     with pytest.raises(InputError, match="plan v1 is in force here"):
-        plant.controller.hand_in(read(bytes_of(message), JOB), plant.now)
+        hand_in(plant.controller, snapshot, plant.now)
     plant.run(1)
-    assert not plant.controller.wants_plan
+    assert not plant.controller.wants_snapshot
+    # Nor one of an agent that has none.
+    fresh = JobController(JOB)
+    assert not fresh.report(report(1), 1000.0).wants_snapshot
+
+
+def test_a_large_plan_fits_into_a_snapshot() -> None:
+    """Of a 16th of the largest size, with stages all different: an order without a pattern."""
+    times = [
+        {"forward": 10 + i * 7 % 5, "backwardInput": 11 + i * 3 % 4, "backwardWeight": 6 + i % 3}
+        for i in range(128)
+    ]
+    many = spec(128, 512, schedule={"stageTimes": times, "inFlightLimit": 160})
+    controller = JobController(many)
+    plan = PlanMessage.of(controller.wanted).model_dump(mode="json")
+    packed = pack(controller.snapshot() | {"baseline": plan})
+    assert len(packed) < MAX_SNAPSHOT_BYTES / 16
+    assert read(bytes_of({}, snapshot=packed), many).snapshot.baseline is not None
+
+
+def test_what_does_not_fit_is_not_packed() -> None:
+    noise = random.Random(1).randbytes(MAX_SNAPSHOT_BYTES // 2).hex()
+    with pytest.raises(TooLarge, match=f"bytes of at most {MAX_SNAPSHOT_BYTES}"):
+        pack({"noise": noise + noise})

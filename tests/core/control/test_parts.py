@@ -457,7 +457,7 @@ def test_other_settings_reach_all_parts() -> None:
 def test_a_report_on_what_another_part_receives_is_refused() -> None:
     observer = Observed(spec(4, replicas=2), 2).job
     report = {
-        "protocol": 4, "job": "j", "namespace": "n", "attempt": 0, "sequence": 1, "sent_at": 1.0,
+        "protocol": 5, "job": "j", "namespace": "n", "attempt": 0, "sequence": 1, "sent_at": 1.0,
         "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip
@@ -525,7 +525,7 @@ def test_what_parts_tell_of_links_that_stay_well_is_looked_at_once_a_second(
     def hear(sequence: int, **state: Any) -> None:
         told = {"link": 0, "column": 0, "wire_time": BASE, "confidence": 0.9} | state
         report = {
-            "protocol": 4, "job": "j", "namespace": "n", "attempt": 0, "part": 4, "sent_at": now,
+            "protocol": 5, "job": "j", "namespace": "n", "attempt": 0, "part": 4, "sent_at": now,
             "sequence": sequence, "state": "training", "iteration": 1, "links": [told],
             "observed_plan_version": 0, "applied_plan_version": 0,
         }  # fmt: skip

@@ -1,9 +1,9 @@
-"""What becomes of plans at the ingest: served, persisted, and taken from the ranks."""
+"""Plans and snapshots at the ingest: served, persisted, and handed in by agents."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
 from typing import Any
 
 import pytest
@@ -19,70 +19,44 @@ from ingest_client import (
 )
 from waiting import until_async
 
+from pipemorph.control import snapshot_codec
 from pipemorph.ingest import (
     IngestServer,
     MemoryStore,
     Reply,
 )
 from pipemorph.wire import (
-    MAX_PLAN_BYTES,
+    MAX_HAND_IN_BYTES,
     AdaptationRecord,
     Directive,
     HandIn,
     PlanMessage,
+    revision_of,
 )
 
 
 class Saved(MemoryStore):
-    """A store in which persisting waits for ``allow`` and may fail. Only versions up to
-    ``granted`` are reserved."""
+    """A store in which persisting waits for ``allow`` and may fail."""
 
-    def __init__(self, granted: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.granted = granted
         self.events: list[str] = []
         self.allow = asyncio.Event()
         self.fails = False
 
-    def reserved(self, namespace: str, job: str) -> int:
-        return self.granted
-
-    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        self.events.append(f"persisting {snapshot['plan_version']}")
+    async def persist(self, namespace: str, job: str) -> None:
+        found = self.lookup(namespace, job)
+        assert found is not None
+        version = found.plan_version
+        self.events.append(f"persisting {version}")
         await self.allow.wait()
         if self.fails:
             raise OSError("no space left")
-        self.events.append(f"persisted {snapshot['plan_version']}")
+        self.events.append(f"persisted {version}")
 
 
-def test_a_version_that_is_not_reserved_is_persisted_before_anybody_sees_it() -> None:
+def test_a_directive_is_served_at_once_and_persisted_after() -> None:
     job, store = Scripted(), Saved()
-
-    async def test(client: Client, server: IngestServer) -> None:
-        job.on_report = lambda report: job.want(1)
-        poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
-        await until_async(lambda: waiting(server, job) == 1, "one poll waits")
-        first = asyncio.create_task(client.post(body(1)))
-        await until_async(lambda: store.events == ["persisting 1"], "the plan is being persisted")
-        # Whoever asks meanwhile gets nothing, and waits for nothing it did not ask for.
-        assert (await client.poll("attempt=0&wait=0"))[1]["directive"] is None
-        second = asyncio.create_task(client.post(body(2)))
-        done, _ = await asyncio.wait({first, second, poll}, timeout=0.2)
-        assert not done
-        job.on_report = lambda report: None
-        job.want(2)
-        store.allow.set()
-        answers = await asyncio.gather(first, second, poll)
-        assert store.events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
-        assert answers[0][1]["directive"]["plan_version"] == 2
-        assert answers[1][1]["directive"]["plan_version"] == 2
-        assert answers[2][1]["directive"]["plan_version"] in (1, 2)
-
-    serve(test, job, store=store)
-
-
-def test_a_reserved_version_is_served_at_once_and_persisted_after() -> None:
-    job, store = Scripted(), Saved(granted=2)
 
     async def test(client: Client, server: IngestServer) -> None:
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
@@ -93,21 +67,68 @@ def test_a_reserved_version_is_served_at_once_and_persisted_after() -> None:
         assert store.events == ["persisting 1"]
         job.on_report = lambda report: job.want(2)
         assert (await client.post(body(2)))[1]["directive"]["plan_version"] == 2
-        # The block ends here.
-        job.on_report = lambda report: job.want(3)
-        last = asyncio.create_task(client.post(body(3)))
-        done, _ = await asyncio.wait({last}, timeout=0.2)
-        assert not done
         assert (await client.poll("attempt=0&after=1&wait=0"))[1]["directive"]["plan_version"] == 2
         store.allow.set()
-        assert (await last)[1]["directive"]["plan_version"] == 3
-        assert store.events == ["persisting 1", "persisted 1", "persisting 3", "persisted 3"]
+        await until_async(lambda: "persisted 2" in store.events, "both are persisted")
 
     serve(test, job, store=store)
 
 
+def test_whoever_has_a_directive_has_the_snapshot_that_explains_it() -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        _, first = await client.post(body(1))
+        held = revision_of(first["snapshot"])
+        assert unpacked(first["snapshot"]) == {"plan_version": 0}
+        job.on_report = lambda report: job.want(1)
+        _, answer = await client.post(body(2, snapshot=held))
+        assert answer["directive"]["plan_version"] == 1
+        assert unpacked(answer["snapshot"]) == {"plan_version": 1}
+        assert (await client.poll("attempt=0"))[1]["snapshot"] == answer["snapshot"]
+        job.on_report = lambda report: None
+        # Its answer was lost.
+        _, again = await client.post(body(3, snapshot=held))
+        assert again["snapshot"] == answer["snapshot"]
+        held = revision_of(answer["snapshot"])
+        _, last = await client.post(body(4, snapshot=held, observed_plan_version=1))
+        assert last["snapshot"] is None, "it has that one"
+
+    serve(test, job)
+
+
+def test_a_snapshot_that_is_too_large_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot_codec, "MAX_SNAPSHOT_BYTES", 8)
+    job = Scripted()
+    job.want(1)
+
+    async def test(client: Client, server: IngestServer) -> None:
+        _, answer = await client.post(body(1))
+        assert (answer["directive"]["plan_version"], answer["snapshot"]) == (1, None)
+
+    serve(test, job)
+    assert "bytes of at most 8: another ingest would not know its state" in caplog.text
+
+
+def test_a_host_that_leads_no_more_sends_the_agent_away() -> None:
+    made = controller()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        status, answer = await client.post(body(1, term=4))
+        assert (status, answer["term"]) == (200, 5)
+        status, answer = await client.post(body(2, term=5))
+        assert (status, answer["term"]) == (200, 5)
+        status, answer = await client.post(body(3, term=6))
+        assert (status, answer["field"]) == (503, "term")
+        assert answer["error"] == "an ingest of term 6 controls this job; this one has 5"
+
+    serve(test, made)
+
+
 def test_what_was_served_is_persisted_before_the_host_ends() -> None:
-    job, store = Scripted(), Saved(granted=9)
+    job, store = Scripted(), Saved()
 
     async def test(client: Client, server: IngestServer) -> None:
         job.on_report = lambda report: job.want(1)
@@ -123,31 +144,10 @@ def test_what_was_served_is_persisted_before_the_host_ends() -> None:
     serve(test, job, store=store)
 
 
-def test_a_directive_that_cannot_be_persisted_is_held_back_and_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    job, store = Scripted(), Saved()
-    store.fails = True
-    store.allow.set()
-
-    async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.post(body(1)))[1]["directive"] is None
-        job.want(1)
-        status, answer = await client.post(body(2))
-        assert (status, answer["directive"]) == (200, None)
-        assert "v1 could not be persisted, and no version is reserved" in caplog.text
-        assert "no space left" in caplog.text
-        store.fails = False
-        await server.handler.tick("default", "gpt")
-        assert (await client.poll("attempt=0"))[1]["directive"]["plan_version"] == 1
-
-    serve(test, job, store=store)
-
-
 def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, store = Scripted(), Saved(granted=9)
+    job, store = Scripted(), Saved()
     store.fails = True
     store.allow.set()
     monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.5)
@@ -158,7 +158,7 @@ def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
         for i in range(5):
             answer = await client.post(body(2 + i))
             assert answer[1]["directive"]["plan_version"] == 1
-        assert "v1 was served but not persisted; retrying: no space left" in caplog.text
+        assert "v1 was served but status was not written; retrying: no space left" in caplog.text
         assert store.events == ["persisting 1"], "not with every report"
         store.fails = False
 
@@ -184,7 +184,7 @@ def test_a_restored_job_serves_its_directive_at_once() -> None:
     serve(test, job)
 
 
-def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     """Its bytes are not even read otherwise, nor those of a second one after a bad one."""
     made = controller()
     plan = PlanMessage.of(made.wanted).model_copy(update={"version": 3})
@@ -194,7 +194,12 @@ def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) 
         predicted_seconds_before=None, predicted_seconds_after=1.0,
     )  # fmt: skip
     newest = Directive(plan_version=3, issued_at=1.0, reason="because", plan=plan, record=record)
-    message = HandIn(job="gpt", namespace="default", attempt=0, directive=newest)
+    saved = made.snapshot() | {
+        "plan_version": 3,
+        "directive": newest.model_dump(mode="json"),
+        "records": [record.model_dump(mode="json")],
+    }
+    message = HandIn(job="gpt", namespace="default", attempt=0, snapshot=snapshot_codec.pack(saved))
     good = message.body()
     bad = (
         message.model_copy(update={"job": "other"}).body(),
@@ -202,16 +207,16 @@ def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) 
     )
 
     async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.put("plan", good, token="wrong"))[0] == 401
-        assert (await client.put("plan", good, job="other"))[0] == 404
-        status, answer = await client.put("plan", good)
-        assert (status, "no plan is wanted" in answer["error"]) == (409, True)
-        status, answer = await client.post(body(observed_plan_version=3))
-        assert (status, answer["wants_plan"]) == (200, True)
-        status, answer = await client.put("plan", b" " * (MAX_PLAN_BYTES + 1))
-        assert (status, "larger than 8388608 bytes" in answer["error"]) == (413, True)
+        assert (await client.put("snapshot", good, token="wrong"))[0] == 401
+        assert (await client.put("snapshot", good, job="other"))[0] == 404
+        status, answer = await client.put("snapshot", good)
+        assert (status, "no snapshot is wanted" in answer["error"]) == (409, True)
+        status, answer = await client.post(body(observed_plan_version=3, snapshot="held"))
+        assert (status, answer["wants_snapshot"], answer["snapshot"]) == (200, True, None)
+        status, answer = await client.put("snapshot", b" " * (MAX_HAND_IN_BYTES + 1))
+        assert (status, f"larger than {MAX_HAND_IN_BYTES} bytes" in answer["error"]) == (413, True)
         for each in bad:
-            assert (await client.put("plan", each))[0] == 403
+            assert (await client.put("snapshot", each))[0] == 403
         # One at a time: they may be large.
         enough = asyncio.Event()
 
@@ -221,22 +226,26 @@ def test_a_plan_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) 
 
         reading = asyncio.create_task(server.handler.hand_in("default", "gpt", slowly))
         await asyncio.sleep(0)
-        assert (await client.put("plan", good))[0] == 409
+        assert (await client.put("snapshot", good))[0] == 409
         enough.set()
         assert (await reading).status == 408
-        assert (await client.put("plan", good))[0] == 200
+        assert (await client.put("snapshot", good))[0] == 200
         assert made.wanted.version == 3
         status, answer = await client.poll("attempt=0&after=2&wait=0")
         assert Directive.model_validate(answer["directive"]) == newest
-        status, answer = await client.post(body(2, observed_plan_version=3))
-        assert not answer["wants_plan"]
+        status, answer = await client.post(body(2, observed_plan_version=3, snapshot="held"))
+        assert not answer["wants_snapshot"] and answer["snapshot"]
         # Of yet another host, and bad.
         status, answer = await client.post(body(3, observed_plan_version=5))
-        assert answer["wants_plan"]
-        status, answer = await client.put("plan", good)
-        assert (status, answer["field"]) == (422, "directive")
-        assert "plan v3 is not v5, the newest that the ranks have reported" in answer["error"]
-        assert (await client.put("plan", b"{"))[0] == 409
+        assert answer["wants_snapshot"]
+        status, answer = await client.put("snapshot", good)
+        assert (status, answer["field"]) == (422, "snapshot")
+        assert "its plan is v3, and not v5, the newest that the ranks have" in answer["error"]
+        assert (await client.put("snapshot", b"{"))[0] == 409
 
     serve(test, made)
-    assert "refused the plan that the ranks run: plan v3 is not v5" in caplog.text
+    assert "refused the snapshot of the job's agent: its plan is v3, and not v5" in caplog.text
+
+
+def unpacked(packed: str) -> Any:
+    return json.loads(snapshot_codec.unpack(packed))

@@ -15,10 +15,9 @@ from pipemorph_operator.crd.descriptions import DESCRIPTIONS
 from pipemorph_operator.crd.generate import (
     files,
     job_definition,
-    plan_definition,
     structural,
 )
-from pipemorph_operator.crd.rules import PLAN_RULES, RULES
+from pipemorph_operator.crd.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("crds", "charts/pipemorph-operator/files")
@@ -53,15 +52,12 @@ def test_checked_in_copies_are_what_the_models_say(folder: str) -> None:
 
 def test_rendered_files_are_the_definitions() -> None:
     found = [yaml.safe_load(text) for text in files().values()]
-    assert found == [job_definition(), plan_definition()]
+    assert found == [job_definition()]
 
 
-@pytest.mark.parametrize(
-    ("definition", "least"), [(job_definition(), 150), (plan_definition(), 15)], ids=["job", "plan"]
-)
-def test_every_node_is_structural_bounded_and_described(definition: Node, least: int) -> None:
-    nodes = dict(walk(schema_of(definition), ""))
-    assert len(nodes) > least, "looked in the wrong place"
+def test_every_node_is_structural_bounded_and_described() -> None:
+    nodes = dict(walk(schema(), ""))
+    assert len(nodes) > 150, "looked in the wrong place"
     for path, node in nodes.items():
         assert not {"$ref", "anyOf", "oneOf", "allOf", "const", "title"} & set(node), path
         assert "type" in node or node.get("x-kubernetes-preserve-unknown-fields"), path
@@ -178,27 +174,6 @@ def test_printer_columns_and_short_names() -> None:
     assert spec["versions"][0]["subresources"] == {"status": {}}
 
 
-def test_a_plan_is_read_in_a_line_and_bounded_by_what_etcd_takes() -> None:
-    spec, nodes = plan_definition()["spec"], dict(walk(schema_of(plan_definition()), ""))
-    assert spec["names"]["kind"] == "PipeMorphPlan"
-    assert (spec["names"]["plural"], spec["names"]["singular"]) == (
-        "pipemorphplans", "pipemorphplan",
-    )  # fmt: skip
-    assert spec["names"]["shortNames"] == ["pmplan", "pmplans"]
-    columns = {c["name"]: c["jsonPath"] for c in spec["versions"][0]["additionalPrinterColumns"]}
-    assert {"Plan", "Policy", "Dispatch", "Stages", "Promised"} < set(columns)
-    assert {where.removeprefix(".") for where in columns.values()} - set(nodes) == {
-        "metadata.creationTimestamp"
-    }
-    assert nodes["snapshot"]["maxLength"] + 32768 < 1536 * 1024
-    rules = nodes[""]["x-kubernetes-validations"]
-    assert rules == [rule.dump() for rule in PLAN_RULES]
-    assert {rule["fieldPath"] for rule in rules} == {".attempt", ".planVersion"}
-
-
-def test_status_of_a_job_has_the_versions_and_no_plan() -> None:
-    """But in jobs that an earlier version has written."""
+def test_status_of_a_job_has_the_version_and_no_plan() -> None:
     control = dict(walk(schema(), ""))["status.control"]
-    assert control["required"] == ["attempt", "planVersion"]
-    names = {"attempt", "planVersion", "reserved", "writer", "snapshot"}
-    assert set(control["properties"]) == names
+    assert control["required"] == [*control["properties"]] == ["planVersion"]

@@ -17,11 +17,9 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, TrainingStatus
 from pipemorph.api.status_links import SlowLink
 from pipemorph.control import JobController
-from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
 from pipemorph.wire import StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest.__main__ import count_decision
-from pipemorph_operator.ingest.plans import snapshot_codec
 from pipemorph_operator.ingest.status import write_schedule, writer
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Overtaken
@@ -275,28 +273,26 @@ def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     return store, controller
 
 
-def versions(api: Shared) -> tuple[int, int]:
-    """On record: in status, and in the snapshot."""
+def version(api: Shared) -> int:
+    """Plan version in status."""
     control = JobStatus.model_validate(api.job["status"]).control
-    assert control is not None and api.plan is not None
-    return control.plan_version, snapshot_codec.unpack(api.plan["snapshot"])["plan_version"]
+    assert control is not None
+    return control.plan_version
 
 
 def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
-    """Both hold the job at the same plan version; the next one must not stand for two plans."""
     api = Shared()
     (one, first), (other, second) = ingest_of(api), ingest_of(api)
-    first.report(report(1, observed_plan_version=4), 1000.0)
+    first.report(report(1, observed_plan_version=5), 1000.0)
     second.report(report(1, observed_plan_version=4), 1000.0)
 
     async def run() -> None:
-        await one.persist("team", "gpt", first.snapshot())
+        await one.persist("team", "gpt")
         before = api.job["status"]["control"]
         with pytest.raises(Overtaken):
-            await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
+            await other.persist("team", "gpt")
         assert api.job["status"]["control"] == before
-        await other.arrival("team", "gpt")
-        await one.persist("team", "gpt", first.snapshot())
+        await one.persist("team", "gpt")
 
     asyncio.run(run())
     assert (
@@ -305,28 +301,7 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
     )
     taken = other.lookup("team", "gpt")
     assert isinstance(taken, JobController) and taken is not second
-    assert first.plan_version == versions(api)[0] == 4
-    reserved = api.job["status"]["control"]["reserved"]
-    everything = 4 + BLOCK + AGENT_BLOCK
-    assert taken.plan_version == reserved == everything, "the other may have served all of them"
-
-
-def test_of_two_ingests_that_write_the_same_one_loses() -> None:
-    """Both would serve the versions that one has reserved."""
-    api = Shared()
-    both = ingest_of(api), ingest_of(api)
-    for _, controller in both:
-        controller.report(report(1), 1000.0)
-
-    async def run() -> None:
-        for store, _ in both:
-            await store.look(("team", "gpt"))
-        (one, _), (other, _) = both
-        await other.arrival("team", "gpt")
-        assert one.reserved("team", "gpt") == BLOCK
-        assert other.reserved("team", "gpt") == 0, "it has to reserve others"
-
-    asyncio.run(run())
+    assert first.plan_version == version(api) == taken.plan_version == 5
 
 
 @pytest.mark.parametrize("got_through", [False, True])
@@ -341,13 +316,13 @@ def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> No
             if got_through:
                 api.breaks = [TimeoutError()]
                 with pytest.raises(TimeoutError):
-                    await store.persist("team", "gpt", controller.snapshot())
+                    await store.persist("team", "gpt")
                 controller.report(
                     report(plan_version + 1, observed_plan_version=plan_version + 1), 1000.0
                 )
             api.write({"state": "Running"})
-            await store.persist("team", "gpt", controller.snapshot())
-            assert versions(api) == (controller.plan_version,) * 2
+            await store.persist("team", "gpt")
+            assert version(api) == controller.plan_version
 
     asyncio.run(run())
     assert store.lookup("team", "gpt") is controller
@@ -364,84 +339,54 @@ class Counted(Shared):
         self.asked.append("get")
         return await super().get(url)
 
-    def put(self, plan: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append("plan")
-        return super().put(plan)
-
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.asked.append("apply")
         return await super().apply(obj, owner, subresource=subresource)
 
 
-def test_a_write_after_the_operators_is_one_request_and_one_for_the_plan() -> None:
+def test_a_write_after_the_operators_is_one_request() -> None:
     api = Counted()
     store, controller = ingest_of(api)
 
     async def run() -> None:
         for plan_version in (3, 5, 8):
             controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
-            await store.persist("team", "gpt", controller.snapshot())
+            await store.persist("team", "gpt")
             early = copy.deepcopy(api.job)
             api.write({"state": "Running"})
             store.changed(("team", "gpt"), copy.deepcopy(api.job))
             store.changed(("team", "gpt"), early)
 
     asyncio.run(run())
-    assert api.asked == ["apply", "plan"] * 3
+    assert api.asked == ["apply"] * 3
 
 
 def test_a_plan_of_another_ingest_that_the_watch_shows_is_not_written_over() -> None:
     api = Shared()
     (one, first), (other, second) = ingest_of(api), ingest_of(api)
-    for controller in (first, second):
-        controller.report(report(1, observed_plan_version=4), 1000.0)
+    for controller, newest in ((first, 5), (second, 4)):
+        controller.report(report(1, observed_plan_version=newest), 1000.0)
 
     async def run() -> None:
-        await one.persist("team", "gpt", first.snapshot())
+        await one.persist("team", "gpt")
         other.changed(("team", "gpt"), copy.deepcopy(api.job))
         with pytest.raises(Overtaken):
-            await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
-
-    asyncio.run(run())
-
-
-def test_op_times_that_were_decided_on_are_saved_for_the_next_ingest() -> None:
-    api, now = Counted(), 1000.0
-    cluster: Any = api
-
-    async def ingest() -> tuple[ClusterStore, Any]:
-        made = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
-        await known(made, api.job)
-        return made, made.lookup("team", "gpt")
-
-    async def run() -> None:
-        nonlocal now
-        store, controller = await ingest()
-        controller.report(report(1), now)
-        await store.look(("team", "gpt"))
-        assert api.asked == ["apply"], "versions are reserved"
-        controller._assessment.judgement.profiled_at = 17
-        for sequence in range(2, 2 + int(write_schedule.PROGRESS_SECONDS)):
-            now += 1
-            controller.report(report(sequence), now)
-            await store.look(("team", "gpt"))
-        assert api.asked == ["apply", "apply", "plan"], "once, and it waits for no change of state"
-        assert (await ingest())[1].profiled_at == 17
+            await other.persist("team", "gpt")
 
     asyncio.run(run())
 
 
 def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
     api = Shared()
-    store, controller = ingest_of(api)
+    store, _ = ingest_of(api)
 
     async def run() -> None:
         api.job["metadata"] |= {"uid": "another", "resourceVersion": "9"}
         with pytest.raises(ApiRefused, match="409"):
-            await store.persist("team", "gpt", controller.snapshot())
+            await store.persist("team", "gpt")
 
     asyncio.run(run())
-    assert "control" not in api.job["status"] and api.plan is None
+    assert "control" not in api.job["status"]
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

@@ -4,13 +4,15 @@ No cluster."""
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import permutations
 from typing import Any
 
 import pytest
 from moving_job import EVEN, LOSS, MOVED, RESUMED, Ingest, an_api, status
-from operator_status import KEY, known, tell
+from operator_status import KEY, hear, known, tell
 
+from pipemorph.control.snapshot import Snapshot
 from pipemorph.ingest import GenerationDesk, generations
 from pipemorph_operator.cluster.client import ApiRefused
 
@@ -128,13 +130,15 @@ def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> Non
         first = Ingest(api)
         await first.begin()
         await first.moves()
-        assert api.plan is not None, "what stages do beside their layers is saved"
         await tell(first.desk, 0, generation=1, launcher="of 0", **RESUMED)
         await first.looks(1.25, 1.125, 1, 1, times=2)
         await first.store.persist_generations(*KEY)
         other = Ingest(api, first.done)
         await known(other.store, api.job)
         assert other.controller.layers == MOVED
+        # What stages do beside their layers is in the snapshot.
+        hear(other.store, snapshot="held")
+        other.controller.hand_in(0, Snapshot.read(first.controller.snapshot()), time.time())
         # The device is well again.
         await other.looks(1.25, 0.75, 1, 1, times=6)
         assert other.asked == EVEN

@@ -155,10 +155,7 @@ def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_
             metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
             job = {"metadata": metadata, "spec": spec, "status": {"attempt": 0}}
             store.changed(("d", f"j{i}"), job)
-        persisted = [
-            asyncio.create_task(store.persist("d", f"j{i}", controller_of(store, i).snapshot()))
-            for i in range(30)
-        ]
+        persisted = [asyncio.create_task(store.persist("d", f"j{i}")) for i in range(30)]
         await asyncio.sleep(0)
         for i in range(30, 100):
             await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
@@ -190,10 +187,6 @@ def test_what_may_wait_takes_half_of_the_writes_at_a_time() -> None:
     asyncio.run(run())
 
 
-def controller_of(store: ClusterStore, i: int) -> Any:
-    return store.lookup("d", f"j{i}")
-
-
 SPEC: dict[str, Any] = {
     "parallelism": {"stages": 2},
     "schedule": {
@@ -211,7 +204,7 @@ JOB: dict[str, Any] = {
 
 def reported(sequence: int, **more: Any) -> LinkHealthReport:
     """A report of one iteration."""
-    about = {"protocol": 4, "job": "gpt", "namespace": "default", "attempt": 0}
+    about = {"protocol": 5, "job": "gpt", "namespace": "default", "attempt": 0}
     about |= {"sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": sequence}
     about |= {"observed_plan_version": 0, "applied_plan_version": 0}
     done = {"index": sequence, "seconds": 1.0, "loss": None, "plan_version": 0}
@@ -273,30 +266,6 @@ def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> N
         assert len(api.applied) == 5, "an agent that is silent is noticed"
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(("adapts", "writes"), [(True, [1, 2, 2, 2]), (False, [1, 1, 1, 1])])
-def test_a_job_that_begins_to_report_gets_its_versions_at_once(
-    adapts: bool, writes: list[int]
-) -> None:
-    async def run() -> list[int]:
-        api: Any = SlowApi()
-        api.go.set()
-        now, found = 1000.0, []
-        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-        store.changed(KEY, JOB | {"spec": SPEC | {"adaptation": {"enabled": adapts}}})
-        await store.look(KEY)
-        found.append(len(api.applied))
-        controller: Any = store.lookup(*KEY)
-        for beat in range(1, 4):
-            now += 1
-            controller.report(reported(beat), now)
-            await store.look(KEY)
-            found.append(len(api.applied))
-        assert (store.reserved(*KEY) > 0) == adapts
-        return found
-
-    assert asyncio.run(run()) == writes
 
 
 class LaterPlan:

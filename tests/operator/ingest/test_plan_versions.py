@@ -3,15 +3,19 @@ at every write. tests/cluster does it with real ones."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import product
 
 import pytest
 from gate import examples
-from versioned_ingest import KEY, RESERVED, SLOW, SLOWER, TURNS, ranks
+from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Host, Ranks, ranks
 
-from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK, LOW
-from pipemorph_operator.ingest.status.write_schedule import FLOOR_SECONDS
+from pipemorph.control import initial_plan
+from pipemorph.control.observed.reports import Superseded
+from pipemorph.control.plans import PlanVersions
+from pipemorph.control.snapshot_codec import pack
+from pipemorph.wire import DirectiveEnvelope
 
 
 def undisturbed_writes() -> int:
@@ -23,24 +27,19 @@ def undisturbed_writes() -> int:
         return host.writes
 
 
-WRITES = range(9)
-"""Of one ingest, of status and of plans, from the first reservation to the third directive and its
-figures."""
+WRITES = range(5)
+"""Of one ingest, from the first status to the third directive and its figures."""
 
 
 def test_there_are_as_many_transitions_as_kills() -> None:
     assert len(WRITES) <= undisturbed_writes()
 
 
-KILLS = list(product(WRITES, [False, True], [False, True]))
-EACH_WRITE = [KILLS[4 * write + write % 4] for write in WRITES]
-
-
 @pytest.mark.parametrize(
-    ("write", "got_through", "loses_reply"),
-    [pytest.param(*kill, marks=() if kill in EACH_WRITE else pytest.mark.full) for kill in KILLS],
+    ("write", "got_through", "loses_reply"), [*product(WRITES, [False, True], [False, True])]
 )
 def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -> None:
+    """A directive is served before its write: the ranks may run it, or nobody has seen it."""
     with ranks() as job:
         job.loses_replies = loses_reply
         host = job.host(write, got_through=got_through)
@@ -59,11 +58,13 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
             job.run(2)
         restarted()
         job.run(12)
-        assert job.plan.warmup == job.hosts[0].store._tracked[KEY].controller.wanted.warmup
+        controller = job.hosts[0].controller
+        assert job.plan.warmup == controller.wanted.warmup
+        versions = [record.plan_version for record in controller.records]
+        assert versions == sorted(set(versions)) and versions[-1] == job.observed
+        assert all(record.saved > 0 for record in controller.records)
         control = job.api.control()
         assert control is not None and control.plan_version >= job.observed
-        saved = job.host().store._tracked[KEY].controller.wanted
-        assert saved.version == job.observed, "what is in force is saved at last"
 
 
 @pytest.mark.parametrize("seed", range(examples(2)))
@@ -81,116 +82,83 @@ def test_killed_again_and_again(seed: int) -> None:
                     break
             seen.append(job.observed)
         assert seen == sorted(seen)
-        assert len(job.plans) >= 2
-
-
-def test_a_block_is_reserved_before_the_first_directive_and_with_one_write() -> None:
-    with ranks() as job:
         host = job.host()
-        job.run(2)
-        control = job.api.control()
-        assert control is not None
-        assert (control.plan_version, control.reserved) == (0, RESERVED)
-        assert host.store.reserved(*KEY) == BLOCK
-        for _ in job.turns():
-            pass
-        control = job.api.control()
-        assert control is not None and control.reserved == RESERVED, "not with every directive"
-
-
-def test_the_next_block_is_reserved_while_half_of_the_last_is_left() -> None:
-    with ranks() as job:
-        host = job.host()
-        job.run(2)
-        controller = host.store._tracked[KEY].controller
-        controller.skip_to(BLOCK - LOW + 1)
-        due = job.now + FLOOR_SECONDS
-        while job.now < due:
-            job.run(1)
-        control = job.api.control()
-        assert control is not None and control.reserved == 2 * RESERVED
-        assert host.store.reserved(*KEY) == control.reserved - AGENT_BLOCK
-        job.run(2)
-        assert controller.plan_version == RESERVED, "the agent may have used the versions below"
-
-
-def test_a_new_ingest_begins_above_the_block_of_the_last() -> None:
-    with ranks() as job:
-        job.host()
         job.run(4)
-        job.adapts(SLOW)
-        assert job.observed == 1
-        job.host()
-        job.adapts(SLOWER)
-        assert job.observed == RESERVED + 1
+        job.adapts([0.1, 0.1, 0.1])
+        assert job.plan == host.controller.wanted
 
 
-def test_a_plan_that_was_served_and_not_persisted_is_not_forgotten() -> None:
-    """The ranks run it and say so; without that they would keep it when the link is well. An agent
-    that has started again cannot hand it in."""
+def test_an_ingest_that_restarts_goes_on_from_the_snapshot_of_the_agent() -> None:
+    """Plan, records, savings and version; also of a plan that is in no status."""
     with ranks() as job:
-        job.hands_in = False
         host = job.host()
         job.run(4)
         first, host.away = job.plan, True
         job.adapts(SLOW)
-        host.dead = True
-        job.delays = [0.0, 0.0, 0.0]
         job.run(12)
-        assert job.plan.warmup != first.warmup, "nobody tells the ranks of another plan"
-        job.host()
-        job.adapts()
-        assert job.observed == RESERVED + 1
-        assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
-
-
-def test_the_next_ingest_goes_on_from_a_plan_that_is_in_no_status() -> None:
-    with ranks() as job:
-        host = job.host()
-        job.run(4)
-        first, host.away = job.plan, True
-        job.adapts(SLOW)
-        reason = host.store._tracked[KEY].controller.records[-1].reason
-        host.dead = True
+        before = host.controller
         job.run(2)
-        controller = job.host().store._tracked[KEY].controller
+        controller = job.host().controller
         job.run(8)
         assert job.observed == controller.wanted.version == 1, "a needless change"
-        assert {each.kind for each in controller.decisions} == {"keep"}
-        assert "the ranks run plan v1, which is not saved here" in controller.decisions[0].reason
+        assert [r.reason for r in controller.records] == [r.reason for r in before.records]
+        assert controller.worth.seconds > before.worth.seconds > 0
+        assert controller.profiled_at == before.profiled_at
+        assert "the ranks run plan v1" in controller.decisions[0].reason
         training = job.api.job["status"]["training"]
         assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
-        assert training["lastAdaptation"]["reason"] == reason
-        saved = job.host().store._tracked[KEY].controller
-        assert saved.wanted == job.plan, "it is saved now"
+        assert training["lastAdaptation"]["reason"] == before.records[-1].reason
         # It knows what the plan is for.
         job.adapts([0.0, 0.0, 0.0])
-        assert job.observed == 2 * RESERVED + 1
+        assert job.observed == 2
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
 
 
-def test_a_plan_of_a_version_that_was_never_reserved_is_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_if_agent_and_ingest_are_lost_the_initial_plan_runs_and_totals_go_on() -> None:
     with ranks() as job:
         job.host()
         job.run(4)
         job.adapts(SLOW)
+        job.run(16)
+        before = job.api.job["status"]["training"]
+        assert before["adaptations"] == 1 and before["savedSeconds"] > 0
+        job.delays = [0.0, 0.0, 0.0]
         host = job.host()
-        job.run(1)
-        assert job.newest is not None and job.newest.record is not None
-        above = RESERVED + 1
-        plan = job.newest.plan.model_copy(update={"version": above})
-        record = job.newest.record.model_copy(update={"plan_version": above})
-        forged = {"plan_version": above, "plan": plan, "record": record}
-        job.newest, job.observed = job.newest.model_copy(update=forged), above
-        job.hand_in_gets = {422}
-        job.run(2)
-        assert f"plan v{above} was never given: no other ingest" in caplog.text
-        assert host.store._tracked[KEY].controller.plan_version > above, "it decided without it"
+        job.restart_agent()
+        job.plan, job.prepared = initial_plan(job.spec), None
+        job.run(24)
+        assert job.plan.version == 0, "a needless change"
+        training = job.api.job["status"]["training"]
+        assert training["adaptations"] == 1
+        assert training["savedSeconds"] == before["savedSeconds"]
+        assert training["lastAdaptation"] == before["lastAdaptation"]
+        job.adapts(SLOW)
+        assert job.observed == 2, "status has the version of the plan that is lost"
+        job.run(16)
+        training = job.api.job["status"]["training"]
+        assert (training["adaptations"], training["savedSeconds"] > before["savedSeconds"]) == (
+            2,
+            True,
+        )
+        assert host.controller.changes == 2
 
 
-def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
+def test_an_agent_that_starts_again_with_its_ingest_is_given_a_plan_above_its_ranks() -> None:
+    """The ranks run a plan that nobody knows. They would run it when the link is well."""
+    with ranks() as job:
+        host = job.host()
+        job.run(4)
+        first, host.away = job.plan, True
+        job.adapts(SLOW)
+        job.delays = [0.0, 0.0, 0.0]
+        job.host()
+        job.restart_agent()
+        job.adapts()
+        assert job.observed == 2
+        assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
+
+
+def test_with_the_api_server_away_jobs_adapt_all_the_same(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.0)
@@ -198,47 +166,176 @@ def test_with_the_api_server_away_jobs_adapt_to_the_end_of_the_block(
         host = job.host()
         job.run(4)
         host.away = True
-        job.adapts(SLOW)
-        assert job.observed == 1
-        assert "plan v1 was served but not persisted; retrying: no API server" in caplog.text
-        control = job.api.control()
-        assert control is not None and control.plan_version == 0
-        # The end of the block.
-        controller = host.store._tracked[KEY].controller
-        controller.skip_to(BLOCK)
-        job.delays = SLOWER
-        job.run(20)
-        assert job.observed == 1
-        above = RESERVED + 1  # The versions between are the agent's.
-        assert controller.plan_version == above
-        assert f"v{above} could not be persisted, and no version is reserved" in caplog.text
+        for _ in job.turns():
+            pass
+        assert job.observed == 3
+        assert "plan v1 was served but status was not written; retrying: no API server" in (
+            caplog.text
+        )
+        assert job.api.control() is None
         host.away = False
         job.run(2)
-        assert job.observed == above
         control = job.api.control()
-        assert control is not None and control.plan_version == above
+        assert control is not None and control.plan_version == host.controller.plan_version >= 3
 
 
-@pytest.mark.parametrize("seed", range(examples(1)))
+# --- two ingests ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [((0, 0, 0), (0, 1, 2)), ((7, 3, 1), (7, 8, 9)), ((2, 3, 9), (2, 3, 9))],
+    ids=["equal", "reset", "growing"],
+)
+def test_hosts_one_after_the_other(terms: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Each leads in a higher term than those before, and begins above their versions."""
+    with ranks() as job:
+        hosts: list[Host] = []
+        seen = []
+        for term, delays in zip(terms, TURNS, strict=True):
+            hosts.append(job.host(term=term))
+            job.run(4)
+            job.adapts(delays)
+            job.run(2)
+            seen.append(hosts[-1].controller.term)
+        assert seen == list(expected)
+        assert [*job.plans] == [*range(1, job.observed + 1)], "one was asked for and is missing"
+        # The ranks reach one that leads no more.
+        observed, sequence = job.observed, hosts[0].controller._observed.sequence
+        last, job.hosts = job.hosts, [hosts[0]]
+        job.delays = list(SLOW)
+        job.run(4)
+        assert hosts[0].controller._observed.sequence <= sequence, "it has taken a report"
+        assert (job.observed, job.refused > 0) == (observed, True)
+        job.hosts = last
+        job.adapts()
+        assert job.observed == observed + 1
+
+
+def test_an_answer_of_a_lower_term_changes_nothing() -> None:
+    with ranks() as job:
+        old = job.host(term=3)
+        job.run(4)
+        job.adapts(SLOW)
+        stale = DirectiveEnvelope(term=3, directive=old.controller.directive(), snapshot="x")
+        new = job.host(term=4)
+        job.run(4)
+        assert job.term == new.controller.term == 4
+        held = job.snapshot
+        assert not job.takes(stale) and job.snapshot == held
+
+
+def crossing(job: Ranks) -> Host:
+    """An ingest that has made a v2 which the ranks have not got, after another ingest."""
+    job.host()
+    job.run(4)
+    job.adapts(SLOW)
+    job.run(8)
+    second = job.host(term=1)
+    job.run(4)
+    assert second.controller.wanted == job.plan
+    # Its answers are lost from now on; so the agent has not seen what it makes.
+    job.delays, job.drops = list(SLOWER), 1.0
+    while second.controller.plan_version < 2:
+        job.step()
+    job.drops = 0.0
+    return second
+
+
+@pytest.mark.parametrize("confirmed", [True, False], ids=["by its agent", "by another agent"])
+def test_the_plan_that_reached_the_ranks_keeps_its_version(confirmed: bool) -> None:
+    with ranks() as job:
+        second = crossing(job)
+        job.hand_in_gets = {200, 422}
+        assert job.newest is not None and job.newest.record is not None
+        # As the first one has made it, at another time.
+        other = job.newest
+        plan = other.plan.model_copy(update={"version": 2})
+        record = other.record.model_copy(update={"plan_version": 2})  # type: ignore[union-attr]
+        update = {"plan_version": 2, "plan": plan, "record": record, "issued_at": 999.0}
+        assert job.takes(
+            DirectiveEnvelope(term=job.term or 0, directive=other.model_copy(update=update))
+        )
+        job.plan, job.prepared = plan.plan(), None
+        if not confirmed:
+            job.restart_agent()
+        job.adapts()
+        assert job.observed == 3, "the second one has given its plan another version"
+        assert second.controller.wanted == job.plan
+        assert [r.plan_version for r in second.controller.records][-2:] == [1, 3]
+
+
+@pytest.mark.parametrize("seed", range(examples(2)))
 def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
-    """One was cut off from the API server for a while, and the ranks reach both."""
+    """The ranks reach both, whatever Lease they hold; also if the answers of one are lost."""
     chance = random.Random(seed)
     with ranks() as job:
-        hosts = [job.host()]
-        # One that is behind has not reserved what the other one served: it refuses that.
+        hosts = [job.host(term=chance.randrange(3))]
         job.hand_in_gets = {200, 422}
         job.run(4)
-        hosts[0].away = True
-        hosts.append(job.host())
-        for _ in range(4):
+        hosts.append(job.host(term=chance.randrange(3)))
+        for _ in range(6):
             job.hosts = chance.sample(hosts, chance.choice([1, 2]))
+            job.drops = chance.choice([0.0, 0.5])
             for host in hosts:
                 host.away = chance.random() < 0.3
             job.delays = list(chance.choice(TURNS))
             job.run(chance.randrange(3, 9))
-        # Whichever is left goes on.
-        job.hosts = [chance.choice(hosts)]
-        job.hosts[0].away = False
+        # The one that leads goes on.
+        job.drops, leads = 0.0, job.host(term=chance.randrange(3))
         job.run(12)
         job.adapts([0.1, 0.1, 0.1])
-        assert job.api.reserved() < 20 * RESERVED, "they drove each other out without end"
+        job.run(4)
+        assert leads.controller.wanted == job.plan
+        assert job.observed <= len(job.plans) + 8, "versions grow without plans"
+
+
+def test_a_late_write_of_another_ingest_takes_no_version_back() -> None:
+    with ranks() as job:
+        first = job.host()
+        job.run(4)
+        first.late = asyncio.Event()
+        job.adapts(SLOW)
+        second = job.host(term=1)
+        job.run(4)
+        job.adapts(SLOWER)
+        job.run(4)
+        control = job.api.control()
+        assert control is not None and control.plan_version == 2
+        first.late.set()
+        for _ in range(60):
+            job.loop.run_until_complete(asyncio.sleep(0))
+        control = job.api.control()
+        assert control is not None and control.plan_version == 2
+        assert second.store.lookup(*KEY) is not None
+        job.adapts(TURNS[2])
+        assert job.observed == 3
+
+
+def test_a_bad_snapshot_is_refused_and_the_ingest_goes_on_with_what_it_knows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ranks() as job:
+        job.host()
+        job.run(4)
+        job.adapts(SLOW)
+        host = job.host()
+        job.snapshot, job.hand_in_gets = pack({"attempt": 0}), {422}
+        job.adapts(SLOWER)
+        assert (
+            "refused the snapshot of the job's agent: snapshot.plan_version: Field" in caplog.text
+        )
+        assert job.observed == 2 == host.controller.plan_version
+        assert host.controller.changes == 2, "totals go on from status"
+
+
+def test_terms_of_one_host() -> None:
+    """The first report says whether there was another host; the next ones are of this host."""
+    new, after = PlanVersions(4), PlanVersions(4)
+    new.meet(None)
+    new.meet(4)
+    after.meet(4)
+    after.meet(5)
+    assert (new.term, after.term) == (4, 5)
+    with pytest.raises(Superseded, match="an ingest of term 5 controls this job; this one has 4"):
+        new.meet(5)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from gate import examples
-from versioned_ingest import KEY, RESERVED, SLOW, SLOWER, TURNS, Api, Host, Ranks, ranks
+from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Api, Host, Ranks, ranks
 
 from pipemorph_operator.ingest.job_cache import JobCache
 
@@ -110,7 +110,6 @@ def test_a_takeover_at_any_moment_uses_no_version_twice(seed: int) -> None:
         control = job.api.control()
         assert control is not None
         assert control.plan_version == job.observed > 1
-        assert job.api.reserved() < 20 * RESERVED
 
 
 def test_a_poll_of_a_job_that_is_dropped_is_answered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,21 @@ from observing import report
 from plant_support import BASE, Plant, spec
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import JobController
+from pipemorph.control import JobController, initial_plan
 from pipemorph.control.observe.observer import Observer
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
-from pipemorph.ingest.plan_versions import AGENT_BLOCK, BLOCK
-from pipemorph.wire import Directive, IterationSample, LinkHealthReport, StageProfile
+from pipemorph.wire import (
+    MAX_SNAPSHOT_BYTES,
+    Directive,
+    DirectiveEnvelope,
+    IterationSample,
+    LinkHealthReport,
+    PlanMessage,
+    StageProfile,
+)
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
+from pipemorph_trainer.agent.uplinks.to_ingest import Refused, Uplink
 
 
 def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
@@ -112,11 +120,22 @@ class Trainer:
             await asyncio.sleep(0.02)
 
 
-def test_an_agent_whose_ingest_is_gone_decides_and_tells_the_next_one(
+def uplink_of(
+    url: str, token: Path, observer: Observer, merger: TelemetryMerger, trainer: Trainer
+) -> Uplink:
+    return Uplink(
+        base_url=url, namespace="default", job="j", attempt=0, token_file=token, merger=merger,
+        observer=observer, on_directive=trainer.directives.append,
+    )  # fmt: skip
+
+
+def test_an_ingest_that_restarts_is_handed_the_snapshot(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    """As under ``pipemorph serve``: both hosts have a Lease of term 0."""
     caplog.set_level("INFO")
-    (tmp_path / "token").write_text("token")
+    token = tmp_path / "token"
+    token.write_text("token")
     plant = Plant(spec())
     merger = TelemetryMerger(range(plant.stages))
     trainer = Trainer(plant, merger)
@@ -131,43 +150,83 @@ def test_an_agent_whose_ingest_is_gone_decides_and_tells_the_next_one(
     def well() -> bool:
         return all(link.health == "healthy" for link in hosts[0].links(time.time()))
 
-    def handed_in() -> bool:
-        return hosts[1].wanted.version > 0
-
     async def run() -> None:
         first = server(hosts[0])
         await first.start()
-        url = first.url
-        uplink = Uplink(
-            base_url=url, namespace="default", job="j", attempt=0,
-            token_file=tmp_path / "token", merger=merger, observer=observer,
-            on_directive=trainer.directives.append, autonomy_seconds=0.5,
-        )  # fmt: skip
+        port = int(first.url.rpartition(":")[2])
+        uplink = uplink_of(first.url, token, observer, merger, trainer)
         working = [asyncio.create_task(uplink.run()), asyncio.create_task(trainer.run(uplink))]
         try:
-            await trainer.until("versions of its own", lambda: observer.versions is not None)
             await trainer.until("healthy links", well)
-            await first.stop()
             plant.delays[1] = 0.06
-            await trainer.until("a plan of its own", lambda: bool(trainer.directives))
-            async with server(hosts[1], int(url.rpartition(":")[2])):
-                await trainer.until("its plan at the next ingest", handed_in)
-                over = "an ingest answers again, and decides"
-                await trainer.until("the end of the agent's decisions", lambda: over in caplog.text)
+            await trainer.until("a plan", lambda: bool(trainer.directives))
+            await trainer.until("the report of it", lambda: hosts[0].running.version == 1)
+            await first.stop()
+            async with server(hosts[1], port):
+                await trainer.until("its plan at the next ingest", lambda: bool(hosts[1].records))
         finally:
             for task in working:
                 task.cancel()
             await asyncio.gather(*working, return_exceptions=True)
 
     asyncio.run(run())
-    (directive,) = trainer.directives
-    assert BLOCK < directive.plan_version <= BLOCK + AGENT_BLOCK
-    assert hosts[1].wanted == directive.plan.plan()
-    assert [record.reason for record in hosts[1].records] == [directive.reason]
-    assert hosts[1].plan_version == BLOCK + AGENT_BLOCK, "the others are the agent's"
-    assert hosts[0].wanted.version == 0
-    for said in (
-        f"this agent decides, with plan versions {BLOCK + 1} to {BLOCK + AGENT_BLOCK}",
-        f"handed in plan v{directive.plan_version}",
-    ):
-        assert said in caplog.text
+    directive = trainer.directives[0]
+    assert directive.plan_version == 1
+    assert hosts[1].records[0].reason == directive.reason
+    assert [host.term for host in hosts] == [0, 1]
+    assert "handed in the snapshot, plan v1" in caplog.text
+
+
+def answering(*answers: DirectiveEnvelope) -> tuple[Uplink, list[Directive]]:
+    """An uplink that has had these answers, and the directives that it has taken."""
+    plant = Plant(spec())
+    merger = TelemetryMerger(range(plant.stages))
+    trainer = Trainer(plant, merger)
+    observer = Observer(plant.spec.parallelism.mesh, job="j", namespace="default", attempt=0)
+    uplink = uplink_of("http://x", Path("none"), observer, merger, trainer)
+    for each in answers:
+        uplink._check_term(each)
+        uplink._take(each)
+    return uplink, trainer.directives
+
+
+def directive(version: int, issued_at: float = 1.0) -> Directive:
+    plan = PlanMessage.of(replace(initial_plan(spec()), version=version))
+    return Directive(plan_version=version, issued_at=issued_at, reason="test", plan=plan)
+
+
+def test_an_agent_refuses_answers_of_a_lower_term() -> None:
+    uplink, taken = answering(
+        DirectiveEnvelope(term=3, directive=directive(1), snapshot="one"),
+        DirectiveEnvelope(term=5, directive=directive(2), snapshot="two"),
+    )
+    stale = DirectiveEnvelope(term=4, directive=directive(3), snapshot="three")
+    for count in (1, 2):
+        said = f"term 4 has answered, and one of term 5 before; refused {count} such answers"
+        with pytest.raises(Refused, match=said):
+            uplink._check_term(stale)
+    assert uplink.lower_terms == 2
+    assert [each.plan_version for each in taken] == [1, 2]
+    assert uplink._snapshot == "two"
+
+
+def test_another_plan_of_the_version_that_the_ranks_have_is_not_handed_out() -> None:
+    uplink, taken = answering(
+        DirectiveEnvelope(term=3, directive=directive(2, issued_at=1.0)),
+        DirectiveEnvelope(term=5, directive=directive(2, issued_at=2.0)),
+    )
+    assert [each.issued_at for each in taken] == [1.0]
+    assert uplink._newest is not None and uplink._newest.issued_at == 1.0
+
+
+def test_a_snapshot_that_is_too_large_leaves_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    most = "x" * MAX_SNAPSHOT_BYTES
+    uplink, taken = answering(
+        DirectiveEnvelope(snapshot=most),
+        DirectiveEnvelope(snapshot=most + "x", directive=directive(1)),
+    )
+    assert uplink._snapshot == most
+    assert len(taken) == 1, "its directive is good"
+    assert f"refused a snapshot of {MAX_SNAPSHOT_BYTES + 1} bytes" in caplog.text

@@ -91,12 +91,14 @@ async def serve(config: AgentConfig) -> None:
 
     def on_directive(directive: Directive) -> None:
         directives.put_nowait(directive)
-        if page is not None:
-            page.plan(uplink.message(directive))
+        show_plan()
+
+    def show_plan() -> None:
+        if page is not None and (message := uplink.message()) is not None:
+            page.plan(message)
 
     def on_page() -> None:
-        if page is not None and uplink.newest is not None:
-            page.plan(uplink.message(uplink.newest))
+        show_plan()
         observer.repeat_states()
         uplink.observed()
 

@@ -1,16 +1,14 @@
 """Fences the ingest's status writes: a write by an outdated ingest fails.
 
-Two ingests can run briefly when a node is lost, or a write of a killed one can arrive late. Both
-would number plans from the same version, and one version must never name two plans; nor may a
-failure that was counted be forgotten. So every write carries the resourceVersion it is based on.
-The operator's writes change that too: after a conflict the plan and the recoveries in status show
-whether another ingest wrote.
+Two ingests can run briefly when a node is lost, or a write of a killed one can arrive late. A
+failure that was counted must not be forgotten, nor a plan version. So every write carries the
+resourceVersion it is based on. The operator's writes change that too: after a conflict the plan
+version and the recoveries in status show whether another ingest wrote.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +37,6 @@ class Fence:
     """
 
     def __init__(self, version: str | None, status: JobStatus) -> None:
-        self.writer = secrets.token_hex(6)
-        """To be written with every change of ``control``: another ingest may write the same
-        versions."""
         self._version = version
         self._own = {_mark(status)}
         """Hashes of what is in status, and of later writes whose outcome is unknown."""

@@ -91,7 +91,7 @@ def _summarize(
         progress=words.progress(view, iterations),
         done=words.done(view, iterations),
         left=words.left(view, iterations),
-        gain=words.gain(records),
+        gain=words.gain(records) if records or last is None else last.gain,
         iteration=view.iteration,
         iteration_seconds=_round(view.iteration_seconds),
         bubble_fraction=_round(view.bubble_fraction),
@@ -148,10 +148,10 @@ def _summarize(
             for each in view.stragglers.slowest
         ],
         peak_memory=_memory(view.peak_memory),
-        adaptations=len(records),
+        adaptations=source.controller.changes,
         saved_seconds=round(view.worth.seconds, 1),
         saved_error_seconds=round(view.worth.error, 1),
-        last_adaptation=_adaptation(records[-1]) if records else None,
+        last_adaptation=_last_adaptation(records, last),
     )
 
 
@@ -344,6 +344,15 @@ def _name(link: LinkHealth) -> str:
 def _list(links: Sequence[int]) -> str:
     shown = ", ".join(map(str, links[:20]))
     return shown if len(links) <= 20 else f"{shown} and {len(links) - 20} more"
+
+
+def _last_adaptation(
+    records: Sequence[AdaptationRecord], last: TrainingStatus | None
+) -> AdaptationSummary | None:
+    """The newest record; without any, what status says, which another ingest has written."""
+    if records:
+        return _adaptation(records[-1])
+    return last.last_adaptation if last is not None else None
 
 
 def _adaptation(record: AdaptationRecord) -> AdaptationSummary:

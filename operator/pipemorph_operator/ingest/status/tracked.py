@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipemorph.api.plan import SavedPlan
 from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
-from pipemorph.api.status import Condition, ControlState, TrainingStatus
+from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
-from pipemorph.ingest import Versions
-from pipemorph.planning import Policy
 from pipemorph_operator.cluster.facts import parse_time
 from pipemorph_operator.ingest.moving import JobMoves
-from pipemorph_operator.ingest.plans.plan_object import PlanObject
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
@@ -66,7 +62,6 @@ class TrackedJob:
     spec: JobSpec
     """Of the whole job; the controller's is that of the replicas that run."""
     controller: JobController
-    control: ControlState | None
     conditions: list[Condition]
     reports: write_schedule.ReportLog
     generations: Generations
@@ -75,8 +70,6 @@ class TrackedJob:
     recovery_events: RecoveryEvents
     events: ConditionEvents
     fence: Fence
-    plan: PlanObject
-    versions: Versions
     job_uid: str | None
     """UID of the attempt's batch Job."""
     taken_over_at: float | None = None
@@ -89,20 +82,12 @@ class TrackedJob:
     written_at: float = float("-inf")
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
-    profiled_at: int | None = None
-    """Of the saved plan: see :attr:`JobController.profiled_at`."""
-    saved_layers: tuple[int, ...] = ()
-    """Of the stages, in the saved plan: see :attr:`JobController.layers`."""
     moves: JobMoves | None = None
     """None: its layers cannot move between stages."""
-    unsaved: SavedPlan | None = None
-    """To be written after the next write of status."""
     looked_at: float = float("-inf")
     looked_version: int = -1
     """The newest plan version at the last look."""
     ended: bool = False
-    overtaken: bool = False
-    """Whether another ingest has written a plan meanwhile."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -114,12 +99,6 @@ class TrackedJob:
         """Of the API object: name, namespace and UID."""
         return {"name": self.name, "namespace": self.namespace, "uid": self.uid}
 
-    def issue(self, attempt: int, plan_version: int) -> None:
-        """Have these written with the next status, as by this ingest."""
-        self.control = ControlState(
-            attempt=attempt, plan_version=plan_version, writer=self.fence.writer
-        )
-
     @property
     def manifest(self) -> PipeMorphJob:
         """The job as a manifest states it."""
@@ -128,19 +107,6 @@ class TrackedJob:
             kind="PipeMorphJob",
             metadata=Metadata(name=self.name, namespace=self.namespace),
             spec=self.controller.spec,
-        )
-
-    @property
-    def reserves_early(self) -> bool:
-        """Whether to reserve plan versions before a directive needs them: if the job reports here
-        and adapts. Not beside another ingest: each would drive out the other."""
-        spec = self.controller.spec
-        return (
-            self.reports.reported_at is not None
-            and not (self.ended or self.overtaken)
-            and spec.adaptation.enabled
-            and spec.schedule.policy_kind is Policy.PIPEMORPH
-            and self.versions.run_out(self.controller.plan_version)
         )
 
     @property
@@ -162,13 +128,6 @@ class TrackedJob:
         found = self.reports.useful.goodput(self.placed.seconds(until))
         return None if found is None else round(found, 4)
 
-    @property
-    def has_profile(self) -> bool:
-        """Whether to save op times that a decision has looked at, with whatever write comes next:
-        lest the next ingest asks for it again."""
-        reported = self.reports.reported_at is not None and not (self.ended or self.overtaken)
-        return reported and self.controller.profiled_at != self.profiled_at
-
     def awaits_directive(self, now: float) -> bool:
         """Whether a decision has been under way for a moment only: its directive is written with
         all that has changed."""
@@ -186,8 +145,6 @@ class TrackedJob:
         return (
             self.reports.news
             or self.recovers
-            or self.reserves_early
-            or self.unsaved is not None
             or self.looked_version != self.controller.plan_version
             or (newest is not None and newest.iteration_seconds_after is None)
         )

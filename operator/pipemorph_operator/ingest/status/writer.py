@@ -1,9 +1,8 @@
-"""Writes the ingest's part of jobs' status, what they train and their conditions, and their plans.
+"""Writes the ingest's part of jobs' status: what they train, and their conditions.
 
 The ingest owns the fields :data:`~pipemorph_operator.names.INGEST_FIELDS` and its conditions (field
 owner ``pipemorph-ingest``), so its writes and the operator's never overwrite each other. Every
-write contains all owned fields. A plan is written after the status that has its version, so that
-only who may write status writes a plan.
+write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from pipemorph.api.status import Condition, JobStatus, TrainingStatus, UsefulTime
+from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, UsefulTime
 from pipemorph.control import JobView
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.ingest import figures
-from pipemorph_operator.ingest.plans import snapshot_codec
-from pipemorph_operator.ingest.plans.plan_object import saved_plan
 from pipemorph_operator.ingest.status import words, write_schedule
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
@@ -63,12 +59,10 @@ class StatusWriter:
         self._writing = 0
         self._sender = EventSender(cluster)
 
-    async def persist(self, tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
-        """Write the directive and the summary. Raises if the write failed."""
+    async def persist(self, tracked: TrackedJob) -> None:
+        """Write the plan version and the summary. Raises if the write failed."""
         started = self._monotonic()
         async with tracked.writing:
-            await self._keep(tracked, snapshot)
-            tracked.versions.reserve(tracked.controller.plan_version)
             await self._write(tracked)
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
@@ -77,9 +71,6 @@ class StatusWriter:
         """Write all, and with it the generation. Raises if the write failed."""
         tracked.reports.again()  # Whatever becomes of this write.
         async with tracked.writing:
-            if tracked.controller.layers != tracked.saved_layers:
-                # What stages do beside their layers, nobody can measure from now on.
-                await self._keep(tracked, tracked.controller.snapshot())
             await self._write(tracked)
 
     async def look(self, tracked: TrackedJob) -> None:
@@ -87,10 +78,7 @@ class StatusWriter:
         key, now = tracked.key, self._monotonic()
         if tracked.writing.locked() or tracked.awaits_directive(now):
             return
-        # A job that has begun to report is written soon: its directives would wait for that.
-        begins = tracked.reserves_early and not tracked.versions.granted
-        since = float("inf") if begins else now - tracked.written_at
-        due = partial(write_schedule.is_due, since_write=since)
+        due = partial(write_schedule.is_due, since_write=now - tracked.written_at)
         pending = tracked.reports.pending and due(tracked.has_news)
         if not pending and now - tracked.looked_at < write_schedule.FIGURES_SECONDS:
             return
@@ -98,7 +86,7 @@ class StatusWriter:
         wall = self._clock()
         view = tracked.controller.view(wall)
         key_state = write_schedule.KeyState.of(tracked.source, view, wall)
-        recovers, reserves = tracked.recovers, tracked.reserves_early
+        recovers = tracked.recovers
         state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
         training, conditions = self._summary(tracked, view, wall)
@@ -109,42 +97,19 @@ class StatusWriter:
             links=view.links,
         )  # fmt: skip
         known = training == tracked.written and conditions == tracked.conditions
-        if known and not (reserves or recovers or tracked.unsaved):
+        if known and not recovers:
             tracked.reports.looked()
             return
-        changed = state_changed or reserves or tracked.unsaved is not None
-        if not due(changed) or self._writing >= MOST_WRITES // 2:
+        if not due(state_changed) or self._writing >= MOST_WRITES // 2:
             return  # Retried in the next round.
         tracked.reports.looked()
         async with tracked.writing:
             try:
-                if tracked.has_profile or (
-                    state_changed and training.adaptations and tracked.control is not None
-                ):
-                    await self._keep(tracked, tracked.controller.snapshot())
-                if reserves:
-                    newest = tracked.controller.plan_version
-                    tracked.issue(tracked.controller.attempt, newest)
-                    tracked.versions.reserve(newest)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken, LookupError) as error:
                 tracked.reports.again()
                 tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)
-
-    @staticmethod
-    async def _keep(tracked: TrackedJob, snapshot: Mapping[str, Any]) -> None:
-        """Keep the snapshot for the next write; only its versions if it is too large."""
-        tracked.profiled_at = snapshot.get("profiled_at")
-        tracked.saved_layers = tuple(snapshot.get("layers") or ())
-        tracked.issue(snapshot["attempt"], snapshot["plan_version"])
-        tracked.unsaved = None
-        try:
-            packed = await snapshot_codec.pack_beside(snapshot)
-        except snapshot_codec.TooLarge as error:
-            log.warning("%s/%s: %s; saved only its version", *tracked.key, error)
-        else:
-            tracked.unsaved = saved_plan(tracked.uid, snapshot, packed)
 
     @staticmethod
     def _summary(
@@ -155,15 +120,11 @@ class StatusWriter:
         return training, judge(source, tracked.conditions, now, view)
 
     async def _write(self, tracked: TrackedJob) -> None:
-        """Write the ingest's part of a job's status, as of when the write starts; then the plan
-        that has been kept, if it is not saved."""
+        """Write the ingest's part of a job's status, as of when the write starts."""
         self._writing += 1
         try:
             async with self._writes:
                 await self._apply(tracked)
-                if tracked.unsaved is not None:
-                    await tracked.plan.write(self._cluster, tracked.about, tracked.unsaved)
-                    tracked.unsaved = None
         finally:
             self._writing -= 1
 
@@ -174,14 +135,12 @@ class StatusWriter:
         view = tracked.controller.view(wall)
         key_state = write_schedule.KeyState.of(tracked.source, view, wall)
         training, conditions = self._summary(tracked, view, wall)
-        control = tracked.control
-        if control is not None:
-            control = control.model_copy(update={"reserved": tracked.versions.reserved})
+        newest = tracked.controller.plan_version
         goodput = tracked.goodput(wall)
         status = JobStatus(
             conditions=conditions,
             training=training,
-            control=control,
+            control=ControlState(plan_version=newest) if newest else None,
             recoveries=tracked.generations.told,
             goodput=goodput,
             goodput_percent=words.goodput(goodput),
@@ -196,8 +155,6 @@ class StatusWriter:
                 self._overtaken(tracked, error)
             raise
         STATUS_WRITES.labels(result="ok").inc()
-        if control is not None and control.reserved is not None:
-            tracked.versions.written(control.reserved)
         tracked.written, tracked.conditions = training, conditions
         tracked.recoveries = status.recoveries
         events = tracked.recovery_events.changed(status.recoveries)

@@ -4,13 +4,11 @@ There are three loops. One observes what the ranks have told, every 50 ms. One p
 the host has to know something at once, at most 20 a second, and else once a second or as seldom as
 the host asks for, so that silence indicates a fault. The third keeps a long poll open, so that a
 directive arrives as soon as it is made. Both answers may bring a directive; the higher plan version
-wins. An ingest that does not know the newest one, as after the crash of another, is handed it. If
-the ingest is unreachable, the last two retry with backoff forever. A standby of the ingest answers
-503 and says when to try again: the next connection leads to the leader.
-
-If no ingest has answered for a while, a fourth loop reports to a :class:`~.deputy.Deputy`, which
-decides within the plan versions that an ingest has reserved for this agent. When an ingest answers
-again, it is handed the plan in force and the records of how that came about.
+wins. With it comes a snapshot of the job's controller, which the agent holds unread: an ingest that
+does not know the job, as after the crash of another, is handed it. Answers of a lower term than one
+before are of an ingest that leads no more, and are refused. If the ingest is unreachable, the last
+two retry with backoff forever, and the ranks keep their plan. A standby of the ingest answers 503
+and says when to try again: the next connection leads to the leader.
 """
 
 from __future__ import annotations
@@ -32,22 +30,19 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.observer import Observer
-from pipemorph.errors import InputError
 from pipemorph.wire import (
     MAX_SEQUENCE,
+    MAX_SNAPSHOT_BYTES,
     MAX_WAIT_SECONDS,
-    AdaptationRecord,
     Directive,
     DirectiveEnvelope,
     HandIn,
     LinkHealthReport,
+    revision_of,
 )
-from pipemorph.wire.messages import MOST_RECORDS
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.uplinks.deputy import Deputy
-from pipemorph_trainer.agent.uplinks.observing import OBSERVE_SECONDS, Observing, wait
+from pipemorph_trainer.agent.uplinks.observing import Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -61,19 +56,14 @@ LONGEST_RETRY_AFTER_SECONDS = 5.0
 """Limit of the pause for which a standby asks."""
 CONNECT_SECONDS = 5.0
 """Limit of connecting, also where an answer may take longer. A lost node refuses no connection."""
-AUTONOMY_SECONDS = 10.0
-"""Silence of the ingest after which the agent decides by itself: longer than a standby needs
-to take over."""
 
 
 class Refused(Exception):
-    """The ingest answered with an error. ``decided``: whether that is its answer, and not that it
-    cannot answer. ``retry_after``: seconds after which a standby asks for another try, else None.
-    """
+    """The ingest answered with an error. ``retry_after``: seconds after which a standby asks for
+    another try, else None."""
 
-    def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.decided = status != HTTPStatus.NOT_FOUND and status < HTTPStatus.INTERNAL_SERVER_ERROR
         self.retry_after = retry_after
 
 
@@ -95,7 +85,6 @@ class Uplink:
         on_directive: Callable[[Directive], None],
         on_observed: Callable[[], None] = lambda: None,
         on_report: Callable[[LinkHealthReport], None] = lambda _: None,
-        autonomy_seconds: float = AUTONOMY_SECONDS,
     ) -> None:
         self._url = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._namespace, self._job, self._attempt = namespace, job, attempt
@@ -107,14 +96,13 @@ class Uplink:
         # Above those of an earlier agent of the attempt, which sent far less than one report per
         # millisecond. The ingest takes no number twice.
         self._sequence = time.time_ns() // 1_000_000
-        self.newest: Directive | None = None
-        """The newest directive; None before the first."""
-        self._autonomy_seconds = autonomy_seconds
-        self._answered_at = time.monotonic()
-        self._records: list[AdaptationRecord] = []
-        """Of the plans that were made here."""
-        self._used = 0
-        """The highest plan version that was issued here."""
+        self._newest: Directive | None = None
+        self._term: int | None = None
+        """The highest of an ingest that has answered."""
+        self._snapshot = ""
+        """Of the job's controller, as an ingest has packed it; empty: none."""
+        self.lower_terms = 0
+        """How many answers of a lower term were refused."""
         self._due = asyncio.Event()
         self._post_lock = asyncio.Lock()
 
@@ -139,7 +127,6 @@ class Uplink:
             tasks.create_task(self._observing.run())
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
-            tasks.create_task(self._deputy_loop())
 
     async def flush(self, timeout: float) -> bool:
         """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
@@ -164,7 +151,6 @@ class Uplink:
 
         def worked() -> None:
             nonlocal backoff, down_since
-            self._answered_at = time.monotonic()
             if down_since is not None:
                 log.info("%s works again after %.1f s", what, time.monotonic() - down_since)
             backoff, down_since = FIRST_BACKOFF_SECONDS, None
@@ -174,8 +160,6 @@ class Uplink:
                 await loop(session, worked)
             except (aiohttp.ClientError, TimeoutError, OSError, Refused, ValidationError) as error:
                 pause = error.retry_after if isinstance(error, Refused) else None
-                if isinstance(error, Refused) and error.decided:
-                    self._answered_at = time.monotonic()
                 if down_since is None:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
@@ -199,70 +183,6 @@ class Uplink:
             left = REPORT_INTERVAL_SECONDS - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, left))
 
-    @property
-    def _alone(self) -> bool:
-        """Whether no ingest has answered for a while."""
-        return time.monotonic() - self._answered_at > self._autonomy_seconds
-
-    async def _deputy_loop(self) -> None:
-        """Decide while no ingest answers."""
-        told = False
-        while True:
-            await asyncio.sleep(OBSERVE_SECONDS)
-            if not self._alone:
-                told = False
-                continue
-            if self._observer.state != "training":
-                continue
-            versions, spec = self._observer.versions, self._observer.spec
-            above = max(self._plan_version, self._used)
-            if versions is None or spec is None or versions[1] <= above:
-                if not told:
-                    told = True
-                    log.warning(
-                        "no ingest has answered for %.0f s, and this agent has no plan versions"
-                        " left: the plan stays", self._autonomy_seconds,
-                    )  # fmt: skip
-                continue
-            try:
-                await self._decide(spec, (max(versions[0], above + 1), versions[1]))
-            except InputError as error:
-                log.error("this agent cannot decide, so the plan stays: %s", error)
-                self._used = versions[1]
-
-    async def _decide(self, spec: JobSpec, versions: tuple[int, int]) -> None:
-        """Decide by plans of these versions until an ingest answers again."""
-        log.warning(
-            "no ingest has answered for %.0f s: this agent decides, with plan versions %d to %d",
-            self._autonomy_seconds, *versions,
-        )  # fmt: skip
-        # The first plan of a large job takes seconds.
-        deputy = await asyncio.to_thread(
-            Deputy, spec, versions,
-            namespace=self._namespace, job=self._job, attempt=self._attempt,
-        )  # fmt: skip
-        try:
-            while self._alone and deputy.plan_version <= versions[1]:
-                if self._observer.due(time.time()):
-                    await self._report_to(deputy)
-                await asyncio.sleep(OBSERVE_SECONDS)
-        finally:
-            await deputy.close()
-        if not self._alone:
-            log.warning("an ingest answers again, and decides")
-
-    async def _report_to(self, deputy: Deputy) -> None:
-        self._sequence += 1
-        report = self._observer.report(self._sequence, time.time(), self._plan_version)
-        answer = await deputy.report(report)
-        if answer is None:
-            return
-        self._observer.delivered(report, answer, time.time())
-        self._take(answer)
-        self._records, self._used = deputy.records[-MOST_RECORDS:], deputy.plan_version
-        if answer.wants_plan and self.newest is not None:
-            await deputy.hand_in(self.message(self.newest))
-
     async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
         while True:
             query = {
@@ -274,14 +194,25 @@ class Uplink:
                 f"{self._url}/directive", params=query, headers=self._headers(),
                 timeout=_limit(POLL_SECONDS + REQUEST_SECONDS), allow_redirects=False,
             ) as answer:  # fmt: skip
-                self._take(await _envelope(answer))
+                envelope = await _envelope(answer)
+            if envelope.directive is not None:
+                self._check_term(envelope)
+                self._take(envelope)
             worked()
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
         async with self._post_lock:
             self._due.clear()
             self._sequence += 1
-            report = self._observer.report(self._sequence, time.time(), self._plan_version)
+            newest = self._newest
+            report = self._observer.report(
+                self._sequence,
+                time.time(),
+                self._plan_version,
+                plan_issued_at=newest.issued_at if newest is not None else None,
+                term=self._term,
+                snapshot=revision_of(self._snapshot),
+            )
             self._on_report(report)
             async with self._post_to(session, "reports", report.body()) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
@@ -289,24 +220,24 @@ class Uplink:
                     # counts on from the highest accepted number.
                     self._sequence = max(self._sequence, _last_taken(await answer.read()))
                 envelope = await _envelope(answer)
+            self._check_term(envelope)
             self._observer.delivered(report, envelope, time.time())
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
-            if envelope.wants_plan and self.newest is not None:
-                await self._hand_in(session, self.newest)
+            if envelope.wants_snapshot and (message := self.message()) is not None:
+                await self._hand_in(session, message)
 
-    async def _hand_in(self, session: aiohttp.ClientSession, directive: Directive) -> None:
-        """Give the ingest the plan in force, which it does not know."""
-        message = self.message(directive)
-        async with self._post_to(session, "plan", message.body()) as answer:
+    async def _hand_in(self, session: aiohttp.ClientSession, message: HandIn) -> None:
+        """Hand the snapshot to an ingest that does not know the job."""
+        async with self._post_to(session, "snapshot", message.body()) as answer:
             try:
                 await _envelope(answer)
             except Refused as refusal:
                 # The ingest decides without it.
-                log.warning("plan v%d was not taken: %s", directive.plan_version, refusal)
+                log.warning("the snapshot was refused: %s", refusal)
             else:
-                log.info("handed in plan v%d: the ingest did not know it", directive.plan_version)
+                log.info("handed in the snapshot, plan v%d", self._plan_version)
 
     def _post_to(
         self,
@@ -320,25 +251,42 @@ class Uplink:
             timeout=_limit(REQUEST_SECONDS), allow_redirects=False,
         )  # fmt: skip
 
-    def message(self, directive: Directive) -> HandIn:
-        """What a host needs that does not know the plan in force."""
+    def message(self) -> HandIn | None:
+        """What a host needs that does not know the job; None: there is no snapshot."""
+        if not self._snapshot:
+            return None
         return HandIn(
-            job=self._job,
-            namespace=self._namespace,
-            attempt=self._attempt,
-            directive=directive,
-            records=[r for r in self._records if r.plan_version <= directive.plan_version],
-        )
+            job=self._job, namespace=self._namespace, attempt=self._attempt,
+            snapshot=self._snapshot,
+        )  # fmt: skip
 
     @property
     def _plan_version(self) -> int:
         """Of the newest directive; 0 before the first."""
-        return self.newest.plan_version if self.newest is not None else 0
+        return self._newest.plan_version if self._newest is not None else 0
+
+    def _check_term(self, envelope: DirectiveEnvelope) -> None:
+        """Raise :class:`Refused` if an ingest of a higher term has answered before."""
+        if self._term is not None and envelope.term < self._term:
+            self.lower_terms += 1
+            raise Refused(
+                f"an ingest of term {envelope.term} has answered, and one of term {self._term}"
+                f" before; refused {self.lower_terms} such answers so far"
+            )
+        self._term = envelope.term
 
     def _take(self, envelope: DirectiveEnvelope) -> None:
-        directive = envelope.directive
+        directive, snapshot = envelope.directive, envelope.snapshot
+        if snapshot is not None:
+            if len(snapshot) <= MAX_SNAPSHOT_BYTES:
+                self._snapshot = snapshot
+            else:
+                log.warning(
+                    "refused a snapshot of %d bytes of at most %d; holding the one before",
+                    len(snapshot), MAX_SNAPSHOT_BYTES,
+                )  # fmt: skip
         if directive is not None and directive.plan_version > self._plan_version:
-            self.newest = directive
+            self._newest = directive
             self._on_directive(directive)
 
     def _headers(self) -> dict[str, str]:
@@ -385,7 +333,6 @@ async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
     if answer.status != HTTPStatus.OK:
         said = body[:200].decode(errors="replace").strip()
         raise Refused(
-            answer.status,
             f"{answer.method} {answer.url.path} answered {answer.status}: {said}",
             retry_after=_retry_after(answer),
         )

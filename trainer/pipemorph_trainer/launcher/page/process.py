@@ -168,7 +168,8 @@ class FollowedJob:
     def report(self, report: LinkHealthReport) -> None:
         """A report of the agent."""
         try:
-            self._controller.report(report, time.time())
+            # It controls nothing, and goes on when another ingest leads.
+            self._controller.report(report.model_copy(update={"term": None}), time.time())
         except ReportRefused as refused:
             log.warning("a report of the agent cannot be shown: %s", one_line(str(refused)))
             return
@@ -176,10 +177,11 @@ class FollowedJob:
 
     def _adopt(self) -> None:
         controller, message = self._controller, self._plan
-        if message is None or not controller.wants_plan:
+        if message is None or not controller.wants_snapshot:
             return
         try:
-            controller.hand_in(handed_in.read(message.body(), controller.spec), time.time())
+            _, saved = handed_in.read(message.body(), controller.spec)
+            controller.hand_in(message.attempt, saved, time.time())
         except (InputError, ReportRefused):
             return  # A report of the ranks that have it comes soon.
         self._plan = None

@@ -1,1 +1,0 @@
-"""The plan of each job, in an object of its own."""
