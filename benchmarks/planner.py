@@ -269,8 +269,7 @@ def show(found: dict[str, Any]) -> None:
     print(
         f"\n{everything['certified']:.0f}% of our plans are certified by the lower bound alone."
         "\n\nTime to plan on one core, CPU"
-        f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores;"
-        f" {'compiled' if found['compiled'] else 'no'} search)\n"
+        f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)\n"
     )
     others = [name for name in PLANNERS if name != "pipemorph"]
     print(
