@@ -1,5 +1,5 @@
-// Online list schedule: every rank runs its first ready op of B, F, W, of two stages that of the later
-// one. Run before the iteration, its order is the paper's "full schedule". See
+// Online list schedule: every rank runs its first ready op of B, F, W, of two stages that of the
+// later one. Run before the iteration, its order is the paper's "full schedule". See
 // pipemorph/planning/simulation/online.py.
 #pragma once
 
