@@ -271,7 +271,7 @@ def test_the_ingest_gets_further_environment() -> None:
     )
     (container,) = ingest["spec"]["template"]["spec"]["containers"]
     names = [each["name"] for each in container["env"]]
-    assert names == ["PIPEMORPH_LOG", "POD_NAME", "POD_IP", "HTTPS_PROXY"]
+    assert names == ["PIPEMORPH_LOG", "POD_NAME", "HTTPS_PROXY"]
     assert container["env"][-1]["value"] == "http://proxy:3128"
-    refused = template("POD_IP")
+    refused = template("POD_NAME")
     assert refused.returncode != 0 and "env" in refused.stderr

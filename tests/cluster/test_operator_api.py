@@ -425,7 +425,7 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
     assert {d["metadata"]["namespace"] for d in roles} == {"a", "b", "sys", "default"}
     own = [rule for d in roles if d["metadata"]["namespace"] == "sys" for rule in d["rules"]]
     kinds = {kind for rule in own for kind in rule["resources"]}
-    assert kinds == {"leases", "events", "services/proxy"}
+    assert kinds == {"leases", "events", "pods"}
     arguments = [
         argument
         for document in made
@@ -436,7 +436,7 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
 
 
 def test_events_may_be_written_where_there_are_jobs_and_of_nodes(jobs: Jobs) -> None:
-    """And, of the Lease, where the release is: by nobody anywhere else, and read by the operator
+    """And, of both Leases, where the release is: by nobody anywhere else, and read by the operator
     alone, of its jobs."""
 
     def granted(**values: Any) -> set[tuple[str, str, str]]:
@@ -452,15 +452,15 @@ def test_events_may_be_written_where_there_are_jobs_and_of_nodes(jobs: Jobs) -> 
         }
 
     name = f"{FULL_NAME.replace(RELEASE, 'x')}"
-    lease = ("sys", f"{name}-lease", "create")
+    leases = {("sys", f"{name}{part}-lease", "create") for part in ("", "-ingest")}
     assert granted(watchNamespaces=["a"]) == {
-        lease,
+        *leases,
         ("default", f"{name}-sys-node-events", "create"),
         ("a", f"{name}-sys", "create list"),
         ("a", f"{name}-sys-ingest", "create"),
     }
     assert granted() == {
-        lease,
+        *leases,
         ("everywhere", f"{name}-sys", "create list"),
         ("everywhere", f"{name}-sys-ingest", "create"),
     }
@@ -536,7 +536,7 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) 
         found.append(
             {(d["kind"], d["metadata"]["name"]) for d in made if "namespace" not in d["metadata"]}
         )
-    assert len(found[0]) == 13, "roles of both programs, for TokenReviews and for people; policies"
+    assert len(found[0]) == 14, "roles of both programs, for TokenReviews and for people; policies"
     assert not found[0] & found[1]
 
 

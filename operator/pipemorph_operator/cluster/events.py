@@ -37,8 +37,9 @@ async def emit(
     kind: str = names.KIND,
     api_version: str = names.API_VERSION,
 ) -> None:
-    """Write ``event``; ``about`` is the metadata of the object, by default a job. A rejected event
-    is only logged, since status has the same information. Raises connection errors."""
+    """Write ``event``; ``about`` is the metadata of the object, by default a job. Events of objects
+    without a namespace are in ``default``. A rejected event is only logged, since status has the
+    same information. Raises connection errors."""
     now = format_time(datetime.now(UTC))
     # kubectl sorts events of the same second by name, so the name contains the time.
     name = f"{about['name']}.{time.time_ns():x}"
@@ -47,11 +48,11 @@ async def emit(
             {
                 "apiVersion": "v1",
                 "kind": "Event",
-                "metadata": {"name": name, "namespace": about["namespace"]},
+                "metadata": {"name": name, "namespace": about.get("namespace", "default")},
                 "involvedObject": {
                     "apiVersion": api_version,
                     "kind": kind,
-                    **{k: about[k] for k in ("name", "namespace", "uid")},
+                    **{k: about[k] for k in ("name", "namespace", "uid") if k in about},
                 },
                 "type": event.kind,
                 "reason": event.reason,

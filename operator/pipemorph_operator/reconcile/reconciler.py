@@ -182,9 +182,9 @@ class Reconciler:
         """Emit the events of nodes that several jobs accuse now."""
         for node, event in self.accusations.add(job, measured).items():
             log.warning("node %s: %s", node, event.message)
-            # Nodes have no namespace; their events are in this one, and name them by UID as the
-            # kubelet's do, so that the operator needs no right to read nodes.
-            about = {"name": node, "uid": node, "namespace": "default"}
+            # With its name as its UID, as in the kubelet's events: so the operator needs no right
+            # to read nodes, and `kubectl describe node` shows the event.
+            about = {"name": node, "uid": node}
             await emit(
                 self._cluster, about, event, names.OPERATOR_OWNER, kind="Node", api_version="v1"
             )
