@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 98_981,
-    "product code lines": 72_376,
-    "test lines": 104_863,
-    "benchmark lines": 6_250,
-    "public classes": 748,
-    "modules": 455,
+    "product lines": 96_350,
+    "product code lines": 70_500,
+    "test lines": 102_350,
+    "benchmark lines": 6_230,
+    "public classes": 714,
+    "modules": 435,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }
