@@ -22,6 +22,8 @@ class PageClient:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.environ = {SOCKET_VARIABLE: str(path), "PIPEMORPH_JOB_FILE": os.devnull}
+        """Variables by which agents find it."""
         self._socket: socket.socket | None = None
         self._reader = frames.FrameReader()
         self.feed: list[PageFeed] = []
@@ -70,10 +72,9 @@ class PageClient:
 def page_of_agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageClient]:
     """A page for the agents that start meanwhile. Its socket has a short path, as it must."""
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
-        path = Path(folder) / "agent"
-        monkeypatch.setenv(SOCKET_VARIABLE, str(path))
-        monkeypatch.setenv("PIPEMORPH_JOB_FILE", os.devnull)
-        page = PageClient(path)
+        page = PageClient(Path(folder) / "agent")
+        for name, value in page.environ.items():
+            monkeypatch.setenv(name, value)
         try:
             yield page
         finally:

@@ -288,7 +288,8 @@ def test_a_real_job_sends_ops_while_it_is_watched_and_nothing_before(
         "token_file": token_file,
         "secret": b"secret",
     }
-    ranks = Ranks(2, train, str(enough), context=where)
+    # The server that forks ranks may have begun before these variables were set.
+    ranks = Ranks(2, train, str(enough), environ=page.environ, context=where)
     until(lambda: len(ingest.iterations()) > 100, "iterations")
     page.connect()
 
