@@ -99,7 +99,7 @@ CASES = (
 # --- delays that vary, at random -----------------------------------------------------------------
 
 ITERATIONS, BEGINS, ENDS = 55, 2.0, 45.0
-"""Of a random trace: iterations, and seconds at which its delay begins and ends to vary."""
+"""Random trace: iterations, and seconds at which its delay begins and ends to vary."""
 LINKS = (6, 3, 5)
 """Link that is slow, by seed."""
 DISPATCHES: tuple[DispatchChoice, ...] = (Dispatch.STATIC, "auto")

@@ -71,7 +71,7 @@ FIRST = 1_000_000
 """Sequence number of the first report: above those of any load before."""
 DEADLINE = 1800.0
 NAMESPACE, JOB = "default", "job"
-"""Of the large job."""
+"""Namespace and name of the large job."""
 MOST_AGENT, MOST_SECONDS, MOST_RESTART = 0.15, 1.0, 30.0
 """Goals: processors of the agent; alarm to directive, p99; ingest killed until all are answered."""
 

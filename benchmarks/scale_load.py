@@ -237,7 +237,7 @@ class AgentsLoad:
 
 @dataclass
 class Figures:
-    """What the agents saw, in seconds. ``directives``: stages, when the link turned slow, and from
+    """Seconds that the agents measured. ``directives``: stages, when the link turned slow, and from
     the alarm to the directive. ``back``: from ``gone_at`` until a report was answered again, per
     job. ``unasked``: directives before the alarm, by when that was due. ``twice``: versions that
     came with two different plans. ``wall``, ``own_cpu``: until ``gone_at``."""

@@ -117,7 +117,7 @@ class JobController:
 
     @property
     def term(self) -> int:
-        """Of this host in this job: answers of the agent's hosts before it have lower ones."""
+        """Term of this host in this job; earlier hosts have lower terms."""
         return self._versions.term
 
     def directive(self, after: int = 0) -> Directive | None:

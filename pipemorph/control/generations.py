@@ -147,7 +147,7 @@ class Generations:
 
     @property
     def told(self) -> Recoveries | None:
-        """What belongs into status; None where ranks have always been well."""
+        """Recoveries for status; None if no rank has ever failed."""
         news = self.saved.count or self.saved.last or self.saved.layers_fixed
         return self.saved if news else None
 

@@ -97,25 +97,22 @@ def config_map(attempt: Attempt, config: OperatorConfig) -> Object:
 
 def secret(attempt: Attempt, key: str) -> Object:
     """The engine's Secret, one per attempt: a pod of another attempt cannot join this one."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": attempt.metadata(attempt.name),
-        "immutable": True,
-        "type": f"{names.API_GROUP}/engine",
-        "stringData": {pod.SECRET_FILE: key},
-    }
+    return _secret(attempt, attempt.name, "engine", {pod.SECRET_FILE: key})
 
 
 def page_secret(attempt: Attempt, token: str) -> Object:
     """Secret of the live page, one per attempt. Who may read it may watch, and no more."""
+    return _secret(attempt, attempt.page_secret, "page", {pod.PAGE_FILE: token})
+
+
+def _secret(attempt: Attempt, name: str, use: str, data: dict[str, str]) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": attempt.metadata(attempt.page_secret),
+        "metadata": attempt.metadata(name),
         "immutable": True,
-        "type": f"{names.API_GROUP}/page",
-        "stringData": {pod.PAGE_FILE: token},
+        "type": f"{names.API_GROUP}/{use}",
+        "stringData": data,
     }
 
 
