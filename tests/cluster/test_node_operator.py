@@ -158,9 +158,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(
     """A limit on a real link, of which a user is told; both processes die, and are upgraded, in the
     middle of training."""
     before = [len(addresses(node)) for node in release.nodes]
-    # The launcher, which serves the page, is in pods whose ranks may start again.
-    restarts = {"maxRestarts": 1}
-    node_jobs.apply(manifest("real", iterations=100_000, failurePolicy=restarts))
+    node_jobs.apply(manifest("real", iterations=100_000))
     with Witness(node_jobs, "real") as witness:
         node_jobs.wait("real", at_iteration(5), START)
         _check_ranks(release, node_jobs, "real")

@@ -47,13 +47,6 @@ class Attempt:
         return self.job.spec.failure_policy.max_restarts > 0
 
     @property
-    def launches(self) -> bool:
-        """Whether the first process of a pod starts its ranks, and watches them."""
-        policy = self.job.spec.failure_policy
-        watches = policy.hang_seconds is not None or policy.start_seconds is not None
-        return self.job.spec.parallelism.ranks_per_pod > 1 or self.recovers or watches
-
-    @property
     def pipeline_pods(self) -> int | None:
         """Pods with consecutive numbers that the topology keeps together, if those of a pipeline;
         None if those of the whole job."""

@@ -181,8 +181,7 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
 
 def _command(attempt: Attempt, spec: Object) -> list[str]:
     """The preflight's command. If its checks pass, it becomes the launcher, which runs the training
-    program once per rank of the pod, again after failures; or that program, if the end of the pod's
-    only rank is that of the attempt."""
+    program once per rank of the pod, again after failures if ranks may start again."""
     asked = attempt.job.spec.placement or Placement()
     command = ["python", "-m", "pipemorph_trainer.preflight"]
     if asked.rdma is not None:
@@ -191,13 +190,11 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
             command.append("--memlock")
     if asked.shared_memory is not None:
         command.append(f"--shm={memory_bytes(asked.shared_memory) or 0}")
-    trainer = attempt.job.spec.trainer.argv("python")
-    if attempt.launches:
-        launcher = ["python", "-m", "pipemorph_trainer.launcher"]
-        if attempt.recovers:
-            launcher.append(GENERATIONS)
-        command += ["--", *launcher, f"--grace={max(0.0, _grace(spec) - MARGIN_SECONDS):g}"]
-    return [*command, "--", *trainer]
+    command += ["--", "python", "-m", "pipemorph_trainer.launcher"]
+    if attempt.recovers:
+        command.append(GENERATIONS)
+    command.append(f"--grace={max(0.0, _grace(spec) - MARGIN_SECONDS):g}")
+    return [*command, "--", *attempt.job.spec.trainer.argv("python")]
 
 
 def _grace(spec: Object) -> float:

@@ -87,8 +87,8 @@ def _page_pod(name: str, namespace: str, pod: Mapping[str, Any]) -> PagePod:
     ]
     if not secrets or not ports or not ports[0].isdecimal():
         raise InputError(
-            f"{name}: its pods serve no live page: their command is not the launcher, as with one"
-            " rank per pod and failurePolicy.maxRestarts 0, or an earlier release made them"
+            f"{name}: its pods serve no live page: their command does not call the launcher, or"
+            " an earlier release made them"
         )
     return PagePod(
         job=f"{namespace}/{name.rpartition('/')[2]}",

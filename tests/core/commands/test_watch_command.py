@@ -152,7 +152,7 @@ def test_rank_0_may_have_another_pod(kubectl: Kubectl, recoveries: Recoveries, i
     ("says", "words"),
     [
         ({"pods": {"items": []}}, "has no running pod with rank 0: it waits, starts or has ended"),
-        ({"pods": {"items": [pod(page=False)]}}, "serve no live page: their command is not the"),
+        ({"pods": {"items": [pod(page=False)]}}, "serve no live page: their command does not call"),
         ({"secrets": {"error": FORBIDDEN}}, 'cannot get resource "secrets"'),
         ({"secrets": {"data": {}}}, "Secret gpt-x-0-page has no token of a page"),
         ({"port-forward": {"error": NO_FORWARD}}, 'cannot create resource "pods/portforward"'),

@@ -201,8 +201,8 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
         trainer(attempt(**fewer, failurePolicy={"maxRestarts": 2}, template=mine))
 
 
-def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
-    """Whose job has no failure policy: it may change."""
+def test_the_launcher_of_a_job_with_hang_seconds_gets_them(tmp_path: Path) -> None:
+    """By variables: the job's file has no failure policy, which may change."""
     made = attempt(failurePolicy={"hangSeconds": 7, "startSeconds": 300})
     container = trainer(made)
     assert "pipemorph_trainer.launcher" in container["command"]
@@ -220,13 +220,15 @@ def test_a_pod_that_looks_for_hangs_has_a_launcher(tmp_path: Path) -> None:
         Pod.from_env(env | {"PIPEMORPH_HANG_SECONDS": "soon"})
 
 
-@pytest.mark.parametrize("more", [{}, {"failurePolicy": {"maxRestarts": 2}}])
-def test_a_pod_that_nobody_starts_again_has_no_launcher_of_its_own(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_that_do_not_start_again_have_no_volume_for_state(own: bool) -> None:
     """Without restarts, or with a command of the template's, which takes the launcher's place."""
     template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
-    made = attempt(**more, **({"template": template} if more else {}))
+    more: Object = {"failurePolicy": {"maxRestarts": 2}, "template": template} if own else {}
+    made = attempt(**more)
     container = trainer(made)
-    assert "pipemorph_trainer.launcher" not in container["command"]
+    assert ("pipemorph_trainer.launcher" in container["command"]) is not own
+    assert "--generations" not in container["command"]
     assert "PIPEMORPH_KEPT_DIR" not in {v["name"] for v in container["env"]}
     volumes = batch_job(made, CONFIG)["spec"]["template"]["spec"]["volumes"]
     assert "pipemorph-kept" not in {v["name"] for v in volumes}
@@ -264,7 +266,8 @@ def test_a_command_runs_in_place_of_the_module() -> None:
     command = ["torch-script", "--lr", "3e-4"]
     made = attempt(trainer={"command": command, "iterations": 4})
     assert trainer(made)["command"] == [
-        "python", "-m", "pipemorph_trainer.preflight", "--", *command
+        "python", "-m", "pipemorph_trainer.preflight", "--",
+        "python", "-m", "pipemorph_trainer.launcher", "--grace=28", "--", *command,
     ]  # fmt: skip
 
 
@@ -404,7 +407,7 @@ def test_secrets_and_files_are_of_one_attempt_and_read_only() -> None:
 
 
 def test_launchers_have_the_token_of_the_live_page_and_others_have_not() -> None:
-    starts = attempt(failurePolicy={"maxRestarts": 1})
+    starts = attempt(failurePolicy={"maxRestarts": 0})
     page = page_secret(starts, "t")
     assert page["metadata"]["name"] != secret(starts, "k")["metadata"]["name"]
     assert (page["type"], page["stringData"]) == ("pipemorph.io/page", {"token": "t"})
@@ -416,7 +419,8 @@ def test_launchers_have_the_token_of_the_live_page_and_others_have_not() -> None
     (mount,) = [each for each in trainer["volumeMounts"] if each["name"] == "pipemorph-page"]
     assert env["PIPEMORPH_PAGE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
     assert (env["PIPEMORPH_PAGE_PORT"], mount["readOnly"]) == ("9450", True)
-    without = template(attempt(failurePolicy={"maxRestarts": 0}))["spec"]
+    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
+    without = template(attempt(template=mine))["spec"]
     assert "pipemorph-page" not in {each["name"] for each in without["volumes"]}
     assert "PIPEMORPH_PAGE_PORT" not in {each["name"] for each in without["containers"][0]["env"]}
 
