@@ -173,7 +173,7 @@ def make(
 def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) -> None:
     """What every rank runs; rank 0 prints one line of JSON per measurement."""
     from pipemorph.api.sections.faults import Fault
-    from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+    from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 
     context = TrainerContext.from_env()
     stage = EmulatedStage(*(t / 1e3 for t in TIMES_MS), message_bytes, STANDS_FOR_BYTES)
@@ -192,8 +192,8 @@ def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) ->
                 times = []
                 duplex = "half" if variant.half_duplex else "full"
                 with Pipeline(
-                    stage, context=replace(context, trace_dir=folder), plan=plan, faults=faults,
-                    direct_duplex=duplex, recompute="auto",
+                    stage, context=replace(context, trace_dir=folder), plan=plan,
+                    options=Options(faults=faults, direct_duplex=duplex), recompute="auto",
                 ) as pipe:  # fmt: skip
                     for _ in range(iterations + 1):
                         began = time.monotonic()

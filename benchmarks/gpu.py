@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
 
-    from pipemorph_trainer import TrainerContext
+    from pipemorph_trainer import Options, TrainerContext
 
 DEADLINE_SECONDS = 900
 WARM = 3
@@ -84,8 +84,8 @@ def rank_main(args: argparse.Namespace) -> None:
             loss_fn=loss_fn,
             microbatches=args.microbatches,
             policy=args.policy,
-            route=route,  # type: ignore[arg-type]
-            engine=engine,  # type: ignore[arg-type]
+            options=Options(route=route, engine=engine),  # type: ignore[arg-type]
+            # type: ignore[arg-type]
         )
         with pipe:
             run = steps(pipe, x, target, args.iterations)

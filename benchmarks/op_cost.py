@@ -43,14 +43,15 @@ def rank_main(route: str, iterations: int) -> None:
     import torch
     import torch.distributed as dist
 
+    import pipemorph_trainer
     from pipemorph_trainer import Pipeline, TrainerContext
 
     context = TrainerContext.from_env()
     torch.set_num_threads(1)
     torch.manual_seed(context.rank)
-    # Its name in older revisions.
-    named = "route" if "route" in inspect.signature(Pipeline.__init__).parameters else "path"
-    options: dict[str, Any] = {named: route}
+    options: dict[str, Any] = {"route": route}
+    if "options" in inspect.signature(Pipeline.__init__).parameters:  # Not in older revisions.
+        options = {"options": pipemorph_trainer.Options(**options)}
     pipe = Pipeline(
         torch.nn.Linear(WIDTH, WIDTH), context=context, policy="zero-bubble",
         loss_fn=torch.nn.functional.mse_loss, microbatches=MICROBATCHES, **options,

@@ -20,7 +20,7 @@ FIELDS: Mapping[str, str] = {
     "spec.placement.nodeExclusion.afterAttempts": "leave it out; it is 2",
     "spec.placement.nodeExclusion.maxNodes": "leave it out; it is 8",
     "spec.placement.rdma.check": "run pipemorph fabric check between the hosts before the job",
-    "spec.transport.directDuplex": "leave it out, or use Pipeline(direct_duplex=...) to compare",
+    "spec.transport.directDuplex": "leave it out, or use Options(direct_duplex=...) of a Pipeline",
     "spec.transport.flightBytes": "leave it out; it is 512 MiB",
     "spec.transport.queues": "leave it out; it is 8",
 }

@@ -14,7 +14,7 @@ from trainer_jobs import Job, Record, assert_same, loss_fn, make_batch, make_sta
 from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule
-from pipemorph_trainer import Part, Pipeline, TrainerContext
+from pipemorph_trainer import Options, Part, Pipeline, TrainerContext
 
 PLACEMENT = {"zero-bubble-v": "v", "1f1b-interleaved": "interleaved"}
 
@@ -77,10 +77,13 @@ def train(
         stages_per_rank=len(place.held),
         placement=placement,  # type: ignore[arg-type]
         plan=plan,
-        faults=job.faults,
+        options=Options(
+            faults=job.faults,
+            engine=job.engine,  # type: ignore[arg-type]
+            route=job.route,  # type: ignore[arg-type]
+            host_memory=job.host_memory,
+        ),
         deadline_seconds=job.deadline,
-        engine=job.engine,  # type: ignore[arg-type]
-        route=job.route,  # type: ignore[arg-type]
         **job.extra,
     ) as pipe:
         for iteration in range(job.iterations):

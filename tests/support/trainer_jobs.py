@@ -24,7 +24,7 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph.wire import StageProfile
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 
@@ -92,6 +92,7 @@ class Job:
     deadline: float = 30.0
     initial: Plan | None = None
     slow_rank: int | None = None
+    host_memory: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> Job:
@@ -177,13 +178,16 @@ def train(context: TrainerContext, job: Job) -> Record:
         microbatches=job.microbatches,
         stages=job.stages,
         policy=job.policy,
-        dispatch=job.dispatch,
-        route=job.route,  # type: ignore[arg-type]
-        engine=job.engine,  # type: ignore[arg-type]
+        options=Options(
+            dispatch=job.dispatch,
+            route=job.route,  # type: ignore[arg-type]
+            engine=job.engine,  # type: ignore[arg-type]
+            faults=job.faults,
+            host_memory=job.host_memory,
+            control=told,
+        ),
         plan=job.initial,
-        faults=job.faults,
         deadline_seconds=job.deadline,
-        control=told,
         **job.extra,
     ) as pipe:
         replica = coordinate.replica

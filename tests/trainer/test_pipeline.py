@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph_trainer import Pipeline, TrainerContext, start
+from pipemorph_trainer import Options, Pipeline, TrainerContext, start
 from pipemorph_trainer.start import Start
 
 
@@ -67,7 +67,7 @@ def reshaping(context: TrainerContext, route: str) -> list[float]:
         context=context,
         loss_fn=lambda output, target: (output[0].sum() + output[1].sum() * 0) / target.sum(),
         microbatches=2,
-        route=route,  # type: ignore[arg-type]
+        options=Options(route=route),  # type: ignore[arg-type]
     ) as pipe:
         for size in (3, 3, 5, 70_000, 3):
             x = torch.ones(4, size)

@@ -22,7 +22,7 @@ from trainer_jobs import Record, loss_fn, make_batch, make_stage
 from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind, Plan, Route
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent import receives
 
 # --- when a receive may be posted -----------------------------------------------------------------
@@ -175,7 +175,7 @@ def evaluations(context: TrainerContext, placement: Any, device: bool) -> list[f
         Pipeline(
             lambda part: make_stage(part.stage, part.stages, torch.float32),
             context=context, loss_fn=loss_fn, microbatches=4, stages=4, stages_per_rank=2,
-            placement=placement, route="auto", engine="tcp", deadline_seconds=30.0,
+            placement=placement, options=Options(route="auto", engine="tcp"), deadline_seconds=30.0,
         ) as pipe,
     ):  # fmt: skip
         found = []

@@ -24,7 +24,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route
 from pipemorph.planning.formats.torch_csv import parse_csv
 from pipemorph.planning.offload import left
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.rank_plan import check_plan
 
 
@@ -151,15 +151,18 @@ def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> 
 def test_activations_leave_the_device(placement: str, how: str) -> None:
     """Planned for a slow link within the limits of every stage, from the second iteration on; the
     stages of a rank move or drop activations as the simulator says."""
-    limits, extra = {"device_limit": 2, "offload_copy": 0}, {"host_memory": 1 << 30}
+    limits, fields = {"device_limit": 2, "offload_copy": 0}, {"host_memory": 1 << 30}
     if how == "recompute":
-        limits, extra = {"in_flight_limit": 2, "recompute_limit": 8}, {"recompute": "auto"}
+        limits, fields = (
+            {"in_flight_limit": 2, "recompute_limit": 8},
+            {"extra": {"recompute": "auto"}},
+        )
     first = make_plan("pipemorph", 2, 4, 8, placement=placement)
     new = make_plan("pipemorph", 2, 4, 8, placement=placement, version=3, delay=20.0, **limits)
     away = left(new.schedule, new.device_limits, new.recompute)
     leaving = away.recomputed if how == "recompute" else away.offloaded
     assert all(leaving), "on every stage"
-    records = check(first, switches=[(1, new, (0, 1))], extra=extra)
+    records = check(first, switches=[(1, new, (0, 1))], **fields)
     for stage, record in enumerate(records):
         told = record.again if how == "recompute" else record.moved
         assert sum(record.again) + sum(record.moved) == sum(told), "in one way only"
@@ -185,7 +188,8 @@ def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None
     with Pipeline(
         lambda part: make_stage(part.stage, part.stages, job.dtype),
         context=context, loss_fn=loss_fn, microbatches=job.microbatches, stages_per_rank=2,
-        placement="v", policy="zero-bubble-v", dispatch=dispatch, deadline_seconds=job.deadline,
+        placement="v", policy="zero-bubble-v", options=Options(dispatch=dispatch),
+        deadline_seconds=job.deadline,
     ) as pipe:  # fmt: skip
         for iteration in range(3):
             tokens, target = make_batch(iteration, job.batch * job.microbatches)

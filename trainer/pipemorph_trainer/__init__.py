@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipemorph_trainer.executor.split.registered import register_linear
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
+    from pipemorph_trainer.settings import Options
     from pipemorph_trainer.state.scaler import GradScaler
     from pipemorph_trainer.topology.mesh import make_mesh
     from pipemorph_trainer.topology.part import Part
@@ -32,6 +33,7 @@ __all__ = [
     "Checkpoint",
     "EmulatedStage",
     "GradScaler",
+    "Options",
     "Part",
     "PeerLostError",
     "Pipeline",
@@ -47,6 +49,7 @@ _LATE = {
     "Checkpoint": "pipemorph.api.sections.trainer",
     "EmulatedStage": ".executor.stages.emulated",
     "GradScaler": ".state.scaler",
+    "Options": ".settings",
     "Part": ".topology.part",
     "Pipeline": ".pipeline",
     "TrainerContext": ".context",

@@ -9,29 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Plan, Policy
+from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import StagePlacement
-from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.preparation import MakeOptimizer, MakeState, StageOrBuilder, State
-from pipemorph_trainer.settings import (
-    DuplexChoice,
-    EngineChoice,
-    RecomputeChoice,
-    RouteChoice,
-)
+from pipemorph_trainer.settings import Options, RecomputeChoice, refuse_unknown
 from pipemorph_trainer.state.gradients import clip_grad_norm
 from pipemorph_trainer.state.kept.resumed import Resumed, Word
 from pipemorph_trainer.steps.calls import Calls
@@ -79,8 +72,6 @@ class Pipeline:
         checkpoint: a :class:`~pipemorph_trainer.Checkpoint`: where and how often to save, and
             whether to resume (it does, unless told not to). After a resume,
             :attr:`start_iteration` is the iteration to continue with.
-        host_memory: bytes of host memory on this rank that a plan may use for activations;
-            None: a plan with offload is refused.
         recompute: ``auto``: plans may drop activations and run forwards again; the self-test tries
             it. ``never``, the default: a plan with recomputation is refused.
         split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
@@ -95,19 +86,9 @@ class Pipeline:
             than stages, and the ranks run the stages in turns, in a static order.
         placement: ``interleaved``, the default: rank *r* of *n* has every *n*-th stage from *r* on.
             ``v``: in turns from the first rank to the last and back.
-        policy, dispatch, route: how ops are scheduled (default: ``pipemorph``, ``static``) and how
-            messages travel. ``route="auto"``, the default, is direct until a directive delegates
-            a link.
-        direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
-            ranks has in torch.distributed; for comparisons, on gloo. Default: ``full``.
-        direct_sends: outstanding sends per direction of a direct link before another send blocks
-            compute; at least 1; default 2, and 8 on CUDA. The job spec has no such field.
+        policy: how ops are scheduled; default: ``pipemorph``.
         plan: run this plan instead of one made with ``policy``.
-        faults: a fault trace, applied in the transport (see
-            :class:`pipemorph.api.sections.faults.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
-        engine: transport of delegated links: auto (the default), tcp, shm or rdma.
-        queues: engine queues per direction of a link; default: 8.
         tied: parameters of several stages that are one weight, as ``[("embed.weight", 0),
             ("head.weight", -1)]``, or a list of such lists. All begin with the value of the first.
             Their gradients are summed over the stages, they count once in the gradient norm, and
@@ -115,15 +96,12 @@ class Pipeline:
         state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
             with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler. Or a
             function that makes them for the optimizer.
-        snapshot_iterations: iterations from one copy of the state in memory to the next, if the
-            host has given a folder for them; 0: none; default: 1, and none on a GPU.
-        neighbour: whether pods hold copies of each other's state; default: False.
         scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         on_iteration: called on rank 0 with each
             :class:`~pipemorph_trainer.trackers.FinishedIteration`, as it hears of them, in a thread
             of its own; or several such functions. Other ranks call none. An error there is a
             warning.
-        control: source of plans and sink of telemetry; default: the job's agent, if any.
+        options: :class:`~pipemorph_trainer.Options`, for settings that few scripts need.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
     only one of them noticed. Raises :class:`PipelineError` if a neighbour does not connect.
@@ -142,43 +120,32 @@ class Pipeline:
         stages_per_rank: int | None = None,
         placement: StagePlacement | None = None,
         policy: Policy | str | None = None,
-        dispatch: Dispatch | str | None = None,
-        route: RouteChoice | None = None,
         plan: Plan | None = None,
-        faults: Sequence[Fault] | None = None,
         deadline_seconds: float | None = None,
-        engine: EngineChoice | None = None,
-        queues: int | None = None,
-        direct_duplex: DuplexChoice | None = None,
-        direct_sends: int | None = None,
         checkpoint: Checkpoint | None = None,
-        host_memory: int | None = None,
         recompute: RecomputeChoice | None = None,
         split: str = "auto",
         tied: Sequence[Any] | None = None,
         state: State | MakeState | None = None,
-        snapshot_iterations: int | None = None,
-        neighbour: bool | None = None,
         scaler: GradScaler | None = None,
         on_iteration: OnIteration | Sequence[OnIteration] | None = None,
-        control: ControlClient | None = None,
+        options: Options | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("Pipeline", unknown)
+        options = options or Options()
         self.context = context
         given = {
             "stages": stages, "stages_per_rank": stages_per_rank, "placement": placement,
             "microbatches": microbatches,
             "policy": None if policy is None else Policy(policy),
-            "dispatch": None if dispatch is None else Dispatch(dispatch),
-            "route": route, "faults": faults, "deadline_seconds": deadline_seconds,
-            "engine": engine, "queues": queues, "direct_duplex": direct_duplex,
-            "direct_sends": direct_sends, "checkpoint": checkpoint, "host_memory": host_memory,
-            "recompute": recompute,
-            "snapshot_iterations": snapshot_iterations, "neighbour": neighbour,
+            "deadline_seconds": deadline_seconds, "checkpoint": checkpoint, "recompute": recompute,
+            **options.settings(),
         }  # fmt: skip
         self._parts = Parts(
             stage, context, given,
             mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-            optimizer=optimizer, control=control, tied=tied, state=state, scaler=scaler,
+            optimizer=optimizer, control=options.control, tied=tied, state=state, scaler=scaler,
             on_iteration=on_iteration,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate

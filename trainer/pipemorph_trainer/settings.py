@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +27,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.ir import StagePlacement
+from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
 from pipemorph_trainer.topology.mesh import shape_of
@@ -38,10 +39,71 @@ DuplexChoice = Literal["full", "half"]
 RecomputeChoice = Literal["never", "auto"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of :class:`pipemorph_trainer.Pipeline` that few scripts need.
+
+    None stands for the job's value, or for the default if there is no job. A value that contradicts
+    the job is an error.
+    """
+
+    dispatch: Dispatch | str | None = None
+    """Choice of the next op: ``static``, the default, in the plan's order; ``guided``, in the
+    plan's order of those whose message is there."""
+    route: RouteChoice | None = None
+    """Way of messages. ``auto``, the default, is direct until a directive delegates a link."""
+    engine: EngineChoice | None = None
+    """Transport of delegated links: ``auto``, the default, ``tcp``, ``shm`` or ``rdma``."""
+    queues: int | None = None
+    """Engine queues per direction of a link; default: 8."""
+    direct_duplex: DuplexChoice | None = None
+    """``half`` gives both directions of a direct link one queue, as a pair of ranks has in
+    torch.distributed; for comparisons, on gloo. Default: ``full``."""
+    direct_sends: int | None = None
+    """Outstanding sends per direction of a direct link before another send blocks compute; at least
+    1; default: 2, and 8 on CUDA."""
+    faults: Sequence[Fault] | None = None
+    """Fault trace, applied in the transport (see
+    :class:`pipemorph.api.sections.faults.Fault`)."""
+    host_memory: int | None = None
+    """Bytes of host memory on this rank that a plan may use for activations; None without a job: a
+    plan with offload is refused."""
+    snapshot_iterations: int | None = None
+    """Iterations from one copy of the state in memory to the next, if the host has given a folder
+    for them; 0: none; default: 1, and none on a GPU."""
+    neighbour: bool | None = None
+    """Whether pods hold copies of each other's state; default: False."""
+    control: ControlClient | None = None
+    """Source of plans and sink of telemetry; default: the job's agent, if any."""
+
+    def settings(self) -> dict[str, Any]:
+        """The values that :class:`Settings` has, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["control"]
+        if self.dispatch is not None:
+            values["dispatch"] = Dispatch(self.dispatch)
+        return values
+
+
+def refuse_unknown(caller: str, arguments: Mapping[str, object]) -> None:
+    """Refuse keyword ``arguments`` that ``caller`` does not have.
+
+    Raises :class:`InputError` for those that moved to :class:`Options`, with their new place, and
+    :class:`TypeError` for others, as a call does.
+    """
+    for name, value in arguments.items():
+        if name in {field.name for field in fields(Options)}:
+            raise InputError(
+                f"{caller}({name}=...) has moved; use {caller}(options=Options({name}={value!r})),"
+                " with Options from pipemorph_trainer"
+            )
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :class:`pipemorph_trainer.Pipeline` that a job file replaces. They are
-    documented there."""
+    """Arguments of :class:`pipemorph_trainer.Pipeline` and its :class:`Options` that a job file
+    replaces."""
 
     mesh: MeshShape
     microbatches: int | None = None

@@ -11,7 +11,7 @@ from gate import same_bits
 from launch import run_ranks
 from torch import Tensor, nn
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
 from pipemorph_trainer.executor.stages.structure import Structure, take_apart
@@ -59,7 +59,7 @@ def rotated(context: TrainerContext) -> tuple[list[Tensor], list[dict[str, Tenso
     losses, grads, sizes = [], [], []
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
-        policy="1f1b", route="direct", control=received,
+        policy="1f1b", options=Options(route="direct", control=received),
     ) as pipe:  # fmt: skip
         for iteration in range(4):
             module.requires_grad_(iteration >= TRAINED_FROM[context.rank])
@@ -155,7 +155,11 @@ def structured(context: TrainerContext, route: Any) -> tuple[list[Any], list[dic
     module = STRUCTURED[context.rank](context.rank)
     found, grads = [], []
     with Pipeline(
-        module, context=context, loss_fn=structured_loss, microbatches=N, route=route
+        module,
+        context=context,
+        loss_fn=structured_loss,
+        microbatches=N,
+        options=Options(route=route),
     ) as pipe:
         for iteration in range(3):
             x, target = make_batch(iteration)

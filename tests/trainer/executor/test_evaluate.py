@@ -16,7 +16,7 @@ from trainer_jobs import Job, Stage, loss_fn, make_batch, make_plan, make_stage
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Route
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError
 
@@ -105,7 +105,7 @@ def loop(
     found, told = Found(), Told()
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
-        control=told, deadline_seconds=30.0, **options,
+        options=Options(control=told), deadline_seconds=30.0, **options,
     ) as pipe:  # fmt: skip
         for number, call in enumerate(calls):
             if switches and call.kind == "step" and pipe.iteration == 1:

@@ -16,7 +16,7 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan
 from pipemorph.planning.offload import copying
-from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
 PLENTY = 1 << 30
@@ -33,7 +33,7 @@ def expected_copies(plan: Plan, stage: int) -> int:
     parametrize_product(["zero-bubble", "1f1b", "gpipe"], ["static", "guided"], test=1, full=2),
 )
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
-    job = Job(3, 6, policy=policy, extra={"host_memory": PLENTY})
+    job = Job(3, 6, policy=policy, host_memory=PLENTY)
     warmup = (6, 5, 3) if policy == "zero-bubble" else None
     offloads = make_plan(job, 0, policy, dispatch=dispatch, warmup=warmup, device_limit=2)
     assert expected_copies(offloads, 0) > 0
@@ -67,7 +67,11 @@ def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
     module = GPTStage(arguments, Part(context.rank, context.world_size), context.world_size)
     found: list[Any] = []
     with Pipeline(
-        module, context=context, loss_fn=loss_fn, plan=plan, route="direct", host_memory=limit
+        module,
+        context=context,
+        loss_fn=loss_fn,
+        plan=plan,
+        options=Options(route="direct", host_memory=limit),
     ) as pipe:
         for iteration in range(2):
             tokens = torch.randint(
@@ -98,18 +102,18 @@ def test_the_gpt_example(dispatch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "why"),
+    ("fields", "why"),
     [
         ({}, "give adaptation.allowOffload and hostMemory"),
         pytest.param(
-            {"host_memory": PLENTY, "split": "module"},
+            {"host_memory": PLENTY, "extra": {"split": "module"}},
             "split='module' leaves out the self-test",
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_a_plan_is_refused_where_it_cannot_be_tried(extra: dict[str, Any], why: str) -> None:
-    job = Job(2, 4, extra=extra)
+def test_a_plan_is_refused_where_it_cannot_be_tried(fields: dict[str, Any], why: str) -> None:
+    job = Job(2, 4).with_(**fields)
     offloads = make_plan(job, 3, "gpipe", device_limit=2)
     for result in Ranks(2, train, job.with_(initial=offloads)).wait():
         assert result.exitcode == 1
@@ -118,7 +122,7 @@ def test_a_plan_is_refused_where_it_cannot_be_tried(extra: dict[str, Any], why: 
 
 
 def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:
-    job = Job(2, 4, extra={"host_memory": 100})
+    job = Job(2, 4, host_memory=100)
     offloads = make_plan(job, 0, "gpipe", device_limit=2)
     errors = [r.error for r in Ranks(2, train, job.with_(initial=offloads)).wait()]
     assert any("PipelineError: host memory for activations" in error for error in errors)
@@ -126,7 +130,7 @@ def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:
 
 def emulated(context: TrainerContext, plan: Plan, copy: float) -> list[float]:
     stage = EmulatedStage(0.004, 0.004, 0.004, 64, offload_copy=copy, activation_bytes=1000)
-    with Pipeline(stage, context=context, plan=plan, host_memory=PLENTY) as pipe:
+    with Pipeline(stage, context=context, plan=plan, options=Options(host_memory=PLENTY)) as pipe:
         return [float(pipe.step()) for _ in range(3)]
 
 

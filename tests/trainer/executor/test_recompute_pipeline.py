@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan
-from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Part, Pipeline, TrainerContext
 from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
 
 AUTO = {"recompute": "auto"}
@@ -67,7 +67,12 @@ def gpt(context: TrainerContext, plan: Plan, autocast: bool) -> list[Any]:
     module.forward = forward  # type: ignore[method-assign]
     found: list[Any] = []
     with Pipeline(
-        module, context=context, loss_fn=loss_fn, plan=plan, route="direct", recompute="auto"
+        module,
+        context=context,
+        loss_fn=loss_fn,
+        plan=plan,
+        options=Options(route="direct"),
+        recompute="auto",
     ) as pipe:
         for iteration in range(2):
             tokens = torch.randint(

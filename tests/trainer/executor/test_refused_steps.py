@@ -13,7 +13,7 @@ from pairwise import give_tiers
 from torch import Tensor
 from trainer_jobs import loss_fn, make_batch, make_stage
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.topology import hierarchy
 
@@ -64,15 +64,17 @@ class Kept(NamedTuple):
     told: list[str]
 
 
-def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> Kept:
+def train(context: TrainerContext, stages: int, steps: Sequence[Step], arguments: Any) -> Kept:
     """Several calls of ``step`` that add up gradients; what became of each."""
-    several = {name: options[name] for name in ("stages_per_rank", "placement") if name in options}
+    several = {
+        name: arguments[name] for name in ("stages_per_rank", "placement") if name in arguments
+    }
     coordinate = context.coordinate(stages, *several.values())
     modules = {stage: make_stage(stage, stages, torch.float32) for stage in coordinate.held}
     kept = Kept([], [], [])
     with Pipeline(
         [*modules.values()], context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
-        deadline_seconds=30.0, **options,
+        deadline_seconds=30.0, **arguments,
     ) as pipe:  # fmt: skip
         for step in steps:
             tokens, target = make_batch(10 * coordinate.replica + len(kept.losses), 2 * N)
@@ -96,13 +98,13 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: 
 
 
 def entry(
-    context: TrainerContext, stages: int, steps: Sequence[Step], options: Any, widest: int
+    context: TrainerContext, stages: int, steps: Sequence[Step], arguments: Any, widest: int
 ) -> list[str]:
     """What the steps were refused for. What is left of the others is to the bit what it is where
     they are the only ones, and a refused one changes no gradient."""
     hierarchy.WIDEST = widest
-    found = train(context, stages, steps, options)
-    wanted = train(context, stages, [step for step in steps if step is None], options)
+    found = train(context, stages, steps, arguments)
+    wanted = train(context, stages, [step for step in steps if step is None], arguments)
     for iteration, (mine, theirs) in enumerate(zip(found.losses, wanted.losses, strict=True)):
         same_bits(mine, theirs, f"loss of iteration {iteration}")
     before: dict[str, Tensor] = {}
@@ -116,10 +118,10 @@ def entry(
 
 
 def check(
-    world: int, stages: int, steps: Sequence[Step], widest: int = hierarchy.WIDEST, **options: Any
+    world: int, stages: int, steps: Sequence[Step], widest: int = hierarchy.WIDEST, **arguments: Any
 ) -> None:
     wanted = [step.told for step in steps if step is not None]
-    for rank, told in enumerate(run_ranks(world, entry, stages, steps, options, widest)):
+    for rank, told in enumerate(run_ranks(world, entry, stages, steps, arguments, widest)):
         assert len(told) == len(wanted), (rank, told)
         for text, words in zip(told, wanted, strict=True):
             assert words in text, (rank, text)
@@ -146,18 +148,20 @@ ONE_REPLICA = (
 
 
 @pytest.mark.parametrize(
-    "options",
+    "arguments",
     [
-        pytest.param({"policy": "1f1b", "route": "direct"}, marks=pytest.mark.full),
         pytest.param(
-            {"policy": "pipemorph", "route": "delegated", "dispatch": "guided"},
+            {"policy": "1f1b", "options": Options(route="direct")}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            {"policy": "pipemorph", "options": Options(route="delegated", dispatch="guided")},
             marks=pytest.mark.needs_engine,
         ),
     ],
     ids=["direct", "delegated"],
 )
-def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
-    check(3, 3, ONE_REPLICA, **options)
+def test_the_next_step_goes_on_on_every_rank(arguments: dict[str, Any]) -> None:
+    check(3, 3, ONE_REPLICA, **arguments)
 
 
 @pytest.mark.parametrize("dispatch", give_tiers([("guided",), ("static",)], test=1, full=1))
@@ -174,7 +178,7 @@ def test_ranks_with_several_stages(dispatch: str) -> None:
         None,
     )
     several = {"stages_per_rank": 2, "placement": "interleaved"}
-    check(2, 4, steps, route="direct", dispatch=dispatch, **several)
+    check(2, 4, steps, options=Options(route="direct", dispatch=dispatch), **several)
 
 
 @pytest.mark.parametrize("widest", [pytest.param(hierarchy.WIDEST, marks=pytest.mark.full), 2])
@@ -189,4 +193,4 @@ def test_a_replica_refuses_for_all(widest: int) -> None:
         None,
     )
     # All forwards first: the loss is on its way before the first backward.
-    check(4, 2, steps, widest, policy="gpipe", route="direct")
+    check(4, 2, steps, widest, policy="gpipe", options=Options(route="direct"))

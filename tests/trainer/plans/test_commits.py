@@ -13,7 +13,7 @@ from trainer_jobs import Job, make_plan, part
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 
@@ -70,7 +70,7 @@ def train(context: TrainerContext, job: Job, arrivals: list[Arrival]) -> Ran:
         stages=job.stages,
         microbatches=job.microbatches,
         policy=job.policy,
-        control=script,
+        options=Options(control=script),
         deadline_seconds=job.deadline,
     ) as pipe:
         for iteration in range(job.iterations):

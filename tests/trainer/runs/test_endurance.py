@@ -12,7 +12,7 @@ import pytest
 from launch import run_ranks
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.links.engine import engine_module
 
 pytestmark = pytest.mark.full
@@ -67,7 +67,7 @@ def endure(context: TrainerContext, route: str) -> tuple[Held, Held]:
         context=context,
         loss_fn=loss_fn,
         microbatches=job.microbatches,
-        route=route,  # type: ignore[arg-type]
+        options=Options(route=route),  # type: ignore[arg-type]
     ) as pipe:
         for iteration in range(ITERATIONS):
             if iteration == SETTLED:

@@ -18,7 +18,7 @@ from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stag
 from waiting import until
 
 from pipemorph.api.sections.faults import Fault
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 
@@ -53,7 +53,7 @@ def entry(context: TrainerContext, job: Job, broken: int, at: int, how: str) -> 
         loss_fn=loss_fn,
         microbatches=job.microbatches,
         policy=job.policy,
-        route=job.route,  # type: ignore[arg-type]
+        options=Options(route=job.route),  # type: ignore[arg-type]
         deadline_seconds=job.deadline,
     )
     done = threading.Event()
@@ -100,7 +100,7 @@ def stopped(context: TrainerContext) -> None:
     module = Stops() if context.rank == 1 else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     pipe = Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
-        route="delegated", engine="tcp", deadline_seconds=300.0,
+        options=Options(route="delegated", engine="tcp"), deadline_seconds=300.0,
     )  # fmt: skip
     with pipe:
         pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
@@ -150,7 +150,7 @@ def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> N
         loss_fn=loss_fn,
         microbatches=job.microbatches,
         policy=job.policy,
-        route=job.route,  # type: ignore[arg-type]
+        options=Options(route=job.route),  # type: ignore[arg-type]
         deadline_seconds=job.deadline,
     ) as pipe:
 

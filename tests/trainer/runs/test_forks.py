@@ -13,7 +13,7 @@ import torch
 from launch import Ranks, run_ranks
 from torch import nn
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.signals import LastWord
 
 
@@ -34,8 +34,8 @@ def forking(context: TrainerContext) -> list[float]:
     module = nn.Linear(4, 4)
     torch.nn.init.eye_(module.weight)
     with Pipeline(
-        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2, route="direct",
-        deadline_seconds=30.0,
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        options=Options(route="direct"), deadline_seconds=30.0,
     ) as pipe:  # fmt: skip
         for _ in range(3):
             losses.append(float(pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))))

@@ -9,7 +9,7 @@ import torch
 from launch import run_ranks
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 
 pytestmark = pytest.mark.full
 
@@ -21,7 +21,7 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
     counts = []
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=job.microbatches,
-        stages=job.stages, route=job.route,  # type: ignore[arg-type]
+        stages=job.stages, options=Options(route=job.route),  # type: ignore[arg-type]
     ) as pipe:  # fmt: skip
         for iteration in range(job.iterations):
             tokens, target = make_batch(iteration, job.batch * job.microbatches)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipemorph.api.sections.trainer import Checkpoint
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
@@ -192,8 +192,10 @@ def train(
         build, context=context, mesh=mesh, stages_per_rank=case.per_rank, microbatches=N,
         loss_fn=nn.functional.mse_loss, optimizer=optimizer_of, checkpoint=checkpoint,
         state={"scheduler": Scheduler(), "data": loader}, deadline_seconds=60,
-        snapshot_iterations=case.every, neighbour=case.neighbour,
-        control=Reports(context.kept_dir / "reports") if context.kept_dir is not None else None,
+        options=Options(
+            snapshot_iterations=case.every, neighbour=case.neighbour,
+            control=Reports(context.kept_dir / "reports") if context.kept_dir is not None else None,
+        ),
     ) as pipe:  # fmt: skip
         batches = iter(loader)
         for iteration in range(pipe.start_iteration, UNTIL):

@@ -23,7 +23,7 @@ from trainer_jobs import Job, make_plan
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.sections.faults import Fault
 from pipemorph.wire import ReductionSample
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.state import reduction
@@ -293,7 +293,7 @@ def uneven(context: TrainerContext) -> list[ReductionSample]:
     told = Samples()
     with Pipeline(
         EmulatedStage(forward, 0.02, 0.02, message_bytes=64, gradient_bytes=1 << 12),
-        context=context, microbatches=N, stages=1, policy="1f1b", control=told,
+        context=context, microbatches=N, stages=1, policy="1f1b", options=Options(control=told),
         deadline_seconds=30,
     ) as pipe:  # fmt: skip
         for _ in range(ITERATIONS):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import resource
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, OF_SCRIPT, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
 from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
+from pipemorph_trainer.torch import AdaptiveSchedule
 
 State = dict[str, Tensor]
 
@@ -253,6 +256,23 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
     assert {*MANIFEST, *OF_SCRIPT} - of_mesh == names - {"mesh"}
     alone = Settings.choose(context_of(None, world_size=3), {"microbatches": 2, "queues": None})
     assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
+
+
+def test_a_pipeline_has_few_arguments_and_names_the_place_of_those_that_moved() -> None:
+    """The check runs before anything else of a pipeline or a schedule."""
+    options = {field.name for field in fields(Options)}
+    assert options - {"control"} == {*Options().settings()} <= {f.name for f in fields(Settings)}
+    for owner, first in ((Pipeline, [nn.Identity()]), (AdaptiveSchedule, [[], 4])):
+        own = inspect.signature(owner).parameters
+        assert len(own) <= 21, "20, and **unknown"
+        assert not options & own.keys()
+        call: Any = partial(owner, *first)
+        for name in sorted(options):
+            place = rf"{owner.__name__}\({name}=...\) has moved; use {owner.__name__}\(options=Opt"
+            with pytest.raises(InputError, match=place):
+                call(context=context_of(None), **{name: 1})
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'micro'"):
+            call(context=context_of(None), micro=1)
 
 
 def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:

@@ -20,7 +20,7 @@ from launch import run_ranks
 from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import OpKind
 from pipemorph.wire import IterationSample, LinkSample
-from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.timed import TimedOp
@@ -69,9 +69,7 @@ def entry(
         context=context,
         microbatches=MICROBATCHES,
         policy=policy,
-        route=route,  # type: ignore[arg-type]
-        faults=faults,
-        control=control,
+        options=Options(route=route, faults=faults, control=control),  # type: ignore[arg-type]
         deadline_seconds=30,
     ) as pipe:
         for iteration in range(ITERATIONS):
@@ -231,8 +229,7 @@ def fourth_forward(context: TrainerContext, route: str) -> float:
         context=context,
         microbatches=6,
         policy="gpipe",
-        route=route,  # type: ignore[arg-type]
-        faults=[Fault(link=0, delay_ms=HEAD_OF_LINE_MS)],
+        options=Options(route=route, faults=[Fault(link=0, delay_ms=HEAD_OF_LINE_MS)]),  # type: ignore[arg-type]
     ) as pipe:
         for _ in range(1 if route == "direct" else 2):
             pipe.step()

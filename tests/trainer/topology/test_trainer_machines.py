@@ -11,7 +11,7 @@ import torch
 from launch import run_ranks
 from torch import nn
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.links import peer_socket, rendezvous
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.machine import Machine, this_machine
@@ -57,7 +57,7 @@ def meet(
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
-        route=route, engine="tcp",
+        options=Options(route=route, engine="tcp"),
     ) as pipe:  # fmt: skip
         loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
         return dialled, [end.same_host for end in pipe._parts.links.ends], float(loss)

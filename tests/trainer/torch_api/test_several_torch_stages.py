@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from pipemorph_trainer import TrainerContext
+from pipemorph_trainer import Options, TrainerContext
 from pipemorph_trainer.torch import AdaptiveSchedule
 
 WIDTH, MICROBATCHES, STEPS = 6, 4, 3
@@ -44,7 +44,11 @@ def train(
         if policy is not None:
             # The stages are where torch's schedule has them.
             schedule = AdaptiveSchedule.of(
-                schedule, context=context, policy=policy, dispatch=dispatch, deadline_seconds=30.0
+                schedule,
+                context=context,
+                policy=policy,
+                options=Options(dispatch=dispatch),
+                deadline_seconds=30.0,
             )
     else:
         schedule = AdaptiveSchedule(

@@ -11,7 +11,7 @@ from launch import Ranks, run_ranks
 from torch.distributed.pipelining import PipelineStage
 from trainer_jobs import Job, loss_fn, make_batch, make_plan, make_stage
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.topology.mesh import join_process_group
@@ -59,7 +59,7 @@ def train(context: TrainerContext, fails: bool) -> tuple[list[FinishedIteration]
         microbatches=JOB.microbatches,
         policy="1f1b",
         on_iteration=hear,
-        control=agent,
+        options=Options(control=agent),
     ) as pipe:
         for iteration in range(JOB.iterations):
             agent.may = iteration >= 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import EmulatedStage, Part, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, Options, Part, Pipeline, TrainerContext
 
 
 def train(context: TrainerContext) -> None:
@@ -32,7 +32,7 @@ def train(context: TrainerContext) -> None:
         share = 1.0 if layers is None else len(part.layers(layers)) * part.stages / layers
         return EmulatedStage.of(spec, stage=part.stage, share=share)
 
-    with Pipeline(build_stage, context=context, direct_duplex=duplex) as pipe:
+    with Pipeline(build_stage, context=context, options=Options(direct_duplex=duplex)) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
             if clip:

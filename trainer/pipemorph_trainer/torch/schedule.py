@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Never, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,15 +15,13 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Plan, Policy
+from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import StagePlacement
-from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
-from pipemorph_trainer.settings import EngineChoice, RouteChoice
+from pipemorph_trainer.settings import Options, refuse_unknown
 from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages, placement_of
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
@@ -62,8 +60,8 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             that share all but ``pp`` form a pipeline. Ranks of one stage run the same ops in the
             same order.
         context: identity of this rank; default: :meth:`TrainerContext.from_env`.
-        policy, dispatch, route, plan, faults, deadline_seconds, engine, queues, direct_sends,
-            on_iteration, control: as of :class:`pipemorph_trainer.Pipeline`.
+        policy, plan, deadline_seconds, on_iteration, options: as of
+            :class:`pipemorph_trainer.Pipeline`.
 
     Raises :class:`InputError` on all ranks if the ranks, the job and the stages do not fit, and on
     this one if the installed torch lacks something that is used.
@@ -84,17 +82,13 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         mesh: DeviceMesh | None = None,
         context: TrainerContext | None = None,
         policy: Policy | str | None = None,
-        dispatch: Dispatch | str | None = None,
-        route: RouteChoice | None = None,
         plan: Plan | None = None,
-        faults: Sequence[Fault] | None = None,
         deadline_seconds: float | None = None,
-        engine: EngineChoice | None = None,
-        queues: int | None = None,
-        direct_sends: int | None = None,
         on_iteration: OnIteration | Sequence[OnIteration] | None = None,
-        control: ControlClient | None = None,
+        options: Options | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("AdaptiveSchedule", unknown)
         if why := missing():
             raise InputError(UNSUPPORTED.format(why))
         if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
@@ -156,16 +150,10 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             stages_per_rank=len(stages),
             placement=placement,
             policy=policy,
-            dispatch=dispatch,
-            route=route,
             plan=plan,
-            faults=faults,
             deadline_seconds=deadline_seconds,
-            engine=engine,
-            queues=queues,
-            direct_sends=direct_sends,
             on_iteration=on_iteration,
-            control=control,
+            options=options,
         )
         """The pipeline below, for its ``plan``, ``iteration`` and ``install``."""
 
