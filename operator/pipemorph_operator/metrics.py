@@ -216,7 +216,7 @@ LINK_GAUGES = {
 }
 
 
-class LinkState(IntEnum):
+class LinkCode(IntEnum):
     """Values of :data:`LINK_STATE`."""
 
     HEALTHY = 0
@@ -264,24 +264,24 @@ def set_slow_links(
         _SLOW_LINKS[job] = set(now)
 
 
-def set_link_states(namespace: str, name: str, states: Mapping[int, LinkState]) -> None:
+def set_link_states(namespace: str, name: str, states: Mapping[int, LinkCode]) -> None:
     """Set the states of a job's links, of which those that are not named are healthy. Where there
     are more than may have a series, unknown ones come last. A link that was never known is not
     unknown, but new."""
-    job, unknown = (namespace, name), LinkState.UNKNOWN
+    job, unknown = (namespace, name), LinkCode.UNKNOWN
     once_known = _ONCE_KNOWN.setdefault(job, set())
     once_known.update(link for link, state in states.items() if state is not unknown)
     told = {
         link: state
         for link, state in states.items()
-        if state is not LinkState.HEALTHY and link in once_known
+        if state is not LinkCode.HEALTHY and link in once_known
     }
     shown = _LINK_STATES.setdefault(job, set())
     for link in sorted(told, key=lambda each: (told[each] is unknown, -told[each])):
         if len(shown) < MOST_LINK_STATES:
             shown.add(str(link))
     for label in shown:
-        LINK_STATE.labels(namespace, name, label).set(told.get(int(label), LinkState.HEALTHY))
+        LINK_STATE.labels(namespace, name, label).set(told.get(int(label), LinkCode.HEALTHY))
 
 
 def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:

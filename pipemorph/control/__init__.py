@@ -14,10 +14,9 @@ of pods run.
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import Decision
 from pipemorph.control.view import JobView
-from pipemorph.wire import AdaptationRecord, ReductionHealth
+from pipemorph.wire import AdaptationRecord, Health, LinkState, ReductionHealth
 
 __all__ = [
     "AdaptationRecord",
@@ -25,7 +24,7 @@ __all__ = [
     "Health",
     "JobController",
     "JobView",
-    "LinkHealth",
+    "LinkState",
     "ReductionHealth",
     "initial_plan",
     "initial_routes",

@@ -12,11 +12,11 @@ from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.route_cost import RouteCosts
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import BARRIER, Evidence, Sources, TruthCheck, Verdict, without
-from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.plans import Plans
 from pipemorph.control.record.history import Ledger
 from pipemorph.planning import StageTimes
+from pipemorph.wire import LinkState
 
 COMPARED = 4
 """Newest iterations that are compared with a prediction for changed op times."""
@@ -39,7 +39,7 @@ class Assessment:
     # --- the situation ----------------------------------------------------------------------
 
     def believed(
-        self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], now: float
+        self, stages: tuple[StageTimes, ...], links: Sequence[LinkState], now: float
     ) -> Situation:
         """The situation without evidence that measured iterations do not confirm."""
         situation = self.measured(stages, links, now)
@@ -48,7 +48,7 @@ class Assessment:
         return without(situation, held, self.judgement.situation) if held else situation
 
     def measured(
-        self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], now: float
+        self, stages: tuple[StageTimes, ...], links: Sequence[LinkState], now: float
     ) -> Situation:
         """The situation as measured."""
         observed = self._observed
@@ -144,7 +144,7 @@ class Assessment:
     # --- evidence for a decision ------------------------------------------------------------
 
     def evidence(
-        self, cause: Cause, sources: Sources, situation: Situation, links: Sequence[LinkHealth]
+        self, cause: Cause, sources: Sources, situation: Situation, links: Sequence[LinkState]
     ) -> tuple[Evidence, int]:
         """What finished iterations say of the ``sources`` of a decision, and the iteration in which
         these began to show."""

@@ -32,7 +32,6 @@ from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.decider import Decider
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.observe.events import Event, Events
-from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
@@ -47,10 +46,10 @@ from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
     LinkHealthReport,
+    LinkState,
     PlanMessage,
     RailsView,
     ReductionHealth,
-    SlowDirection,
     StragglersView,
     TransportsView,
 )
@@ -172,7 +171,7 @@ class JobController:
         None before the first. One under way does not count."""
         return self._decider.judged.profiled_at
 
-    def links(self, now: float) -> tuple[LinkHealth, ...]:
+    def links(self, now: float) -> tuple[LinkState, ...]:
         """State of each link."""
         return self._observed.links.states(now)
 
@@ -274,9 +273,7 @@ class JobController:
         made._events = self._events
         return made
 
-    def change_layout(
-        self, slow: Sequence[SlowDirection] | None, layers: tuple[int, ...] = ()
-    ) -> None:
+    def change_layout(self, slow: Sequence[LinkState] | None, layers: tuple[int, ...] = ()) -> None:
         """The ranks run at other places from now on, or hold other layers. The plan in force goes
         on; links and reductions have to be measured again, and stages are expected to take what
         their layers take. ``slow``: of the links, as far as known; None: ranks are where they were,

@@ -24,14 +24,13 @@ from pipemorph.control.decide.truth import (
 )
 from pipemorph.control.journal import Journal
 from pipemorph.control.memory_limits import Room, excess
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.plans import Plans, PlanVersions
 from pipemorph.control.record.history import Ledger
 from pipemorph.control.record.worth import revise
 from pipemorph.control.records import Issued, record_of
 from pipemorph.planning import Plan, Policy
-from pipemorph.wire import Directive, PlanMessage
+from pipemorph.wire import Directive, Health, LinkState, PlanMessage
 
 COMMIT_AHEAD = 1
 """Iterations between the current one and the first with the plan of a directive issued now."""
@@ -41,7 +40,7 @@ class Pending(NamedTuple):
     """A decision that waits for its proposal, and data for its record."""
 
     replan: Replan
-    links: tuple[LinkHealth, ...]
+    links: tuple[LinkState, ...]
     detectable_at: int
     before: Judgement
     """The last decision: a host that takes over meanwhile decides again from it."""
@@ -167,7 +166,7 @@ class Decider:
             return
         self._ask(cause, situation, links, evidence=evidence, sources=sources)
 
-    def _must_not(self, links: Sequence[LinkHealth], now: float) -> bool:
+    def _must_not(self, links: Sequence[LinkState], now: float) -> bool:
         """Whether the plan must not change. Says so if there would be a cause."""
         stages = self._observed.stages
         refusal = reasons.why_not(self._spec, stages.crowding)
@@ -206,7 +205,7 @@ class Decider:
         self,
         cause: Cause,
         situation: Situation,
-        links: Sequence[LinkHealth],
+        links: Sequence[LinkState],
         *,
         evidence: Evidence | None = None,
         sources: Sources = frozenset(),

@@ -84,7 +84,7 @@ def _check_lists(saved: Snapshot, spec: JobSpec) -> None:
             f"snapshot.layers are {sum(saved.layers)}; the job has {parallelism.layers}"
         )
     columns = parallelism.mesh.columns
-    if any(row.link >= links or row.column >= columns for row in saved.slow_directions):
+    if any(row.link >= links or row.replica >= columns for row in saved.slow_directions):
         raise InputError("snapshot.slow_directions names a link of another job")
     if any(not -2 <= source < links for source in saved.doubts):
         raise InputError("snapshot.doubts names a link of another job")

@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.replan import Proposal, Replan, own_links
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Plan
 from pipemorph.planning.offload import most_left
-from pipemorph.wire import AdaptationRecord, OwnPlanRecord
+from pipemorph.wire import AdaptationRecord, Health, LinkState, OwnPlanRecord
 
 
 class Issued(NamedTuple):
@@ -30,7 +29,7 @@ def record_of(
     asked: Replan,
     proposal: Proposal,
     chosen: Option,
-    links: Sequence[LinkHealth],
+    links: Sequence[LinkState],
     issued: Issued,
 ) -> AdaptationRecord:
     """The record of the change to ``chosen``. ``links``: as they were when it was asked for."""
@@ -53,7 +52,7 @@ def record_of(
         detected_at_iteration=issued.iteration,
         detectable_at=issued.detectable_at,
         reason=reasons.reason(asked.cause, links, proposal),
-        links=[link.record() for link in links if link.health is not Health.HEALTHY],
+        links=[link.without_windows() for link in links if link.health is not Health.HEALTHY],
         warmup_before=list(asked.current.warmup),
         warmup_after=list(plan.warmup),
         routes=list(plan.all_routes),

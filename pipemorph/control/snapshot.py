@@ -21,10 +21,10 @@ from pipemorph.wire import (
     AdaptationRecord,
     Count,
     Directive,
+    LinkState,
     PlanMessage,
     PlanVersion,
     Seconds,
-    SlowDirection,
     WallClock,
 )
 
@@ -65,7 +65,7 @@ class Snapshot(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     attempt: Count
     plan_version: PlanVersion
     sequence: Annotated[int, Field(ge=0, le=MAX_SEQUENCE)]
@@ -82,7 +82,7 @@ class Snapshot(BaseModel):
     barrier: bool | None = None
     """Whether the plan for healthy links expects stages to wait between iterations."""
     flaps: Level = 0
-    slow_directions: list[SlowDirection] = Field(default_factory=list)
+    slow_directions: list[LinkState] = Field(default_factory=list)
     slow_since: dict[int, WallClock] = Field(default_factory=dict)
     """Per link with slow directions, when the first of them was found."""
     records: list[AdaptationRecord] = Field(default_factory=list, max_length=KEPT_RECORDS)

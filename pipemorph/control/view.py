@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.record.history import Ledger
 from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (
+    LinkState,
     RailsView,
     ReductionHealth,
     StragglersView,
@@ -28,7 +28,7 @@ class JobView:
     iteration_seconds: float | None
     bubble_fraction: float | None
     loss: float | None
-    links: tuple[LinkHealth, ...]
+    links: tuple[LinkState, ...]
     warmup: tuple[int, ...]
     routes: tuple[Route, ...]
     wanted_plan_version: int

@@ -13,13 +13,14 @@ from statistics import median
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.explain.story import duration
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import (
     AdaptationRecord,
+    Health,
     IterationSample,
+    LinkState,
     RailsView,
     ReductionHealth,
     StragglersView,
@@ -64,7 +65,7 @@ def emulation_note(job: PipeMorphJob) -> str:
 def iteration_line(
     sample: IterationSample,
     total: int,
-    links: tuple[LinkHealth, ...],
+    links: tuple[LinkState, ...],
     *,
     emulated: bool,
     troubles: Sequence[str] = (),
@@ -94,7 +95,7 @@ def iteration_line(
     return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
 
 
-def links_phrase(links: tuple[LinkHealth, ...]) -> str:
+def links_phrase(links: tuple[LinkState, ...]) -> str:
     """The slowest three slow links; else the number of unknown links, or that all are healthy."""
     slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
     if slow:

@@ -21,7 +21,7 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
-from pipemorph.wire import AdaptationRecord, LinkHealthReport, SlowDirection
+from pipemorph.wire import AdaptationRecord, LinkHealthReport, LinkState
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class ControlService:
 
         return self._call(read())
 
-    def change_layout(self, slow: Sequence[SlowDirection], layers: tuple[int, ...]) -> None:
+    def change_layout(self, slow: Sequence[LinkState], layers: tuple[int, ...]) -> None:
         """See :meth:`JobController.change_layout`."""
 
         async def change() -> None:

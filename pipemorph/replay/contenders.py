@@ -24,7 +24,7 @@ from pipemorph.replay.links import (
     job_spec,
     with_reductions,
 )
-from pipemorph.replay.trace import TAIL, LinkState, LinkTrace
+from pipemorph.replay.trace import TAIL, LinkTrace, TracedLink
 from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
 
@@ -208,7 +208,7 @@ class Oracle:
         return max(ops[-1].end - begin for ops, begin in zip(ran.stages, self._begins, strict=True))
 
     def _plans(
-        self, moments: Sequence[Mapping[int, LinkState]], late: Mapping[int, float]
+        self, moments: Sequence[Mapping[int, TracedLink]], late: Mapping[int, float]
     ) -> list[Plan]:
         if not any(moments) and not late:
             return []

@@ -28,7 +28,7 @@ from pipemorph.planning.simulation.interleaved import (
 )
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import following, simulate_changing
-from pipemorph.replay.trace import LinkState, LinkTrace
+from pipemorph.replay.trace import LinkTrace, TracedLink
 
 DispatchChoice = Dispatch | Literal["auto"]
 """As of ``spec.schedule.dispatch``."""
@@ -136,7 +136,7 @@ class Links:
         """Of another trainer that begins."""
         return Pace(self._problem, self.rank_of)
 
-    def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
+    def changed(self, iteration: int, now: float) -> Mapping[int, TracedLink]:
         """The links that are not well."""
         return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
 
@@ -161,7 +161,7 @@ class Links:
         key = f"{self._seed} {iteration} {link} {round(sent * 1e9)}"
         return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
-    def transfer(self, link: int, state: LinkState | None) -> float:
+    def transfer(self, link: int, state: TracedLink | None) -> float:
         """How long a message occupies a link in a state."""
         nbytes = self._bytes[link]
         if state is None or state.gbps is None or nbytes is None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from pipemorph.explain.story import link_name, plural
 from pipemorph.pictures.pages import fill
 from pipemorph.replay.contenders import Replay
-from pipemorph.replay.trace import LinkState, LinkTrace
+from pipemorph.replay.trace import LinkTrace, TracedLink
 
 State = TypeVar("State")
 
@@ -158,7 +158,7 @@ def _spans(
     return spans
 
 
-def _of_link(state: LinkState) -> tuple[str, str]:
+def _of_link(state: TracedLink) -> tuple[str, str]:
     said = [
         ("down", "down" if state.down else ""),
         ("narrow", f"{state.gbps:g} Gb/s" if state.gbps is not None else ""),

@@ -20,7 +20,7 @@ TAIL = 20
 """Iterations that are run after the last line of a trace."""
 
 
-class _LinkState(BaseModel):
+class _TracedLink(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)] = 0.0
@@ -40,11 +40,11 @@ class _Line(BaseModel):
 
     at_iteration: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     at_seconds: Annotated[float, Field(ge=0, le=1e9, strict=False)] | None = None
-    links: dict[Annotated[str, Field(pattern=r"^\d{1,4}(@\d{1,4})?$")], _LinkState]
+    links: dict[Annotated[str, Field(pattern=r"^\d{1,4}(@\d{1,4})?$")], _TracedLink]
     reductions: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _ReductionState] = {}
 
 
-class LinkState(NamedTuple):
+class TracedLink(NamedTuple):
     """``delay``: seconds added to the link's own delay; ``gbps``: its rate, None for its own.
     ``jitter``: seconds, most of what is drawn for each message and added as well. ``down``: the
     direct route carries nothing."""
@@ -69,11 +69,11 @@ class LinkTrace:
 
     unit: Literal["iterations", "seconds"]
     since: tuple[float, ...]
-    states: tuple[Mapping[int, LinkState], ...]
-    others: tuple[Mapping[int, Mapping[int, LinkState]], ...] = ()
+    states: tuple[Mapping[int, TracedLink], ...]
+    others: tuple[Mapping[int, Mapping[int, TracedLink]], ...] = ()
     late: tuple[Mapping[int, float], ...] = ()
 
-    def at(self, moment: float) -> Mapping[int, LinkState]:
+    def at(self, moment: float) -> Mapping[int, TracedLink]:
         """The links that are not well at an iteration or a second of training."""
         index = bisect_right(self.since, moment) - 1
         return self.states[index] if index >= 0 else {}
@@ -118,7 +118,7 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
     """The same for text."""
     units: list[Literal["iterations", "seconds"]] = []
     since: list[float] = []
-    states: list[dict[int, dict[int, LinkState]]] = []
+    states: list[dict[int, dict[int, TracedLink]]] = []
     late: list[Mapping[int, float]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         if not raw.strip():
@@ -134,7 +134,7 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
             raise InputError(f"{where}: the lines before it are by {units[0]}; use one unit")
         if since and at <= since[-1]:
             raise InputError(f"{where}: is at {at:g}, the line before it at {since[-1]:g}")
-        by_replica: dict[int, dict[int, LinkState]] = {0: {}}
+        by_replica: dict[int, dict[int, TracedLink]] = {0: {}}
         for key, state in line.links.items():
             link, _, replica = key.partition("@")
             if int(link) >= links:
@@ -145,7 +145,7 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
                     f" {replicas}, see --replicas"
                 )
             mine = by_replica.setdefault(int(replica or 0), {})
-            mine[int(link)] = LinkState(
+            mine[int(link)] = TracedLink(
                 state.delay_ms / 1e3, state.gbps, state.jitter_ms / 1e3, state.down
             )
         for stage in line.reductions:

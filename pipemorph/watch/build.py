@@ -13,7 +13,6 @@ from typing import Protocol
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.worth import Worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.story import (
@@ -39,7 +38,7 @@ from pipemorph.watch.document import (
     WatchView,
 )
 from pipemorph.watch.lanes import LaneLog, SlowTime
-from pipemorph.wire import AdaptationRecord, IterationSample
+from pipemorph.wire import AdaptationRecord, Health, IterationSample, LinkState
 
 NEWEST = 5
 """Iterations in the median that is shown."""
@@ -237,7 +236,7 @@ def _alternative(
     return made.model_copy(update={"seconds": measured.seconds + more}), ""
 
 
-def _with_links(situation: Situation, links: Sequence[LinkHealth]) -> Situation:
+def _with_links(situation: Situation, links: Sequence[LinkState]) -> Situation:
     """The situation with the links as they were at another time."""
     if len(links) != len(situation.delays):
         return situation

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning.ir import Route
 from pipemorph.watch.document import Lane, LaneKind, Span
+from pipemorph.wire import Health, LinkState
 
 MOST_SPANS = 200
 """Newest states of one link that are kept."""
@@ -24,7 +24,7 @@ class Moment:
 
     begin: int
     at: float
-    link: LinkHealth
+    link: LinkState
     route: Route
     fallen: str = ""
 
@@ -86,7 +86,7 @@ class LaneLog:
         self,
         iteration: int,
         now: float,
-        links: Sequence[LinkHealth],
+        links: Sequence[LinkState],
         routes: Sequence[Route],
         fallen: Mapping[int, str],
     ) -> None:
@@ -119,7 +119,7 @@ class LaneLog:
     def copy(self) -> LaneLog:
         return LaneLog([list(lane) for lane in self._lanes])
 
-    def at(self, iteration: int) -> list[LinkHealth]:
+    def at(self, iteration: int) -> list[LinkState]:
         """The links as they were in an iteration: the state that began last until then."""
         return [
             max((m for m in lane if m.begin <= iteration), key=lambda m: m.begin, default=lane[0])

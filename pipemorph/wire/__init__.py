@@ -39,7 +39,7 @@ from pipemorph.wire.messages import (
 from pipemorph.wire.ops import (
     OpsTrace,
 )
-from pipemorph.wire.records import AdaptationRecord, LinkRecord, OwnPlanRecord
+from pipemorph.wire.records import AdaptationRecord, OwnPlanRecord
 from pipemorph.wire.samples import (
     DeviceClock,
     IterationSample,
@@ -54,14 +54,13 @@ from pipemorph.wire.samples import (
 from pipemorph.wire.states import (
     MOST_SLOW,
     SHOWN,
-    DirectionState,
     FallenLink,
+    Health,
     LinkState,
     RailHealth,
     RailsView,
     RailTrouble,
     ReductionHealth,
-    SlowDirection,
     Split,
     StageState,
     Straggler,
@@ -82,16 +81,15 @@ __all__ = [
     "AdaptationRecord",
     "Count",
     "DeviceClock",
-    "DirectionState",
     "Directive",
     "DirectiveEnvelope",
     "EventReport",
     "FallenLink",
     "GenerationState",
     "HandIn",
+    "Health",
     "IterationSample",
     "LinkHealthReport",
-    "LinkRecord",
     "LinkSample",
     "LinkState",
     "Loss",
@@ -111,7 +109,6 @@ __all__ = [
     "ReductionSample",
     "ResumedFrom",
     "Seconds",
-    "SlowDirection",
     "SlowestEdge",
     "Split",
     "StageOps",

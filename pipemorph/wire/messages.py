@@ -3,7 +3,7 @@
 The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
 bytes. Unknown fields are rejected, so that a typo is not silently ignored.
 
-Protocol, version 5:
+Protocol, version 6:
 
 * ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
   ``MAX_REPORT_BYTES``); the response is a :class:`DirectiveEnvelope`. A report whose
@@ -43,18 +43,16 @@ from pipemorph.wire.samples import IterationSample
 from pipemorph.wire.states import (
     MOST_SLOW,
     Device,
-    DirectionState,
     LinkState,
     RailsView,
     ReductionHealth,
-    SlowDirection,
     StageState,
     StragglersView,
     Text,
     TransportsView,
 )
 
-PROTOCOL: Literal[5] = 5
+PROTOCOL: Literal[6] = 6
 MAX_REPORT_BYTES = 64 * 1024
 MAX_SNAPSHOT_BYTES = 1 << 20
 """Of a packed snapshot. One with the largest plan, of 1,048,576 stages × microbatches, takes a
@@ -80,7 +78,7 @@ class LinkHealthReport(WireModel):
     """The states of a job's links and stages that have changed since the last report, and its
     progress; sent by rank 0's agent. Each state replaces the one of the same link or stage."""
 
-    protocol: Literal[5]
+    protocol: Literal[6]
     job: ObjectName
     namespace: ObjectName
     attempt: Count
@@ -106,7 +104,7 @@ class LinkHealthReport(WireModel):
     fresh: bool = False
     """Whether the agent has just started: no report of it has been answered."""
     iterations: list[IterationSample] = Field(default_factory=list, max_length=MOST_ITERATIONS)
-    directions: list[DirectionState] = Field(default_factory=list, max_length=MOST_SLOW)
+    directions: list[LinkState] = Field(default_factory=list, max_length=MOST_SLOW)
     links: list[LinkState] = Field(default_factory=list, max_length=MOST_STAGES)
     """Empty while slow directions wait for the next report: a link would seem well without."""
     stages: list[StageState] = Field(default_factory=list, max_length=MOST_STAGES)
@@ -258,7 +256,7 @@ class DirectiveEnvelope(Answer):
     """Response to a report or poll: the newest directive above the agent's version, if any. The
     other fields answer reports only."""
 
-    protocol: Literal[5] = 5
+    protocol: Literal[6] = 6
     term: Count = 0
     """Of this host: the agent refuses answers of a lower term than it has seen."""
     directive: Directive | None = None
@@ -276,5 +274,5 @@ class DirectiveEnvelope(Answer):
     """Whether the host waits for the snapshot that the agent holds."""
     settings: ObserverSettings | None = None
     """Given if the report was made by other ones."""
-    slow: list[SlowDirection] = Field(default_factory=list, max_length=MOST_SLOW)
+    slow: list[LinkState] = Field(default_factory=list, max_length=MOST_SLOW)
     """Given to a fresh agent: directions that were slow when the agent before it ended."""

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipemorph.planning.ir import Route
 from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.states import LinkState
 
 Text = Annotated[str, Field(max_length=32768)]
 
@@ -19,20 +20,6 @@ class OwnPlanRecord(WireModel):
     text: Text
     warmup: list[int]
     routes: list[Route]
-
-
-class LinkRecord(WireModel):
-    """A link that was slow, or of which nothing was known, when a plan was made: its slowest column
-    and direction."""
-
-    link: Count
-    health: Literal["healthy", "slow", "unknown"]
-    delay: Seconds
-    wire_time: Seconds = 0.0
-    transfer: Seconds = 0.0
-    confidence: float = 0.0
-    replica: Count = 0
-    direction: str = Field(default="forward", max_length=16)
 
 
 class AdaptationRecord(BaseModel):
@@ -57,7 +44,8 @@ class AdaptationRecord(BaseModel):
     applied_at_iteration: Count | None = None
     """First iteration under this plan; None before it, or if the plan never took effect."""
     reason: Text
-    links: list[LinkRecord]
+    links: list[LinkState]
+    """Links that were slow, or of which nothing was known, when the plan was made."""
     warmup_before: list[int]
     warmup_after: list[int]
     routes: list[Route]

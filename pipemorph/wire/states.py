@@ -8,7 +8,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning.analysis.partition import spread_layers
-from pipemorph.wire.base import Count, Seconds, WireModel
+from pipemorph.wire.base import Count, Seconds, WallClock, WireModel
 from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
 SHOWN = 32
@@ -38,56 +38,67 @@ STRICT = ConfigDict(extra="forbid")
 """Of the dataclasses below, when a report is read."""
 
 
-class LinkState(WireModel):
-    """The directions of one link that are not slow, in all columns. UNKNOWN: none has a known base
-    and recent windows."""
+class Health(StrEnum):
+    """Health of a link. UNKNOWN: no samples, too few to know its normal wire time, or no recent
+    ones."""
+
+    HEALTHY = "healthy"
+    SLOW = "slow"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """State of one link: of one of its directions in one column, or of several of these, as the
+    slowest of them. Times in seconds, one way."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     link: Count
-    health: Literal["healthy", "unknown"]
-    wire_time: Seconds = 0.0
-    """The longest of any direction."""
-    confidence: Share = 0.0
-    """The least of any direction."""
-    since_iteration: Count | None = None
-    """The newest of any direction."""
-    column: Count = 0
-    direction: Direction = "forward"
-    """Where the wire time is the longest."""
-    failed_over: bool = False
-    """Whether the direct route of any direction broke, see :class:`~pipemorph.wire.LinkSample`."""
-
-
-class DirectionState(WireModel):
-    """One direction of one link in one column that is slow, or was slow when last reported.
-
-    ``health``: healthy once it has recovered; unknown while it is slow without recent windows. The
-    other fields are as of :class:`~pipemorph.control.observed.links.LinkHealth`.
-    """
-
-    link: Count
-    column: Count
-    direction: Direction
-    health: Literal["slow", "healthy", "unknown"] = "slow"
+    health: Health
     delay: Seconds = 0.0
+    """Above the normal wire time; 0 unless slow."""
     wire_time: Seconds = 0.0
+    """Current one-way time of a message: normal wire time plus delay."""
     transfer: Seconds = 0.0
+    """Part of the wire time during which a message occupies the link, if that is the larger part:
+    messages are sent one at a time, so that more queues do not help. 0 if unknown."""
     confidence: Share = 0.0
+    """Probability that ``health`` is right."""
     in_doubt: bool = False
+    """Slow, but the newest windows suggest recovery, or show hardly any delay: it is about to
+    change."""
     since_iteration: Count | None = None
+    """Iteration of the first window that showed this state."""
+    replica: Count = 0
+    direction: Direction = "forward"
+    """Column (see :class:`~pipemorph.api.mesh.MeshShape`) and direction with the longest wire
+    time."""
     recent: Annotated[tuple[Seconds, ...], Field(max_length=256)] = ()
+    """Delays of the newest windows, oldest first, if they vary; else empty. See
+    :attr:`~pipemorph.control.observe.detector.DelayDetector.recent`."""
     failed_over: bool = False
-    bases: RouteTimes = Field(default_factory=dict)
-    """Normal wire time per route, for an agent that starts anew."""
+    """Whether its direct route broke, so that it is delegated whatever plans say."""
+    bases: RouteTimes = field(default_factory=dict)
+    """Normal wire time per route, for the detector of a rank that starts anew."""
+    column: Text = ""
+    """The column's name for messages, set by the host; empty if there is only one."""
+    since: WallClock | None = field(default=None, compare=False)
+    """Wall clock of the host when it was found to be slow. No part of the state."""
 
+    @property
+    def key(self) -> tuple[int, int, Direction]:
+        """Link, column and direction."""
+        return self.link, self.replica, self.direction
 
-class SlowDirection(WireModel):
-    """What a host remembers of a slow direction of a link, for an agent that starts anew."""
+    @property
+    def name(self) -> str:
+        """``link 2 of replica 1, tensor 0``."""
+        return f"link {self.link}{' of ' if self.column else ''}{self.column}"
 
-    link: Count
-    column: Count
-    direction: Direction
-    delay: Seconds
-    bases: RouteTimes
+    def without_windows(self) -> LinkState:
+        """The state without its newest windows, for records and snapshots."""
+        return replace(self, recent=(), column="", since=None)
 
 
 class StageState(WireModel):

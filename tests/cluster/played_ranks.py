@@ -144,7 +144,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
-            "protocol": 5,
+            "protocol": 6,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,

@@ -19,7 +19,7 @@ from testbed.prometheus import Server, Target
 
 from pipemorph.api.status import AdaptationSummary, TrainingStatus
 from pipemorph.api.status_links import FallenLink, SlowLink
-from pipemorph.control import Health, LinkHealth
+from pipemorph.control import Health, LinkState
 from pipemorph.planning import Op, OpKind, Route, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_operator import metrics
@@ -91,8 +91,8 @@ def show(plan: int, recoveries: int) -> None:
         saved_error_seconds=2.0, last_adaptation=change, fallen_link_count=1,
         fallen_links=[FallenLink(link=2, direction="forward", agreed="rdma", transport="tcp")],
     )  # fmt: skip
-    narrow = LinkHealth(3, Health.SLOW, delay=0.06, transfer=0.05)
-    silent = LinkHealth(4, Health.HEALTHY if plan == 1 else Health.UNKNOWN)
+    narrow = LinkState(3, Health.SLOW, delay=0.06, transfer=0.05)
+    silent = LinkState(4, Health.HEALTHY if plan == 1 else Health.UNKNOWN)
     figures.show(JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9,
                  links=[narrow, silent])  # fmt: skip
     values = (("sick_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
@@ -215,7 +215,7 @@ def test_a_lane_per_link_with_its_state(
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
     told = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
     assert told == {"1": "slow, delegated", "2": "fell back", "3": "narrow", "4": "unknown"}
-    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkState}
+    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkCode}
 
 
 @pytest.mark.parametrize("name", NAMES)

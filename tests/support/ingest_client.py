@@ -49,7 +49,7 @@ def controller() -> JobController:
 
 def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     return {
-        "protocol": 5,
+        "protocol": 6,
         "job": "gpt",
         "namespace": "default",
         "attempt": 0,

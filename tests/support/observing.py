@@ -15,7 +15,7 @@ from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     """A report of a job that trains, with any fields."""
     values: dict[str, Any] = {
-        "protocol": 5, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
+        "protocol": 6, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
         "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip

@@ -11,7 +11,6 @@ from watched_jobs import LATE, NOW, SLOW_AT, WELL_AT, WIRE
 
 from pipemorph.api.status import AdaptationSummary, JobStatus, TrainingStatus
 from pipemorph.api.status_links import SlowLink
-from pipemorph.control.observed.links import Health
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -20,7 +19,7 @@ from pipemorph.planning import Link, Problem, StageTimes
 from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import LinkTrace, parse_trace
 from pipemorph.watch.build import Watched
-from pipemorph.wire import AdaptationRecord
+from pipemorph.wire import AdaptationRecord, Health
 
 BEGAN = NOW - 75
 GOODPUT = 0.97

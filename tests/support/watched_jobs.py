@@ -10,14 +10,13 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
 from pipemorph.control.decide.replica_links import ReplicaLinks, together
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.build import Watched
 from pipemorph.watch.document import Recovered
 from pipemorph.watch.lanes import LaneLog
-from pipemorph.wire import AdaptationRecord, IterationSample
+from pipemorph.wire import AdaptationRecord, Health, IterationSample, LinkState
 
 NOW = 1_790_000_000.0
 WIRE, LATE = 0.001, 0.06
@@ -96,15 +95,15 @@ def link_states(
     known: bool = True,
     replica: int = 0,
     at: float | None = None,
-) -> list[LinkHealth]:
+) -> list[LinkState]:
     """``since``: the first iteration, and ``at`` the time, in which they were found ``slow``."""
 
-    def state(i: int) -> LinkHealth:
+    def state(i: int) -> LinkState:
         if not known:
-            return LinkHealth(i, Health.UNKNOWN)
+            return LinkState(i, Health.UNKNOWN)
         if i not in slow:
-            return LinkHealth(i, Health.HEALTHY, wire_time=WIRE, confidence=0.99)
-        return LinkHealth(
+            return LinkState(i, Health.HEALTHY, wire_time=WIRE, confidence=0.99)
+        return LinkState(
             i, Health.SLOW, delay=slow[i], wire_time=WIRE + slow[i], confidence=0.99,
             since_iteration=since, replica=replica, since=at,
         )  # fmt: skip

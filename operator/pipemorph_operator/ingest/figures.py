@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.api.status import Condition, TrainingStatus
-from pipemorph.control import Health, LinkHealth
+from pipemorph.control import Health, LinkState
 from pipemorph_operator import names
-from pipemorph_operator.metrics import LinkState, set_job, set_link_states, set_slow_links
+from pipemorph_operator.metrics import LinkCode, set_job, set_link_states, set_slow_links
 
 
 def show(
@@ -18,7 +18,7 @@ def show(
     *,
     recoveries: int,
     goodput: float | None = None,
-    links: Sequence[LinkHealth] = (),
+    links: Sequence[LinkState] = (),
 ) -> None:
     """Update the metrics of ``job``, namespace and name. ``reported_at``: wall clock of its newest
     report; ``recoveries``: of its ranks within their pods; ``goodput``: as in status; ``links``:
@@ -72,24 +72,24 @@ def show(
     set_link_states(*job, _link_states(training, links))
 
 
-def _link_states(training: TrainingStatus, links: Sequence[LinkHealth]) -> dict[int, LinkState]:
+def _link_states(training: TrainingStatus, links: Sequence[LinkState]) -> dict[int, LinkCode]:
     """Of the links that are known to this process. Status alone tells of those that another ingest
     has found."""
     states = {link.link: _HEALTHS[link.health] for link in links}
-    states |= {link.link: LinkState.SLOW for link in training.slow_links}
+    states |= {link.link: LinkCode.SLOW for link in training.slow_links}
     narrow = {link.link for link in links if link.health is Health.SLOW and link.transfer > 0}
     for link, state in [*states.items()]:
-        if state is LinkState.SLOW and link in narrow:
-            states[link] = LinkState.NARROW
+        if state is LinkCode.SLOW and link in narrow:
+            states[link] = LinkCode.NARROW
     for link, route in enumerate(training.routes):
-        if route == "delegated" and states.get(link) is not LinkState.UNKNOWN:
-            late = states.get(link) in (LinkState.SLOW, LinkState.NARROW)
-            states[link] = LinkState.SLOW_DELEGATED if late else LinkState.DELEGATED
-    return states | {link.link: LinkState.FELL_BACK for link in training.fallen_links}
+        if route == "delegated" and states.get(link) is not LinkCode.UNKNOWN:
+            late = states.get(link) in (LinkCode.SLOW, LinkCode.NARROW)
+            states[link] = LinkCode.SLOW_DELEGATED if late else LinkCode.DELEGATED
+    return states | {link.link: LinkCode.FELL_BACK for link in training.fallen_links}
 
 
 _HEALTHS = {
-    Health.HEALTHY: LinkState.HEALTHY,
-    Health.SLOW: LinkState.SLOW,
-    Health.UNKNOWN: LinkState.UNKNOWN,
+    Health.HEALTHY: LinkCode.HEALTHY,
+    Health.SLOW: LinkCode.SLOW,
+    Health.UNKNOWN: LinkCode.UNKNOWN,
 }

@@ -13,10 +13,9 @@ from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.replan import Cause, Proposal
 from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Policy
 from pipemorph.planning.ir import dashed
-from pipemorph.wire import Directive
+from pipemorph.wire import Directive, Health, LinkState
 
 COLUMNS = 110
 """Most columns of :func:`short`."""
@@ -69,7 +68,7 @@ def no_room(situation: Situation, memory: int | None) -> str:
     )
 
 
-def doubted(cause: Cause, links: Sequence[LinkHealth], lacking: int) -> str:
+def doubted(cause: Cause, links: Sequence[LinkState], lacking: int) -> str:
     """A change for this cause needs more iterations, since an earlier one did not pay."""
     return (
         f"{_why(cause, links)}; kept the plan: an earlier change for this did not bring what it"
@@ -77,12 +76,12 @@ def doubted(cause: Cause, links: Sequence[LinkHealth], lacking: int) -> str:
     )
 
 
-def describe(slow: Sequence[LinkHealth]) -> str:
+def describe(slow: Sequence[LinkState]) -> str:
     """Slow links, with their delays. Decisions go on with the delay that a link in doubt had."""
     return ", ".join(map(_slow, slow))
 
 
-def _slow(link: LinkHealth) -> str:
+def _slow(link: LinkState) -> str:
     if link.in_doubt and link.confidence < SURE:
         return f"{link.name} was slow and may be well again ({link.direction})"
     return (
@@ -95,7 +94,7 @@ def _slow(link: LinkHealth) -> str:
 # --- of a decision ------------------------------------------------------------------------
 
 
-def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
+def reason(cause: Cause, links: Sequence[LinkState], proposal: Proposal) -> str:
     """The full reason of a decision: its cause and its findings."""
     parts = [_why(cause, links)]
     if proposal.chosen is not None:
@@ -111,7 +110,7 @@ def handed_in(directive: Directive | None) -> str:
     return f"{going_on}: the ranks run plan v{directive.plan_version}: {directive.reason}"
 
 
-def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
+def _why(cause: Cause, links: Sequence[LinkState]) -> str:
     slow = [link for link in links if link.health is Health.SLOW]
     match cause:
         case "profile":
@@ -266,7 +265,7 @@ def outcome(verdict: Verdict) -> str:
 # --- of a change, on a terminal -----------------------------------------------------------
 
 
-def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
+def short(version: int, cause: Cause, links: Sequence[LinkState], proposal: Proposal) -> str:
     """A change in one line of at most :data:`COLUMNS`: cause, predicted time per iteration, plan,
     and the net saving over the iterations left, if it is known how many there are.
 
@@ -302,7 +301,7 @@ def _line(version: int, forms: Sequence[Sequence[str]]) -> str:
     return f"plan v{version}: {' | '.join(form[0] for form in forms)}"
 
 
-def _short_why(cause: Cause, links: Sequence[LinkHealth]) -> list[str]:
+def _short_why(cause: Cause, links: Sequence[LinkState]) -> list[str]:
     slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
     match cause:
         case "profile":

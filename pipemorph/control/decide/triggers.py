@@ -13,9 +13,9 @@ from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.truth import BARRIER, OPS, Sources
 from pipemorph.control.first_plan import initial_problem, initial_routes
 from pipemorph.control.memory_limits import Room, excess
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Plan, StageTimes
+from pipemorph.wire import Health, LinkState
 
 WARM_UP = 3
 """Iterations before measured op times are compared with the planned ones."""
@@ -103,11 +103,11 @@ class Judgement:
     def now(
         self,
         stages: tuple[StageTimes, ...],
-        links: Sequence[LinkHealth],
+        links: Sequence[LinkState],
         rooms: tuple[Room, ...],
         *,
         barrier: bool,
-        own: Sequence[tuple[tuple[int, ...], Sequence[LinkHealth]]] = (),
+        own: Sequence[tuple[tuple[int, ...], Sequence[LinkState]]] = (),
     ) -> Situation:
         """The current situation. Values that are unknown or in doubt are those of the last one.
 
@@ -248,7 +248,7 @@ class Judgement:
         )
 
     def is_time(
-        self, cause: Cause, links: Sequence[LinkHealth], progress: Progress, pacing: Pacing
+        self, cause: Cause, links: Sequence[LinkState], progress: Progress, pacing: Pacing
     ) -> bool:
         """Whether a decision may be made for this cause now. If not, the next report asks again."""
         finished = progress.last
@@ -301,7 +301,7 @@ class Judgement:
         }
         return frozenset(changed or (i for i, is_slow in enumerate(now.slow) if is_slow))
 
-    def detectable_at(self, now: Situation, links: Sequence[LinkHealth], iteration: int) -> int:
+    def detectable_at(self, now: Situation, links: Sequence[LinkState], iteration: int) -> int:
         """Iteration of the first window that showed the change."""
         turned = [
             link.since_iteration
@@ -312,7 +312,7 @@ class Judgement:
         return min([*turned, iteration])
 
 
-def _seen(situation: Situation, links: Sequence[LinkHealth], before: Situation) -> Situation:
+def _seen(situation: Situation, links: Sequence[LinkState], before: Situation) -> Situation:
     """``situation`` with the state of its links. What is unknown or in doubt is as ``before``."""
     known = [
         link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])

@@ -30,7 +30,7 @@ from pipemorph.control.observe.detector import (
     alarm_level,
 )
 from pipemorph.control.observe.series import LEAST_BASE, Key, Series, Window
-from pipemorph.wire import DirectionState, LinkSample, LinkState, SlowDirection
+from pipemorph.wire import Health, LinkSample, LinkState
 from pipemorph.wire.parts import RouteBases
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -395,33 +395,27 @@ class LinkBook:
     def _is_fresh(self, series: Series, now: float) -> bool:
         return now - series.seen_at <= self._stale_after
 
-    def direction(self, key: Key, now: float) -> DirectionState:
+    def direction(self, key: Key, now: float) -> LinkState:
         """The state of a direction that is slow, or was lately."""
         link, column, direction = key
         series = self._series[link][key]
         found = series.detector
         if found.level is not Level.SLOW:
-            return DirectionState(
-                link=link,
-                column=column,
+            return LinkState(
+                link, Health.HEALTHY, since_iteration=found.changed_at, replica=column,
                 direction=direction,
-                health="healthy",
-                since_iteration=found.changed_at,
-                recent=(),
-            )
-        transfer = series.transfer
-        # Without validation: this runs with each window of a slow direction.
-        return DirectionState.model_construct(
+            )  # fmt: skip
+        return LinkState(
             link=link,
-            column=column,
-            direction=direction,
-            health="slow" if self._is_fresh(series, now) else "unknown",
+            health=Health.SLOW if self._is_fresh(series, now) else Health.UNKNOWN,
             delay=round(found.delay, DIGITS),
             wire_time=round(series.plannable, DIGITS),
-            transfer=round(transfer, DIGITS),
+            transfer=round(series.transfer, DIGITS),
             confidence=round(found.confidence, 4),
             in_doubt=found.suspected_at is not None or series.in_doubt or found.is_doubtful,
             since_iteration=found.changed_at,
+            replica=column,
+            direction=direction,
             recent=tuple(round(each, DIGITS) for each in found.recent),
             failed_over=series.failed_over,
             bases={route: round(base, DIGITS) for route, base in found.bases().items()},
@@ -447,23 +441,23 @@ class LinkBook:
             if found.changed_at is not None and (newest is None or found.changed_at > newest):
                 newest = found.changed_at
         if worst is None:
-            return LinkState(link=link, health="unknown")
-        return LinkState.model_construct(
+            return LinkState(link, Health.UNKNOWN)
+        return LinkState(
             link=link,
-            health="healthy",
+            health=Health.HEALTHY,
             wire_time=round(worst.plannable, DIGITS),
             confidence=round(least, 4),
             since_iteration=newest,
-            column=worst.key[1],
+            replica=worst.key[1],
             direction=worst.key[2],
             failed_over=failed_over,
         )
 
-    def restore(self, rows: Iterable[SlowDirection], now: float) -> None:
+    def restore(self, rows: Iterable[LinkState], now: float) -> None:
         """Start with directions that were slow when an earlier agent ended, for which windows of
         this one cannot tell what is normal. Each needs the usual evidence to become healthy."""
         for row in rows:
-            series = self._add((row.link, row.column, row.direction), now)
+            series = self._add(row.key, now)
             for route, base in row.bases.items():
                 series.detector.restore_base(route, base)
             series.detector.restore_slow(row.delay)
@@ -497,7 +491,7 @@ def _links(times: Sequence[float], since: float, elsewhere: Collection[int]) -> 
 def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
     worst, least, newest, several, failed_over = None, 1.0, None, False, False
     for state in states:
-        if state.health != "healthy":
+        if state.health is not Health.HEALTHY:
             continue
         failed_over |= state.failed_over
         if worst is None:
@@ -511,19 +505,10 @@ def _merged(link: int, states: Iterable[LinkState]) -> LinkState:
         if since is not None and (newest is None or since > newest):
             newest = since
     if worst is None:
-        return LinkState(link=link, health="unknown")
+        return LinkState(link, Health.UNKNOWN)
     if not several:
         return worst
-    return LinkState.model_construct(
-        link=link,
-        health="healthy",
-        wire_time=worst.wire_time,
-        confidence=least,
-        since_iteration=newest,
-        column=worst.column,
-        direction=worst.direction,
-        failed_over=failed_over,
-    )
+    return replace(worst, confidence=least, since_iteration=newest, failed_over=failed_over)
 
 
 def _ranks_of(sample: LinkSample) -> tuple[tuple[int, int], tuple[int, int]]:

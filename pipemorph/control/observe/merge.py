@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipemorph.api.mesh import MeshShape
@@ -16,11 +16,10 @@ from pipemorph.control.observe.link_book import FORWARD
 from pipemorph.control.observe.reductions import GroupKey
 from pipemorph.control.observe.series import Key
 from pipemorph.wire import (
-    DirectionState,
+    Health,
     LinkState,
     RailsView,
     ReductionHealth,
-    SlowDirection,
     StageState,
     TransportsView,
 )
@@ -60,13 +59,13 @@ class Part:
     """Revision of those that it was told."""
     life: int = 0
     """Grows when what it told may be lost, so that it tells everything again."""
-    slow: dict[Key, DirectionState] = field(default_factory=dict)
+    slow: dict[Key, LinkState] = field(default_factory=dict)
     """Directions that are not known to be healthy again."""
     rests: set[int] = field(default_factory=set)
     late: tuple[int, ...] = ()
     late_reductions: int = 0
     bases: dict[str, dict[int, int]] = field(default_factory=dict)
-    restore: list[SlowDirection] = field(default_factory=list)
+    restore: list[LinkState] = field(default_factory=list)
     reductions: list[UsualReduction] = field(default_factory=list)
     """What to tell it with the next answer."""
     usual: Mapping[str, float] | None = None
@@ -124,7 +123,7 @@ class Parts:
         part = self.parts[number]
         part.life += 1
         part.usual = None
-        part.restore = [_remembered(row) for row in part.slow.values()]
+        part.restore = [row.without_windows() for row in part.slow.values()]
 
     def misfit(self, report: PartReport) -> str | None:
         """What of a report is of no link, stage or column of its part; None if all fits."""
@@ -132,8 +131,8 @@ class Parts:
         if part not in self.parts:
             return f"a report of part {part}; the job has parts 1 to {len(self.parts)}"
         links, stages = mesh.stages - 1, mesh.stages
-        rows = [("link", row.link, links, row.column) for row in report.directions]
-        rows += [("link", rest.link, links, rest.column) for rest in report.links]
+        rows = [("link", row.link, links, row.replica) for row in report.directions]
+        rows += [("link", rest.link, links, rest.replica) for rest in report.links]
         rows += [("link", link, links, 0) for link in report.late]
         rows += [("stage", state.stage, stages, 0) for state in report.stages]
         rows += [("stage", pace.stage, stages, pace.column) for pace in report.paces]
@@ -150,7 +149,7 @@ class Parts:
                 return f"a report of {what} {number}; the job has {count}"
             if column >= mesh.columns:
                 return f"a report of column {column}; the job has {mesh.columns}"
-        owners = [self.receiver((row.link, row.column, row.direction)) for row in report.directions]
+        owners = [self.receiver(row.key) for row in report.directions]
         owners += [self.part_of(pace.stage, pace.column) for pace in report.paces]
         owners += [self.part_of(group.stage, group.replica) for group in report.reductions]
         for owner in owners:
@@ -167,9 +166,9 @@ class Parts:
             self._states = +self._states
         part.heard_at, part.state = now, report.state
         for row in report.directions:
-            key: Key = (row.link, row.column, row.direction)
+            key: Key = row.key
             self._slow -= key in part.slow
-            if row.health == "healthy":
+            if row.health is Health.HEALTHY:
                 part.slow.pop(key, None)
             else:
                 part.slow[key] = row
@@ -190,7 +189,7 @@ class Parts:
 
     def _rest(self, number: int, part: Part, rest: LinkState) -> None:
         known = self.rests[rest.link]
-        if rest.health == "healthy":
+        if rest.health is Health.HEALTHY:
             known[number] = rest
             part.rests.add(rest.link)
             self.judged.add(rest.link)
@@ -202,7 +201,7 @@ class Parts:
 
     def _end_rests(self, number: int) -> list[LinkState]:
         part = self.parts[number]
-        ended = [LinkState(link=link, health="unknown") for link in sorted(part.rests)]
+        ended = [LinkState(link, Health.UNKNOWN) for link in sorted(part.rests)]
         for rest in ended:
             self._rest(number, part, rest)
         return ended
@@ -223,14 +222,11 @@ class Parts:
         self.bases[route] = +total
         part.bases[route] = counts
 
-    def remember(self, row: SlowDirection) -> DirectionState:
+    def remember(self, row: LinkState) -> LinkState:
         """Note what the host remembers of a direction of one of the parts, whose agent is told of
         it: it knows better, or it has started anew, too."""
-        state = DirectionState(
-            link=row.link, column=row.column, direction=row.direction, health="unknown",
-            delay=row.delay, bases=row.bases,
-        )  # fmt: skip
-        key: Key = (row.link, row.column, row.direction)
+        state = replace(row, health=Health.UNKNOWN)
+        key: Key = row.key
         part = self.parts[self.receiver(key)]
         self._slow += key not in part.slow
         known = part.slow.setdefault(key, state)
@@ -244,7 +240,7 @@ class Parts:
             if part.heard_at is not None and now - part.heard_at > most and not ended:
                 yield number
 
-    def forget(self, number: int) -> tuple[list[DirectionState], list[LinkState]]:
+    def forget(self, number: int) -> tuple[list[LinkState], list[LinkState]]:
         """Forget what a silent part has told of its links, but for those that were slow: they are
         unknown. Its agent has to tell everything again. Returns their states."""
         part = self.parts[number]
@@ -257,11 +253,5 @@ class Parts:
         for route in list(part.bases):
             self._bases(part, route, {})
         for key, row in part.slow.items():
-            part.slow[key] = row.model_copy(update={"health": "unknown"})
+            part.slow[key] = replace(row, health=Health.UNKNOWN)
         return list(part.slow.values()), self._end_rests(number)
-
-
-def _remembered(row: DirectionState) -> SlowDirection:
-    return SlowDirection(
-        link=row.link, column=row.column, direction=row.direction, delay=row.delay, bases=row.bases
-    )

@@ -30,22 +30,21 @@ from pipemorph.control.observe.merge import Part, Parts, State
 from pipemorph.control.observe.rail_health import RailBook, merge_rails
 from pipemorph.control.observe.reductions import ReductionBook
 from pipemorph.control.observe.report.unreported import Unreported
-from pipemorph.control.observe.series import Key
 from pipemorph.control.observe.stage_book import StageBook
 from pipemorph.control.observe.stragglers import PaceBook, StragglerBook
 from pipemorph.control.observe.transports import TransportBook, merge_transports
 from pipemorph.wire import (
     MOST_SLOW,
     PROTOCOL,
-    DirectionState,
     DirectiveEnvelope,
+    Health,
     IterationSample,
     LinkHealthReport,
     LinkSample,
+    LinkState,
     ObserverSettings,
     RailSample,
     ReductionSample,
-    SlowDirection,
     StageProfile,
     TransportSample,
 )
@@ -320,7 +319,7 @@ class Observer:
     def hear(self, report: PartReport, now: float) -> None:
         """Process a report of a part, which fits."""
         known, healthy = len(self._parts.judged), self._parts.parts[report.part].rests
-        moved = {rest.link for rest in report.links if rest.health == "healthy"} & healthy
+        moved = {rest.link for rest in report.links if rest.health is Health.HEALTHY} & healthy
         self._moved_links |= moved
         self._parts.take(report, now)
         for row in report.directions:
@@ -469,13 +468,11 @@ class Observer:
         if isinstance(answer, PartAnswer):
             self._fresh = answer.fresh
 
-    def _remember(self, row: SlowDirection, now: float) -> None:
+    def _remember(self, row: LinkState, now: float) -> None:
         """Take up a direction that was slow when the host last heard of it. It has been told of it,
         so its end is news."""
-        key: Key = (row.link, row.column, row.direction)
-        told = DirectionState(
-            link=row.link, column=row.column, direction=row.direction, delay=row.delay
-        )
+        key = row.key
+        told = LinkState(row.link, Health.UNKNOWN, replica=row.replica, direction=row.direction)
         self._news.directions.delivered([told])
         owner = self._parts.receiver(key)
         if owner in self._parts.parts:

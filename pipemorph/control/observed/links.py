@@ -9,11 +9,10 @@ has such states, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import MOST_SLOW, DirectionState, LinkRecord, LinkState, SlowDirection
+from pipemorph.wire import MOST_SLOW, Health, LinkState
 
 ALIKE = 1 / 16
 """Relative difference of two directions' wire times within which either may be the longer one: so
@@ -21,72 +20,11 @@ much may have changed since it was reported. A narrow one counts, since what is 
 a delay with some windows more in one direction than in the other."""
 
 
-class Health(StrEnum):
-    """State of a link. UNKNOWN: no samples, too few to know its base, or no recent ones."""
-
-    HEALTHY = "healthy"
-    SLOW = "slow"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class LinkHealth:
-    """The estimated state of one link. Times in seconds, one way."""
-
-    link: int
-    health: Health
-    delay: float = 0.0
-    """Above the normal wire time; 0 unless slow."""
-    wire_time: float = 0.0
-    """Current one-way time of a message: normal wire time plus delay."""
-    transfer: float = 0.0
-    """Of the wire time, how long a message occupies the link, if that is the larger part: messages
-    are sent one at a time, so that more queues do not help. 0 if unknown."""
-    confidence: float = 0.0
-    """Probability that ``health`` is right."""
-    in_doubt: bool = False
-    """Slow, but the newest windows suggest recovery, or show hardly any delay: it is about to
-    change."""
-    since_iteration: int | None = None
-    """Iteration of the first window that showed this state."""
-    replica: int = 0
-    direction: str = "forward"
-    """Column (see :class:`~pipemorph.api.mesh.MeshShape`) and direction with the longest wire
-    time."""
-    recent: tuple[float, ...] = ()
-    """Delays of the newest windows, oldest first, if they vary; else empty. See
-    :attr:`~pipemorph.control.observe.detector.DelayDetector.recent`."""
-    failed_over: bool = False
-    """Whether its direct route broke, so that it is delegated whatever plans say."""
-    column: str = ""
-    """The column's name for messages; empty if there is only one."""
-    since: float | None = field(default=None, compare=False)
-    """If slow, when it was found to be: wall clock of the host. No part of the state."""
-
-    @property
-    def name(self) -> str:
-        """``link 2 of replica 1, tensor 0``."""
-        return f"link {self.link}{' of ' if self.column else ''}{self.column}"
-
-    def record(self) -> LinkRecord:
-        """For the record of a change."""
-        return LinkRecord(
-            link=self.link,
-            health=self.health.value,
-            delay=round(self.delay, 6),
-            wire_time=round(self.wire_time, 6),
-            transfer=round(self.transfer, 6),
-            confidence=round(self.confidence, 4),
-            replica=self.replica,
-            direction=self.direction,
-        )
-
-
-States = tuple[LinkHealth, ...]
+States = tuple[LinkState, ...]
 """One state per link."""
 OwnStates = list[tuple[tuple[int, ...], States]]
 """Replicas, and the states of their links."""
-Slow = dict[tuple[int, str], DirectionState]
+Slow = dict[tuple[int, str], LinkState]
 """The slow directions of one link, by column and direction."""
 
 
@@ -102,19 +40,17 @@ class LinkTable:
         self._inside = [a == b for a, b in zip(mesh.placed, mesh.placed[1:], strict=False)]
         """Whether a link is within a rank, where nothing is sent."""
         self._unknown = tuple(self._merged(i, (), None) for i in range(len(self._rest)))
-        self._states: list[LinkHealth] = list(self._unknown)
+        self._states: list[LinkState] = list(self._unknown)
         self._all: States | None = self._unknown
         self._own: OwnStates | None = []
         self._heard_at = float("-inf")
-        self._remembered: list[SlowDirection] = []
+        self._remembered: list[LinkState] = []
         self._since: dict[int, float] = {}
         """Links with slow directions: when the first of these was found."""
 
     # --- reports --------------------------------------------------------------------------
 
-    def take(
-        self, directions: Sequence[DirectionState], links: Sequence[LinkState], now: float
-    ) -> None:
+    def take(self, directions: Sequence[LinkState], links: Sequence[LinkState], now: float) -> None:
         """Process the states of a report, which may be few or none."""
         self._heard_at = now
         changed = {row.link for row in links} | {row.link for row in directions}
@@ -125,14 +61,14 @@ class LinkTable:
         for link in changed:
             if not self._slow[link]:
                 self._since.pop(link, None)
-            elif any(row.health == "slow" for row in self._slow[link].values()):
+            elif any(row.health is Health.SLOW for row in self._slow[link].values()):
                 self._since.setdefault(link, now)
         self._refresh(changed)
 
-    def _put(self, row: DirectionState) -> None:
-        slow, key = self._slow[row.link], (row.column, row.direction)
+    def _put(self, row: LinkState) -> None:
+        slow, key = self._slow[row.link], (row.replica, row.direction)
         self._count -= key in slow
-        if row.health == "healthy":
+        if row.health is Health.HEALTHY:
             slow.pop(key, None)
         else:
             slow[key] = row
@@ -147,11 +83,11 @@ class LinkTable:
         if links:
             self._all = self._own = None
 
-    def begin(self) -> list[SlowDirection]:
+    def begin(self) -> list[LinkState]:
         """The slow directions, for an agent that has just started: what it is told of them is all
         that it knows of the time before it. At most ``MOST_SLOW``; the others are forgotten."""
         known = self.slow_directions()[:MOST_SLOW]
-        kept = {(row.link, row.column, row.direction) for row in known}
+        kept = {row.key for row in known}
         for link, slow in enumerate(self._slow):
             gone = [key for key in slow if (link, *key) not in kept]
             for key in gone:
@@ -204,7 +140,7 @@ class LinkTable:
         return self._own
 
     def _owned(self) -> OwnStates:
-        by_replica: dict[int, dict[int, list[DirectionState]]] = {}
+        by_replica: dict[int, dict[int, list[LinkState]]] = {}
         usual = list(self._states)
         for link, slow in enumerate(self._slow):
             if slow:
@@ -222,72 +158,45 @@ class LinkTable:
         return [*own, (others, tuple(usual))] if others else own
 
     def _merged(
-        self, link: int, directions: Iterable[DirectionState], rest: LinkState | None
-    ) -> LinkHealth:
+        self, link: int, directions: Iterable[LinkState], rest: LinkState | None
+    ) -> LinkState:
         """The state of a link from those of its directions: of the slow ones, if there are any."""
         if self._inside[link]:
-            return LinkHealth(link, Health.HEALTHY)
-        slow = [row for row in directions if row.health == "slow"]
+            return LinkState(link, Health.HEALTHY)
+        slow = [row for row in directions if row.health is Health.SLOW]
         if not slow:
-            if rest is None or rest.health == "unknown":
-                return LinkHealth(link, Health.UNKNOWN)
-            return LinkHealth(
-                link=link,
-                health=Health.HEALTHY,
-                wire_time=rest.wire_time,
-                confidence=rest.confidence,
-                since_iteration=rest.since_iteration,
-                failed_over=rest.failed_over,
-                replica=rest.column,
-                direction=rest.direction,
-                column=self._mesh.column_name(rest.column),
-            )
+            if rest is None or rest.health is Health.UNKNOWN:
+                return LinkState(link, Health.UNKNOWN)
+            return replace(rest, column=self._mesh.column_name(rest.replica))
         longest = max(row.wire_time for row in slow)
         near = [row for row in slow if row.wire_time >= (1 - ALIKE) * longest]
         worst = max(near, key=lambda row: (row.transfer, row.wire_time))
         since = [row.since_iteration for row in slow if row.since_iteration is not None]
-        return LinkHealth(
-            link=link,
-            health=Health.SLOW,
+        return replace(
+            worst,
             delay=max(row.delay for row in slow),
             wire_time=longest,
-            transfer=worst.transfer,
-            recent=worst.recent,
             confidence=max(row.confidence for row in slow),
             in_doubt=any(row.in_doubt for row in slow),
             since_iteration=min(since) if since else None,
             failed_over=any(row.failed_over for row in slow),
-            replica=worst.column,
-            direction=worst.direction,
-            column=self._mesh.column_name(worst.column),
+            column=self._mesh.column_name(worst.replica),
         )
 
     # --- snapshots ------------------------------------------------------------------------
 
-    def slow_directions(self) -> list[SlowDirection]:
+    def slow_directions(self) -> list[LinkState]:
         """What a fresh agent, or a snapshot, needs of the directions that are slow; or those of
         :meth:`restore`, as long as no report has told of any."""
         if not self._count:
             return self._remembered
-        return [
-            SlowDirection(
-                link=row.link,
-                column=row.column,
-                direction=row.direction,
-                delay=row.delay,
-                bases=row.bases,
-            )
-            for slow in self._slow
-            for row in slow.values()
-        ]
+        return [row.without_windows() for slow in self._slow for row in slow.values()]
 
     def slow_since(self) -> dict[int, float]:
         """When each link with slow directions was found to have one, for a snapshot."""
         return dict(self._since)
 
-    def restore(
-        self, rows: Iterable[SlowDirection], since: Mapping[int, float] | None = None
-    ) -> None:
+    def restore(self, rows: Iterable[LinkState], since: Mapping[int, float] | None = None) -> None:
         """Remember directions that were slow before the host restarted, and since when."""
         self._remembered = [row for row in rows if row.link < len(self._rest)]
         links = {row.link for row in self._remembered}

@@ -15,12 +15,13 @@ from pipemorph.control.observed.stages import Footprint, StageTable, expected_ti
 from pipemorph.errors import PipeMorphError
 from pipemorph.wire import (
     DirectiveEnvelope,
+    Health,
     LinkHealthReport,
+    LinkState,
     ObserverSettings,
     RailHealth,
     RailsView,
     ReductionHealth,
-    SlowDirection,
     StageOps,
     StragglersView,
     TransportsView,
@@ -74,10 +75,12 @@ def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: in
     stages = (cut.stages, "stages")
     for i, row in enumerate(report.directions):
         _within(f"directions[{i}].link", row.link, *links)
-        _within(f"directions[{i}].column", row.column, *columns)
+        _within(f"directions[{i}].replica", row.replica, *columns)
     for i, rest in enumerate(report.links):
         _within(f"links[{i}].link", rest.link, *links)
-        _within(f"links[{i}].column", rest.column, *columns)
+        _within(f"links[{i}].replica", rest.replica, *columns)
+        if rest.health is Health.SLOW:
+            raise ReportMismatch(f"links[{i}].health", "is slow; expected healthy or unknown")
     for i, state in enumerate(report.stages):
         _within(f"stages[{i}].stage", state.stage, *stages)
     for i, reduction in enumerate(report.reductions):
@@ -195,7 +198,7 @@ class Observed:
             memory=self._memory, settings=self._settings if stale else None, slow=slow
         )
 
-    def change_layout(self, slow: Sequence[SlowDirection] | None) -> None:
+    def change_layout(self, slow: Sequence[LinkState] | None) -> None:
         """Forget what is known of links and reductions: their ranks are elsewhere now, or hold
         other layers. ``slow``: of the links, for the agent that starts; None: these are as they
         were."""

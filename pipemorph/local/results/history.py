@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.observe.events import Event
-from pipemorph.control.observed.links import LinkHealth
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import Decision
 from pipemorph.control.record.worth import Worth
@@ -21,6 +20,7 @@ from pipemorph.wire import (
     AdaptationRecord,
     IterationSample,
     LinkHealthReport,
+    LinkState,
     RailsView,
     ReductionHealth,
     StragglersView,
@@ -40,7 +40,7 @@ class View:
     """The current state of the run, for the display."""
 
     state: str = "starting"
-    links: tuple[LinkHealth, ...] = ()
+    links: tuple[LinkState, ...] = ()
     adaptations: tuple[AdaptationRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
     message: str | None = None

@@ -79,7 +79,7 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
 
 def report(**changes: object) -> LinkHealthReport:
     fields: dict[str, object] = {
-        "protocol": 5,
+        "protocol": 6,
         "job": "j",
         "namespace": "n",
         "attempt": 0,
@@ -98,7 +98,7 @@ def report(**changes: object) -> LinkHealthReport:
     [
         {"surprise": 1},
         {"protocol": 1},
-        {"directions": [{"link": 0, "column": 0, "direction": "forward"}] * (MOST_SLOW + 1)},
+        {"directions": [{"link": 0, "health": "slow"}] * (MOST_SLOW + 1)},
         {"rails": {"surprise": 1}},
         {"iteration": 10**400},
         {"iteration": -1},

@@ -410,8 +410,8 @@ def test_reports_that_do_not_belong_change_nothing() -> None:
     sequence = plant.sequence
     with pytest.raises(ReplayedReport, match="sequence"):
         plant.controller.report(report(sequence), plant.now)
-    good = {"link": 0, "column": 0, "direction": "forward"}
-    for field, bad in (("link", 3), ("column", 1)):
+    good = {"link": 0, "health": "slow", "replica": 0, "direction": "forward"}
+    for field, bad in (("link", 3), ("replica", 1)):
         with pytest.raises(ReportMismatch, match=rf"directions\[0\].{field}: is"):
             plant.controller.report(report(10_000, directions=[good | {field: bad}]), plant.now)
     plant.controller.begin_attempt(1)
@@ -530,7 +530,7 @@ def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
     "damage",
     [
         lambda s: s.pop("plan_version"),
-        lambda s: s.update(format=2),
+        lambda s: s.update(format=1),
         lambda s: s.update(plan_version=-1),
         lambda s: s["directive"]["plan"].update(routes=["direct"]),
     ],

@@ -167,7 +167,7 @@ OTHER = {"replicas": [0], "wire_times": [], "delays": [], "slow": [True]}
     ("forge", "words"),
     [
         (change("extra", to=1), "snapshot.extra: Extra inputs"),
-        (change("format", to=2), "snapshot.format"),
+        (change("format", to=1), "snapshot.format"),
         (change("plan_version", to=2**31), "snapshot.plan_version"),
         (change("plan_version", to=0), "a record is of plan v1; expected 1 to 0"),
         (change("delays", to=[1e300] * 3), "snapshot.delays.0"),

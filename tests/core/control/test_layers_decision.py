@@ -13,8 +13,8 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.decide.layouts.layers import Split, propose_layers
 from pipemorph.control.decide.layouts.relayout import Network, Proposal, Score
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import StageTimes
+from pipemorph.wire import Health, LinkState
 
 OP = 0.01
 
@@ -39,7 +39,7 @@ def network(*factors: float, left: int = 100) -> Network:
             for f in factors
         ),
         links=tuple(
-            LinkHealth(i, Health.HEALTHY, 0.0, wire_time=0.001) for i in range(len(factors) - 1)
+            LinkState(i, Health.HEALTHY, 0.0, wire_time=0.001) for i in range(len(factors) - 1)
         ),
         reductions=(),
         barrier=True,

@@ -350,10 +350,10 @@ def test_a_report_of_another_job_shape_changes_nothing() -> None:
     job.run(SETTLED)
     before = job.controller.view(job.now)
     for field, wrong in (
-        ("directions", [{"link": 3, "column": 0, "direction": "forward"}]),
-        ("links", [{"link": 0, "health": "healthy", "column": 1}]),
+        ("directions", [{"link": 3, "health": "slow", "replica": 0, "direction": "forward"}]),
+        ("links", [{"link": 0, "health": "healthy", "replica": 1}]),
         ("stages", [{"stage": 4, "forward": 1, "backward_input": 1, "backward_weight": 1}]),
     ):
-        with pytest.raises(Exception, match=rf"{field}\[0\]\.(link|column|stage): is"):
+        with pytest.raises(Exception, match=rf"{field}\[0\]\.(link|replica|stage): is"):
             job.controller.report(report(10_000, **{field: wrong}), job.now)
     assert job.controller.view(job.now) == before

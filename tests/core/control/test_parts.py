@@ -12,13 +12,14 @@ from gate import examples
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import Health, JobController
+from pipemorph.control import JobController
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.link_book import LinkBook
 from pipemorph.control.observe.merge import merged_state
 from pipemorph.control.observe.observer import HEARTBEAT_SECONDS, JobTelemetry, Observer
 from pipemorph.planning.ir import Route
 from pipemorph.wire import (
+    Health,
     LinkHealthReport,
     LinkSample,
     LinkState,
@@ -220,7 +221,7 @@ class Observed:
 
     def slow(self) -> set[Key]:
         rows = self.controller._observed.links.slow_directions()
-        return {(row.link, row.column, row.direction) for row in rows}
+        return {(row.link, row.replica, row.direction) for row in rows}
 
 
 class Twins:
@@ -457,7 +458,7 @@ def test_other_settings_reach_all_parts() -> None:
 def test_a_report_on_what_another_part_receives_is_refused() -> None:
     observer = Observed(spec(4, replicas=2), 2).job
     report = {
-        "protocol": 5, "job": "j", "namespace": "n", "attempt": 0, "sequence": 1, "sent_at": 1.0,
+        "protocol": 6, "job": "j", "namespace": "n", "attempt": 0, "sequence": 1, "sent_at": 1.0,
         "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip
@@ -466,7 +467,7 @@ def test_a_report_on_what_another_part_receives_is_refused() -> None:
         ({"part": 0}, "part 0; the job has parts 1 to 3"),
         ({"part": 1, "late": [3]}, "link 3; the job has 3"),
         ({"part": 1, "paces": [{"stage": 1, "column": 2, "seconds": 1}]}, "column 2"),
-        ({"part": 1, "directions": [{"link": 0, "column": 0, "direction": "backward"}]},
+        ({"part": 1, "directions": [{"link": 0, "health": "slow", "direction": "backward"}]},
          "part 1 on what part 0 has"),
         ({"part": 1, "paces": [{"stage": 2, "column": 0, "seconds": 1}]},
          "part 1 on what part 2 has"),
@@ -476,7 +477,10 @@ def test_a_report_on_what_another_part_receives_is_refused() -> None:
     ):  # fmt: skip
         found = observer.misfit(PartReport.model_validate(report | fields))
         assert found is not None and why in found
-    right = {"part": 1, "directions": [{"link": 0, "column": 1, "direction": "forward"}]}
+    right = {
+        "part": 1,
+        "directions": [{"link": 0, "health": "slow", "replica": 1}],
+    }
     assert observer.misfit(PartReport.model_validate(report | right)) is None
 
 
@@ -492,16 +496,16 @@ def test_the_state_of_a_job_is_that_of_its_slowest_part() -> None:
 def test_of_a_link_in_several_parts_the_worst_is_told() -> None:
     book = LinkBook(MeshShape(2, 4), thresholds=Thresholds(), stale_after=30.0)
     told = [
-        LinkState(link=0, health="healthy", wire_time=wire, confidence=sure, since_iteration=since,
-                  column=column, direction="backward")
+        LinkState(0, Health.HEALTHY, wire_time=wire, confidence=sure, since_iteration=since,
+                  replica=column, direction="backward")
         for column, (wire, sure, since) in enumerate(
             [(0.01, 0.9, 3), (0.03, 0.99, None), (0.02, 0.8, 7)]
         )
     ]  # fmt: skip
     found = book.rest(0, 1000.0, told)
-    assert (found.wire_time, found.column, found.direction) == (0.03, 1, "backward")
+    assert (found.wire_time, found.replica, found.direction) == (0.03, 1, "backward")
     assert (found.confidence, found.since_iteration) == (0.8, 7)
-    unknown = LinkState(link=0, health="unknown")
+    unknown = LinkState(0, Health.UNKNOWN)
     assert book.rest(0, 1000.0, [unknown]).health == "unknown"
     assert book.rest(0, 1000.0, [unknown, told[0]]) == told[0]
 
@@ -523,9 +527,9 @@ def test_what_parts_tell_of_links_that_stay_well_is_looked_at_once_a_second(
     job = Observer(mesh, job="j", namespace="n", attempt=0, part_ranks=2)
 
     def hear(sequence: int, **state: Any) -> None:
-        told = {"link": 0, "column": 0, "wire_time": BASE, "confidence": 0.9} | state
+        told = {"link": 0, "replica": 0, "wire_time": BASE, "confidence": 0.9} | state
         report = {
-            "protocol": 5, "job": "j", "namespace": "n", "attempt": 0, "part": 4, "sent_at": now,
+            "protocol": 6, "job": "j", "namespace": "n", "attempt": 0, "part": 4, "sent_at": now,
             "sequence": sequence, "state": "training", "iteration": 1, "links": [told],
             "observed_plan_version": 0, "applied_plan_version": 0,
         }  # fmt: skip

@@ -29,8 +29,8 @@ from pipemorph.control.decide.findings import (
 from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal
 from pipemorph.control.memory_limits import Excess
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Dispatch, Plan, Policy, Route, Schedule
+from pipemorph.wire import Health, LinkState
 
 CAUSES = ("slow", "worse", "eased", "varies", "recovered", "steady", "profile", "memory", "restart")
 
@@ -43,8 +43,8 @@ def plan(warmup: tuple[int, ...], delegated: tuple[int, ...] = ()) -> Plan:
     return Plan(0, Policy.PIPEMORPH, Schedule(1, ((),) * len(warmup)), routes, none, warmup=warmup)
 
 
-def slow(link: int = 0, delay: float = 0.0065, confidence: float = 0.96) -> LinkHealth:
-    return LinkHealth(link, Health.SLOW, delay=delay, confidence=confidence)
+def slow(link: int = 0, delay: float = 0.0065, confidence: float = 0.96) -> LinkState:
+    return LinkState(link, Health.SLOW, delay=delay, confidence=confidence)
 
 
 def proposal(
@@ -130,7 +130,7 @@ def test_another_dispatch_is_said() -> None:
         ),
     ],
 )
-def test_short_lines(cause: Any, links: list[LinkHealth], made: Proposal, expected: str) -> None:
+def test_short_lines(cause: Any, links: list[LinkState], made: Proposal, expected: str) -> None:
     assert reasons.short(2, cause, links, made) == expected
 
 

@@ -11,9 +11,8 @@ import pytest
 from pipemorph.api.layout import Layout
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.relayout import Network, Wires, propose
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import StageTimes
-from pipemorph.wire import ReductionHealth, SlowestEdge
+from pipemorph.wire import Health, LinkState, ReductionHealth, SlowestEdge
 
 OP = 0.01
 LATE = 0.03
@@ -37,7 +36,7 @@ def network(spec: JobSpec, slow: dict[int, int], **links: Health) -> Network:
     return Network(
         stages=(StageTimes(forward=OP, backward_input=OP, backward_weight=OP),) * stages,
         links=tuple(
-            LinkHealth(i, links.get(f"link{i}", Health.HEALTHY), LATE, wire_time=0.001)
+            LinkState(i, links.get(f"link{i}", Health.HEALTHY), LATE, wire_time=0.001)
             for i in range(stages - 1)
         ),
         reductions=tuple(

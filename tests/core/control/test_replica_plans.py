@@ -25,11 +25,11 @@ from pipemorph.control.decide.truth import Evidence, without
 from pipemorph.control.first_plan import planning_rules
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.link_book import LinkBook
-from pipemorph.control.observed.links import LinkHealth, LinkTable
+from pipemorph.control.observed.links import LinkTable
 from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
 from pipemorph.planning.simulation.simulator import simulate_changing
-from pipemorph.wire import IterationSample, LinkSample, PlanMessage, WireTime
+from pipemorph.wire import IterationSample, LinkSample, LinkState, PlanMessage, WireTime
 
 STAGES, LINKS = 4, 3
 
@@ -246,7 +246,7 @@ def test_what_is_not_known_of_a_replica_is_as_it_was_there() -> None:
     before = situation(three, {1: {0: 0.03}})
     judgement = Judgement.first(three)
     judgement.made("slow", before, 5)
-    unknown = [LinkHealth(link, Health.UNKNOWN) for link in range(LINKS)]
+    unknown = [LinkState(link, Health.UNKNOWN) for link in range(LINKS)]
     own = [((1,), unknown), ((0, 2), unknown)]
     now = judgement.now(before.stages, unknown, (), barrier=True, own=own)
     assert now.slow_as(before)

@@ -40,8 +40,15 @@ from pipemorph.wire import (
     DirectiveEnvelope,
 )
 
-SLOW = {"link": 0, "column": 0, "direction": "forward", "delay": 0.1, "wire_time": 0.1}
-WELL = {"link": 1, "health": "healthy", "wire_time": 0.01, "column": 0}
+SLOW = {
+    "link": 0,
+    "health": "slow",
+    "replica": 0,
+    "direction": "forward",
+    "delay": 0.1,
+    "wire_time": 0.1,
+}
+WELL = {"link": 1, "health": "healthy", "wire_time": 0.01, "replica": 0}
 OLD = {name: value for name, value in body(links=[{"link": 0}]).items() if name != "protocol"}
 """As of protocol 1, which did not name it."""
 
@@ -63,7 +70,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (b"\xff\xfe", 400, None, "not JSON"),
         (b"[" * 10_000, 400, None, "not JSON"),
         (b"null", 422, "report", "report"),
-        (b"{}", 422, "protocol", "not of protocol 5"),
+        (b"{}", 422, "protocol", "not of protocol 6"),
         (body(extra=1), 422, "extra", "Extra inputs"),
         (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
         (body(sequence=2**60), 422, "sequence", "less than"),
@@ -77,8 +84,8 @@ def test_a_report_is_answered_with_an_envelope() -> None:
             "",
         ),
         (body(directions=[SLOW | {"link": 3}]), 422, "directions[0].link", "the job has 3 links"),
-        (body(links=[WELL | {"column": 1}]), 422, "links[0].column", "the job has 1 columns"),
-        (body(protocol=1), 422, "protocol", "not of protocol 5, the one of this ingest: run the"),
+        (body(links=[WELL | {"replica": 1}]), 422, "links[0].replica", "the job has 1 columns"),
+        (body(protocol=1), 422, "protocol", "not of protocol 6, the one of this ingest: run the"),
         (OLD, 422, "protocol", "run the trainer and the ingest of one release"),
         (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
         (body(job="other"), 403, "job", "default/other"),

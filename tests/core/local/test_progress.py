@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, record, sample
 
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.control.record.history import Decision
 from pipemorph.local.progress import (
     Progress,
@@ -20,7 +19,15 @@ from pipemorph.local.progress import (
     stragglers_phrase,
 )
 from pipemorph.local.results.history import Journal, View
-from pipemorph.wire import IterationSample, RailsView, Straggler, StragglersView, TransportsView
+from pipemorph.wire import (
+    Health,
+    IterationSample,
+    LinkState,
+    RailsView,
+    Straggler,
+    StragglersView,
+    TransportsView,
+)
 
 
 class Terminal(io.StringIO):
@@ -37,7 +44,7 @@ def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind
 
 
 def test_a_plain_line_has_it_all() -> None:
-    links = (LinkHealth(0, Health.SLOW, delay=0.0301),)
+    links = (LinkState(0, Health.SLOW, delay=0.0301),)
     shown = show(io.StringIO(), View(links=links), [sample(11, plan_version=3)])
     assert shown == (
         "iteration 11 of 40 (30%, 42.0 s left)  loss 2.2500  1.500 s/it  slow link 0 +30 ms"
@@ -197,18 +204,18 @@ def test_emulation_is_never_silent() -> None:
     ("links", "phrase"),
     [
         ((), ""),
-        ((LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.HEALTHY)), "links healthy"),
+        ((LinkState(0, Health.HEALTHY), LinkState(1, Health.HEALTHY)), "links healthy"),
         (
-            (LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.UNKNOWN)),
+            (LinkState(0, Health.HEALTHY), LinkState(1, Health.UNKNOWN)),
             "links: 1 of 2 unknown",
         ),
         (
-            tuple(LinkHealth(i, Health.SLOW, delay=i / 100) for i in range(1, 6)),
+            tuple(LinkState(i, Health.SLOW, delay=i / 100) for i in range(1, 6)),
             "slow links 5 +50 ms, 4 +40 ms, 3 +30 ms and 2 more",
         ),
     ],
 )
-def test_links_in_words(links: tuple[LinkHealth, ...], phrase: str) -> None:
+def test_links_in_words(links: tuple[LinkState, ...], phrase: str) -> None:
     assert links_phrase(links) == phrase
 
 

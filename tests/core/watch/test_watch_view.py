@@ -22,7 +22,6 @@ from watched_jobs import (
 )
 
 from pipemorph.control.decide.forecast import Forecast
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.planning import Route
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
@@ -31,6 +30,7 @@ from pipemorph.watch.build import Room, Watched, idle_times, picture, watch_view
 from pipemorph.watch.document import Row, WatchView
 from pipemorph.watch.documents import render_page
 from pipemorph.watch.lanes import LaneLog
+from pipemorph.wire import Health, LinkState
 
 F, B, W = OpKind.F, OpKind.B, OpKind.W
 
@@ -265,10 +265,10 @@ def test_an_older_iteration_has_the_direct_routes_that_were_broken_then() -> Non
 
 def test_lanes_tell_what_each_link_was_like() -> None:
     log, direct = LaneLog(), Route.DIRECT
-    well = LinkHealth(0, Health.HEALTHY, wire_time=0.001)
-    log.take(0, 1.0, [LinkHealth(0, Health.UNKNOWN)], [direct], {})
+    well = LinkState(0, Health.HEALTHY, wire_time=0.001)
+    log.take(0, 1.0, [LinkState(0, Health.UNKNOWN)], [direct], {})
     log.take(2, 2.0, [well], [direct], {})
-    slow = LinkHealth(0, Health.SLOW, delay=0.06, since_iteration=5)
+    slow = LinkState(0, Health.SLOW, delay=0.06, since_iteration=5)
     log.take(7, 3.0, [slow], [direct], {})
     log.take(8, 4.0, [replace(slow, delay=0.0605)], [direct], {})  # The same, to who looks.
     log.take(9, 5.0, [slow], [Route.DELEGATED], {})
@@ -291,8 +291,8 @@ def test_lanes_tell_what_each_link_was_like() -> None:
 
 
 def test_a_lane_of_ranks_that_repeat_iterations() -> None:
-    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
+    log, well = LaneLog(), LinkState(0, Health.HEALTHY)
+    slow = LinkState(0, Health.SLOW, delay=0.06, replica=2)
     for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, well), (9, slow)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
@@ -301,8 +301,8 @@ def test_a_lane_of_ranks_that_repeat_iterations() -> None:
 
 
 def test_a_lane_of_ranks_that_repeat_iterations_in_the_same_state() -> None:
-    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
+    log, well = LaneLog(), LinkState(0, Health.HEALTHY)
+    slow = LinkState(0, Health.SLOW, delay=0.06, replica=2)
     for iteration, link in ((0, well), (30, slow), (40, well), (50, slow), (5, slow)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
@@ -311,7 +311,7 @@ def test_a_lane_of_ranks_that_repeat_iterations_in_the_same_state() -> None:
 
 
 def test_a_link_whose_direct_route_broke_is_delegated() -> None:
-    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
+    log, well = LaneLog(), LinkState(0, Health.HEALTHY)
     log.take(0, 1.0, [well], [Route.DIRECT], {})
     log.take(5, 2.0, [replace(well, failed_over=True)], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
@@ -323,7 +323,7 @@ def test_a_link_is_slow_since_it_was_found_to_be_however_often_its_delay_changes
     log = LaneLog()
     for i in range(12, 3000):
         delay = 0.01 * (1 + i % 2)
-        slow = LinkHealth(0, Health.SLOW, delay=delay, since_iteration=11, since=5.0)
+        slow = LinkState(0, Health.SLOW, delay=delay, since_iteration=11, since=5.0)
         log.take(i, 1.0 * i, [slow], [Route.DIRECT], {})
     ((_, first),) = log.slow()
     assert (first.begin, first.at) == (11, 5.0)
@@ -343,7 +343,7 @@ def test_a_lane_is_bounded() -> None:
     log = LaneLog()
     for i in range(3000):
         delay = 0.01 * (1 + i % 2)
-        log.take(i, 1.0 * i, [LinkHealth(0, Health.SLOW, delay=delay)], [Route.DIRECT], {})
+        log.take(i, 1.0 * i, [LinkState(0, Health.SLOW, delay=delay)], [Route.DIRECT], {})
     (lane,) = log.lanes(["link 0"])
     assert len(lane.spans) == 200 and lane.spans[-1].begin == 2999
 
@@ -377,13 +377,13 @@ def test_the_story_says_which_link_was_slow_when_none_is_any_more() -> None:
         f"Link 3 (stage 3 to 4) was slow by up to 60 ms from iteration {SLOW_AT} until iteration"
         f" {WELL_AT + 1}."
     )
-    log, well = LaneLog(), LinkHealth(0, Health.HEALTHY)
-    slow = LinkHealth(0, Health.SLOW, delay=0.06, replica=2)
+    log, well = LaneLog(), LinkState(0, Health.HEALTHY)
+    slow = LinkState(0, Health.SLOW, delay=0.06, replica=2)
     assert log.was_slow() == []
     for iteration, link in ((0, well), (3, slow), (5, replace(slow, delay=0.09)), (9, well)):
         log.take(iteration, 1.0, [link], [Route.DIRECT], {})
     assert log.was_slow() == [(0, 3, 9, 0.09, 2)]
-    log.take(12, 1.0, [LinkHealth(0, Health.UNKNOWN)], [Route.DIRECT], {})
+    log.take(12, 1.0, [LinkState(0, Health.UNKNOWN)], [Route.DIRECT], {})
     assert log.was_slow() == [], "it may be again"
     log.take(14, 1.0, [slow], [Route.DIRECT], {})
     assert log.was_slow() == []
@@ -438,7 +438,7 @@ def test_before_anything_is_known() -> None:
 def test_it_looks_at_the_column_of_the_slowest_link() -> None:
     known, _ = watched(4, 12)
     log = LaneLog()
-    slow = [LinkHealth(i, Health.SLOW, delay=0.01 * (i + 1), replica=i) for i in range(3)]
+    slow = [LinkState(i, Health.SLOW, delay=0.01 * (i + 1), replica=i) for i in range(3)]
     log.take(1, NOW, slow, [Route.DIRECT] * 3, {})
     assert worst_column(replace(known, lanes=log)) == 2
     assert worst_column(replace(known, lanes=LaneLog())) == 0

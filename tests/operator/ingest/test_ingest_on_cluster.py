@@ -172,7 +172,13 @@ def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> Non
 
 def test_status_tells_since_when_each_link_is_slow_after_a_new_ingest_too() -> None:
     def slow(link: int) -> dict[str, Any]:
-        return {"link": link, "column": 0, "direction": "forward", "delay": 0.01 * (link + 1)}
+        return {
+            "link": link,
+            "health": "slow",
+            "replica": 0,
+            "direction": "forward",
+            "delay": 0.01 * (link + 1),
+        }
 
     controller = JobController(spec_of())
     controller.report(report(1, directions=[slow(2)]), 1000.0)

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from pipemorph.api.status import AdaptationSummary, TrainingStatus
 from pipemorph.api.status_links import FallenLink, SlowLink
-from pipemorph.control import Health, LinkHealth
+from pipemorph.control import Health, LinkState
 from pipemorph_operator.ingest import figures
 from pipemorph_operator.metrics import forget_job
 
@@ -28,7 +28,7 @@ def link(number: int, delay: float, replica: int = 0) -> SlowLink:
     )  # fmt: skip
 
 
-def show(*slow: SlowLink, links: Sequence[LinkHealth] = (), **changes: Any) -> None:
+def show(*slow: SlowLink, links: Sequence[LinkState] = (), **changes: Any) -> None:
     training = TrainingStatus(slow_links=list(slow), **changes)
     figures.show(JOB, training, [], None, recoveries=2, links=links)
 
@@ -87,9 +87,9 @@ def test_a_link_is_narrow_and_unknown_as_the_controller_sees_it() -> None:
     def states() -> list[float | None]:
         return [value("link_state", link=str(number)) for number in range(4)]
 
-    def seen(*healths: Health, narrow: int = 9) -> list[LinkHealth]:
+    def seen(*healths: Health, narrow: int = 9) -> list[LinkState]:
         return [
-            LinkHealth(i, health, delay=0.06, transfer=0.05 if i == narrow else 0.0)
+            LinkState(i, health, delay=0.06, transfer=0.05 if i == narrow else 0.0)
             for i, health in enumerate(healths)
         ]
 
@@ -111,10 +111,10 @@ def test_a_link_is_narrow_and_unknown_as_the_controller_sees_it() -> None:
 
 
 def test_unknown_links_take_no_series_from_others() -> None:
-    links = [LinkHealth(i, Health.HEALTHY) for i in range(100)]
+    links = [LinkState(i, Health.HEALTHY) for i in range(100)]
     show(links=links)
-    links[:80] = [LinkHealth(i, Health.UNKNOWN) for i in range(80)]
-    links[90] = LinkHealth(90, Health.SLOW, delay=0.06)
+    links[:80] = [LinkState(i, Health.UNKNOWN) for i in range(80)]
+    links[90] = LinkState(90, Health.SLOW, delay=0.06)
     show(links=links)
     assert value("link_state", link="90") == 1
     assert value("link_state", link="62") == 6 and value("link_state", link="63") is None

@@ -204,7 +204,7 @@ JOB: dict[str, Any] = {
 
 def reported(sequence: int, **more: Any) -> LinkHealthReport:
     """A report of one iteration."""
-    about = {"protocol": 5, "job": "gpt", "namespace": "default", "attempt": 0}
+    about = {"protocol": 6, "job": "gpt", "namespace": "default", "attempt": 0}
     about |= {"sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": sequence}
     about |= {"observed_plan_version": 0, "applied_plan_version": 0}
     done = {"index": sequence, "seconds": 1.0, "loss": None, "plan_version": 0}
@@ -247,7 +247,14 @@ def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> N
         await store.look(KEY)
         assert len(api.applied) == 2, "progress is written now and then"
         now += PROGRESS_SECONDS
-        slow = {"link": 0, "column": 0, "direction": "forward", "delay": 0.05, "wire_time": 0.051}
+        slow = {
+            "link": 0,
+            "health": "slow",
+            "replica": 0,
+            "direction": "forward",
+            "delay": 0.05,
+            "wire_time": 0.051,
+        }
         controller.report(reported(6, directions=[slow]), now)
         await store.look(KEY)
         assert len(api.applied) == 2, "the directive for it is written with it"

@@ -10,7 +10,7 @@ from operator_objects import body
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import TrainingStatus
-from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
+from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkState
 from pipemorph.wire import FallenLink, TransportsView
 from pipemorph_operator.ingest.status import words
 from pipemorph_operator.ingest.status.summary import Source, summarize
@@ -72,7 +72,7 @@ def test_goodput_in_percent() -> None:
 
 
 def test_links_have_the_names_that_people_know() -> None:
-    late = LinkHealth(2, Health.SLOW, delay=0.06, column="replica 1", replica=1)
+    late = LinkState(2, Health.SLOW, delay=0.06, column="replica 1", replica=1)
     fallen = FallenLink(1, 0, "forward", "rdma", "tcp", 1, "port error")
     found = summary(links=(late,), transports=TransportsView(fallen=(fallen,), fallen_count=1))
     assert found.slow_links[0].name == "link 2 (stage 2 to 3, replica 1)"

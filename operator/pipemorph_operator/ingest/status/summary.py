@@ -14,7 +14,7 @@ from pipemorph.control import (
     Health,
     JobController,
     JobView,
-    LinkHealth,
+    LinkState,
     ReductionHealth,
 )
 from pipemorph.explain.story import link_name
@@ -327,7 +327,7 @@ def _done_for_stages(source: Source) -> str:
     return f"{told}; {source.moves}" if source.moves else told
 
 
-def _slow(view: JobView) -> list[LinkHealth]:
+def _slow(view: JobView) -> list[LinkState]:
     return [link for link in view.links if link.health is Health.SLOW]
 
 
@@ -336,7 +336,7 @@ def _slow_reductions(view: JobView) -> list[ReductionHealth]:
     return sorted((each for each in view.reductions if each.slow), key=lambda each: -each.delay)
 
 
-def _name(link: LinkHealth) -> str:
+def _name(link: LinkState) -> str:
     # Rounded to milliseconds, so that the message does not change with every sample.
     return f"{link.name} (+{link.delay * 1e3:.0f} ms {link.direction})"
 

@@ -31,10 +31,9 @@ from pipemorph.control.decide.layouts.relayout import (
     named,
     propose,
 )
-from pipemorph.control.observed.links import Health
 from pipemorph.exits import PARTS_STAY
 from pipemorph.planning import Route
-from pipemorph.wire import SlowDirection
+from pipemorph.wire import Health, LinkState
 from pipemorph.wire.states import Direction
 
 PLACES_SECONDS = 1.0
@@ -317,13 +316,14 @@ class Moves:
             return True
         return any(abs(late[wire] - was) > CHANGED * was for wire, was in judged.items())
 
-    def late_links(self) -> list[SlowDirection]:
+    def late_links(self) -> list[LinkState]:
         """The links over wires that are known to be late."""
         mesh, late = self.layout.mesh, self._wires.late
         return [
-            SlowDirection(
+            LinkState(
                 link=link,
-                column=column,
+                health=Health.SLOW,
+                replica=column,
                 direction=direction,
                 delay=late[wire],
                 bases={Route.DIRECT.value: self._usual},

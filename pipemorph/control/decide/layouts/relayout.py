@@ -22,10 +22,9 @@ from pipemorph.api.sections.schedule import Adaptation
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.observe.detector import MIN_DELAY_FRACTION
-from pipemorph.control.observed.links import Health, LinkHealth
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes, plan, problem_for
-from pipemorph.wire import ReductionHealth
+from pipemorph.wire import Health, LinkState, ReductionHealth
 
 MOST_SWAPS = 16
 """Most pairs of ranks that change places at once."""
@@ -48,7 +47,7 @@ class Network:
     what stages do beside their layers."""
 
     stages: tuple[StageTimes, ...]
-    links: tuple[LinkHealth, ...]
+    links: tuple[LinkState, ...]
     reductions: tuple[ReductionHealth, ...]
     barrier: bool
     left: int

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from pipemorph.wire import DirectionState, LinkState, ReductionHealth, StageState, StragglersView
+from pipemorph.wire import LinkState, ReductionHealth, StageState, StragglersView
 from pipemorph.wire.parts import Pace
 
 PACE_MOVED = 0.025
@@ -149,7 +149,7 @@ class News(Generic[K, V]):
         self._now, self._later = dict.fromkeys(self._values), {}
 
 
-def direction_differs(told: DirectionState, new: DirectionState, min_delay: float) -> Change:
+def direction_differs(told: LinkState, new: LinkState, min_delay: float) -> Change:
     """``min_delay``: seconds below which a change of a delay is noise."""
     if new.health != told.health or bool(new.recent) != bool(told.recent):
         return Change.NOW

@@ -23,8 +23,8 @@ from pipemorph.control.observe.series import Key
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MOST_SLOW,
-    DirectionState,
     EventReport,
+    Health,
     IterationSample,
     LinkHealthReport,
     LinkState,
@@ -51,17 +51,17 @@ class Unreported:
 
     def __init__(self, events: Events, min_delay: Callable[[], float]) -> None:
         self._events, self._events_told = events, 0
-        self.directions: News[Key, DirectionState] = News(
-            DirectionState,
-            lambda row: (row.link, row.column, row.direction),
+        self.directions: News[Key, LinkState] = News(
+            LinkState,
+            lambda row: row.key,
             lambda told, new: direction_differs(told, new, min_delay()),
-            ends=lambda row: row.health == "healthy",
+            ends=lambda row: row.health is Health.HEALTHY,
         )
         self.links: News[int, LinkState] = News(
             LinkState,
             lambda row: row.link,
             link_differs,
-            ends=lambda row: row.health == "unknown",
+            ends=lambda row: row.health is Health.UNKNOWN,
         )
         self.stages: News[int, StageState] = News(StageState, lambda row: row.stage, stage_differs)
         self.reductions: News[tuple[int, int], ReductionHealth] = News(
