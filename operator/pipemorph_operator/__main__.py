@@ -8,33 +8,28 @@ import contextlib
 import json
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
-
-import kopf
 
 from pipemorph.errors import InputError
 from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server, names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
-from pipemorph_operator.cluster.election import Election, add_options, first_of
-from pipemorph_operator.cluster.informer import Informer
-from pipemorph_operator.cluster.wait_for_crd import until_listed
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, reason_of
+from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.facts import JobFacts
+from pipemorph_operator.cluster.informer import Informer, Informers
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.health_server import Heartbeat, LoopMonitor
+from pipemorph_operator.health_server import LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.options import port, whole_number
-from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
+from pipemorph_operator.reconcile.owned_jobs import FailedPods, Key, OwnedJobs, WatchedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
-from pipemorph_operator.reconcile.watches import LOOK_SECONDS, Key, Watched, registry
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.operator")
@@ -42,8 +37,8 @@ log = logging.getLogger("pipemorph.operator")
 WORKERS = 16
 GAP_SECONDS = 0.25
 """Minimum time between two reconciles of a job, so that 1000 starting pods cause only a few."""
-RESYNC_LOOKS = 5
-"""Every fifth resync reconciles all jobs, in case a watch missed a change."""
+RESYNC_SECONDS = 600.0
+"""Time between two reconciles of a job that does not change."""
 
 
 async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
@@ -87,37 +82,12 @@ async def lead(
         reconciler.accusations.clear()  # The next leader holds its own.
 
 
-async def resync(
-    queue: WorkQueue[Key],
-    cluster: Cluster,
-    namespaces: Sequence[str | None],
-    watched: Watched,
-    looked: Heartbeat,
-) -> None:
-    """Queue jobs whose changes kopf's watch has missed, and periodically all jobs."""
-    for look in count(1):
-        await asyncio.sleep(LOOK_SECONDS)
-        looked.beat()
-        try:
-            listed = [
-                metadata
-                for namespace in namespaces
-                async for metadata in cluster.metadata(path(KIND, namespace))
-            ]
-        except REQUEST_ERRORS as error:
-            log.warning("resync could not list the jobs: %s", reason_of(error))
-            continue
-        keys = watched.look(listed)
-        if look % RESYNC_LOOKS == 0:
-            keys |= {(m["namespace"], m["name"]) for m in listed}
-        for key in keys:
+async def resync(queue: WorkQueue[Key], jobs: Callable[[], list[Key]]) -> None:
+    """Queue all jobs periodically."""
+    while True:
+        await asyncio.sleep(RESYNC_SECONDS)
+        for key in jobs():
             queue.add(key)
-
-
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """Set ``stop`` on SIGTERM and SIGINT."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
@@ -144,87 +114,62 @@ async def run(options: argparse.Namespace) -> None:
 
     config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
-    watched = Watched()
-    owned, failed = OwnedJobs(queue), FailedPods(queue)
-    everywhere: list[str | None] = [None]
-    namespaces = options.namespace or everywhere
+    watched, owned, failed = WatchedJobs(queue), OwnedJobs(queue), FailedPods(queue)
     stop = asyncio.Event()
-    identity: Any = socket.gethostname()
-    stop_on_signals(stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await Cluster.configured() as cluster:
         planner = FirstPlanner(limit_seconds=LIMIT_SECONDS)
         plans = Plans(planner, queue.add)
         election = Election.configured(cluster, options, names.OPERATOR_OWNER)
-        leading = cluster.permitted(election.permit)
-        informers = [
-            Informer(cluster, "Job", owned.changed, namespace=namespace, label=LABEL_JOB)
-            for namespace in namespaces
-        ] + [
-            Informer(
-                cluster,
-                "Pod",
-                failed.changed,
-                namespace=namespace,
-                label=failed.LABELS,
-                fields=failed.FIELDS,
+        pods = partial(Informer, label=failed.LABELS, fields=failed.FIELDS)
+        all_informers = [
+            informer
+            for namespace in options.namespace or [None]
+            for informer in (
+                Informer(cluster, KIND, watched.changed, namespace=namespace),
+                Informer(cluster, "Job", owned.changed, namespace=namespace, label=LABEL_JOB),
+                pods(cluster, "Pod", failed.changed, namespace=namespace),
             )
-            for namespace in namespaces
         ]
-        reconciler = Reconciler(leading, config, owned.jobs, plans, failed.any_of)
+        informers = Informers(all_informers)
+
+        def jobs_of(namespace: str, uid: str) -> Sequence[JobFacts]:
+            if not informers.listed(namespace):
+                raise ConnectionError(f"not everything in namespace {namespace} is listed")
+            return owned.jobs(namespace, uid)
+
+        leading = cluster.permitted(election.permit)
+        reconciler = Reconciler(leading, config, jobs_of, plans, failed.any_of)
         queue.close()
 
-        ready = asyncio.Event()
-
         async def elect() -> None:
-            # Until the Jobs are listed, an unknown one may exist: this process cannot lead.
-            for each in informers:
-                await first_of(each.synced, stop)
-            await first_of(ready, stop)
-            # kopf has taken over the signals, and gives tasks that it does not know 5 s to end.
-            stop_on_signals(stop)
+            await informers.settle(stop)
             await election.run(
                 partial(lead, queue, reconciler, watched.jobs, options.workers), stop
             )
 
-        loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watch", 5 * LOOK_SECONDS)
+        loop_monitor = LoopMonitor()
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: ready.is_set() and election.known,
-            (
-                loop_monitor,
-                looked,
-                queue.overdue,
-                watched.trouble,
-                *(each.alive for each in informers),
-            ),
-            election.state,
+            lambda: informers.unready() or ("" if election.known else "the Lease is not read yet"),
+            (loop_monitor, queue.overdue, *informers.checks()),
+            lambda: "\n".join([election.state(), *informers.problems()]),
         )
         electing = asyncio.create_task(elect())
-        tasks = [asyncio.create_task(each.run()) for each in informers]
+        tasks = [asyncio.create_task(each.run()) for each in all_informers]
+        tasks.append(asyncio.create_task(resync(queue, watched.jobs)))
+        tasks.append(asyncio.create_task(loop_monitor.run()))
         for task in (electing, *tasks):
             task.add_done_callback(partial(_end, stop))
-        tasks.append(asyncio.create_task(resync(queue, cluster, namespaces, watched, looked)))
-        tasks.append(asyncio.create_task(loop_monitor.run()))
         try:
-            await until_listed(cluster, stop)
-            # kopf does not cancel tasks that were started before it.
-            await kopf.operator(
-                registry=registry(queue, watched),
-                # By default kopf looks up the user name, which a container's user may not have.
-                identity=identity,
-                standalone=True,
-                clusterwide=not options.namespace,
-                namespaces=options.namespace,
-                stop_flag=stop,
-                ready_flag=ready,
-            )
+            await stop.wait()
         finally:
             stop.set()
             await asyncio.wait([electing])  # It releases the Lease.
             for task in tasks:
                 task.cancel()
-            for task in tasks:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             await plans.close()
@@ -279,7 +224,6 @@ def main() -> None:
     except InputError as error:
         parser().error(str(error))
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
     asyncio.run(run(options))
 
 

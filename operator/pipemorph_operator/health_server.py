@@ -106,14 +106,14 @@ async def _once(
 async def start(
     host: str | None,
     port: int,
-    is_ready: Callable[[], bool],
+    unready: Check,
     checks: Sequence[Check] = (),
     state: Callable[[], str] = str,
 ) -> HealthServer:
     """Start the server, on every address of the pod if ``host`` is None.
 
-    ``/healthz`` returns 503 with the problems that ``checks`` find; ``/readyz`` returns 503 until
-    ``is_ready``. Both add the line ``state`` to their "ok". Raises OSError if the port is taken.
+    ``/healthz`` returns 503 with the problems that ``checks`` find, ``/readyz`` with that of
+    ``unready``. Both add the lines of ``state`` to their "ok". Raises OSError if the port is taken.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -133,7 +133,8 @@ async def start(
         return web.Response(status=503, text="\n".join(wrong) + "\n")
 
     async def ready(_: web.Request) -> web.Response:
-        return well() if is_ready() else web.Response(status=503)
+        missing = unready()
+        return web.Response(status=503, text=f"{missing}\n") if missing else well()
 
     app = web.Application(middlewares=[_once])
     app.router.add_get("/metrics", metrics)

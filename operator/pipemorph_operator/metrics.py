@@ -39,6 +39,11 @@ WATCH_CONFIRMED = Gauge(
     _BY_WATCH,
 )
 OBJECTS = Gauge("pipemorph_watch_objects", "Objects known.", _BY_WATCH)
+WATCH_REFUSED = Gauge(
+    "pipemorph_watch_refused",
+    "1 while the API server refuses a namespace that should be served, as without its rights.",
+    _BY_WATCH,
+)
 LISTS = Counter(
     "pipemorph_watch_lists_total",
     "Lists of all objects: at the start, and when a watch cannot be resumed.",

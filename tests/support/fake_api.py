@@ -109,11 +109,6 @@ class FakeCluster(Cluster):
             each.pop("kind"), each.pop("apiVersion")
         return found
 
-    async def metadata(self, url: str) -> AsyncIterator[Object]:
-        await self._arrives("list", url)
-        for each in self._in(url):
-            yield copy.deepcopy(each["metadata"])
-
     def _in(self, url: str) -> list[Object]:
         """Objects of a list, of one namespace or of all."""
         root, _, plural = url.rpartition("/")
@@ -241,6 +236,8 @@ class FakeApi:
         self.asked: list[dict[str, str]] = []
         self.refusals: list[int] = []
         """Statuses with which the next requests are refused; 0 for none."""
+        self.refused: dict[str, int] = {}
+        """Statuses with which every request about a namespace is refused."""
         self.mute = False
         """Whether watches are not told what happens, as if it had happened while they were down."""
         self.ends_watches = False
@@ -305,7 +302,9 @@ class FakeApi:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
         self.asked.append(query)
-        status = self.refusals.pop(0) if self.refusals else 0
+        namespace = query["namespace"] = request.match_info.get("namespace", "")
+        status = self.refused.get(namespace, 0)
+        status = status or (self.refusals.pop(0) if self.refusals else 0)
         if status:
             return web.json_response(_status(status, "refused"), status=status)
         return await (self._watch(request, query) if "watch" in query else self._list(query))
@@ -313,7 +312,8 @@ class FakeApi:
     async def _list(self, query: dict[str, str]) -> web.Response:
         version, start = map(int, query.get("continue", f"{self.version} 0").split())
         if "continue" not in query:
-            self._snapshots[version] = [self.objects[key] for key in sorted(self.objects)]
+            wanted = [k for k in sorted(self.objects) if query["namespace"] in ("", k[0])]
+            self._snapshots[version] = [self.objects[key] for key in wanted]
         if version not in self._snapshots:
             said = _status(410, "The provided continue parameter is too old")
             return web.json_response(said, status=410)
@@ -340,7 +340,8 @@ class FakeApi:
             queue.put_nowait(None)
         try:
             while (event := await queue.get()) is not None:
-                await response.write(_line(event))
+                if query["namespace"] in ("", event["object"]["metadata"].get("namespace", "")):
+                    await response.write(_line(event))
         finally:
             self._watching.discard(queue)
         return response
@@ -351,6 +352,7 @@ async def fake_api() -> AsyncIterator[tuple[FakeApi, Cluster]]:
     """A server, and a client of it."""
     api, app = FakeApi(), web.Application()
     app.router.add_get("/apis/batch/v1/jobs", api._answer)
+    app.router.add_get("/apis/batch/v1/namespaces/{namespace}/jobs", api._answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

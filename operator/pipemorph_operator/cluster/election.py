@@ -231,14 +231,6 @@ class Election:
             log.warning("the event could not be written: %s", reason_of(error))
 
 
-async def first_of(*events: asyncio.Event) -> None:
-    """Return once any of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in waits:
-        each.cancel()
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of :meth:`Election.configured`."""
     parser.add_argument(

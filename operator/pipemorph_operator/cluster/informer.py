@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipemorph_operator.cluster.client import (
     REQUEST_ERRORS,
@@ -22,7 +22,7 @@ from pipemorph_operator.cluster.client import (
     reason_of,
 )
 from pipemorph_operator.health_server import Heartbeat
-from pipemorph_operator.metrics import LISTS, OBJECTS, WATCH_CONFIRMED
+from pipemorph_operator.metrics import LISTS, OBJECTS, WATCH_CONFIRMED, WATCH_REFUSED
 
 log = logging.getLogger("pipemorph.watch")
 
@@ -33,7 +33,9 @@ SILENT_SECONDS = 300.0
 opened again after 90 s."""
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
-GONE = 410
+FORBIDDEN, NOT_FOUND, GONE = 403, 404, 410
+REFUSALS = 4
+"""Answers with another error, one after the other, after which a namespace counts as refused."""
 
 Key = tuple[str, str]
 """Namespace and name."""
@@ -62,6 +64,8 @@ class Informer:
         self._cluster = cluster
         self._kind = kind
         self._changed = changed
+        self.namespace = namespace
+        self._what = f"{kind}s of namespace {namespace}" if namespace else f"{kind}s"
         self._url = path(kind, namespace)
         self._label, self._fields = label, fields
         self._known: dict[Key, tuple[str, str]] = {}
@@ -70,8 +74,16 @@ class Informer:
         self._metric = {"kind": kind, "job_namespace": namespace or ""}
         self.synced = asyncio.Event()
         """Set once all objects have been listed."""
+        self.settled = asyncio.Event()
+        """Set once they have been listed, or it is known that this namespace is refused."""
+        self._failures, self._problem = 0, "not listed yet"
         self.alive = Heartbeat(f"the watch of {kind}s", SILENT_SECONDS)
         """A check that the watch is not silent."""
+
+    @property
+    def problem(self) -> str:
+        """Why the objects are not followed, in one line; empty if they are."""
+        return f"{self._what}: {self._problem}" if self._problem else ""
 
     async def run(self) -> None:
         """Follow the objects, forever."""
@@ -101,9 +113,26 @@ class Informer:
                     # etcd was restored from a backup.
                     version = ""
                 self.alive.beat()  # An unreachable API server is no fault of this process.
-                log.warning("the watch of %ss failed: %s", self._kind, reason_of(error))
+                self._fail(error, answered=isinstance(error, ApiRefused) and not forgotten)
             await asyncio.sleep(retry * random.uniform(0.75, 1.25))
             retry = min(2 * retry, LAST_RETRY_SECONDS)
+
+    def _fail(self, error: Exception, *, answered: bool) -> None:
+        """Log why the objects cannot be followed. An answer that refuses one namespace is that
+        namespace's problem: it keeps nobody from serving the others."""
+        reason = reason_of(error)
+        status = error.status if isinstance(error, ApiRefused) else 0
+        if status == NOT_FOUND:
+            reason += "; is the CRD installed?"
+        self._failures += answered
+        if answered or not self.synced.is_set():
+            self._problem = reason
+        log.warning("the watch of %s failed: %s", self._what, reason)
+        if not answered or self.namespace is None or status == NOT_FOUND:
+            return
+        if status == FORBIDDEN or self._failures >= REFUSALS:
+            WATCH_REFUSED.labels(**self._metric).set(1)
+            self.settled.set()
 
     async def _list(self) -> str:
         """Read all objects; those known before and not listed are gone. Returns the version."""
@@ -127,6 +156,7 @@ class Informer:
         self._confirm()
         LISTS.labels(**self._metric).inc()
         self.synced.set()
+        self.settled.set()
         return version
 
     def _take(self, obj: Object) -> Key:
@@ -156,8 +186,51 @@ class Informer:
     def _confirm(self) -> None:
         """What is known is what the API server has."""
         self.alive.beat()
+        self._failures, self._problem = 0, ""
+        WATCH_REFUSED.labels(**self._metric).set(0)
         WATCH_CONFIRMED.labels(**self._metric).set_to_current_time()
         OBJECTS.labels(**self._metric).set(len(self._known))
+
+
+class Informers:
+    """The informers of a process: of each of its kinds in each of its namespaces."""
+
+    def __init__(self, informers: Sequence[Informer]) -> None:
+        self._all = informers
+
+    async def settle(self, stop: asyncio.Event) -> None:
+        """Return once the process may lead, or ``stop`` is set: until everything is listed, an
+        unknown object may exist. Namespaces that are refused are not served (:meth:`listed`)."""
+        for each in self._all:
+            await first_of(each.settled, stop)
+
+    def listed(self, namespace: str) -> bool:
+        """Whether everything in a namespace has been listed."""
+        return all(
+            each.synced.is_set() for each in self._all if each.namespace in (None, namespace)
+        )
+
+    def problems(self) -> list[str]:
+        """What is not followed now, one line each."""
+        return [each.problem for each in self._all if each.problem]
+
+    def unready(self) -> str:
+        """Why no namespace can be served, one problem a line; empty if at least one can."""
+        served = any(self.listed(each.namespace or "") for each in self._all)
+        waiting = any(not each.settled.is_set() for each in self._all)
+        return "\n".join(self.problems()) if waiting or not served else ""
+
+    def checks(self) -> list[Heartbeat]:
+        """Checks that no watch is silent."""
+        return [each.alive for each in self._all]
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Return once any of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
 
 
 def _key(obj: Object) -> Key:

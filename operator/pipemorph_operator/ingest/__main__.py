@@ -27,8 +27,8 @@ from pipemorph.ingest import (
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.election import Election, add_options, first_of
-from pipemorph_operator.cluster.informer import Informer
+from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.informer import Informer, Informers
 from pipemorph_operator.cluster.leader_label import LeaderLabel
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
@@ -167,6 +167,12 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     leading = cluster.permitted(election.permit)
     store = ClusterStore(leading, first_plan=first, term=lambda: election.term)
     job_cache = JobCache(store)
+    jobs = [
+        Informer(cluster, KIND, job_cache.changed, namespace=namespace)
+        for namespace in options.namespace or [None]
+    ]
+    informers = Informers(jobs)
+    store.is_listed = informers.listed
     label: LeaderLabel | None = None
     if options.pods is not None:
         namespace, _ = options.lease
@@ -199,10 +205,6 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     store.on_dropped, store.on_lost = dropped, desk.hurry
     server.handler.on_taken = layers.reported
     serving = False
-    jobs = [
-        Informer(cluster, KIND, job_cache.changed, namespace=namespace)
-        for namespace in options.namespace or [None]
-    ]
 
     async def warm_up() -> None:
         """Beside what is served: agents need their answers before another plan."""
@@ -211,17 +213,18 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
 
     loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
 
-    def ready() -> bool:
-        """It leads, or can as soon as the one that leads does not."""
-        synced = all(each.synced.is_set() for each in jobs)
-        return serving and synced and (leads or election.stands_by)
+    def unready() -> str:
+        """Why it neither leads nor can as soon as the one that leads does not."""
+        if not serving:
+            return "its port is not open yet"
+        return informers.unready() or ("" if leads or election.stands_by else "nobody leads yet")
 
     http = await health_server.start(
         options.host,
         options.metrics_port,
-        ready,
-        (loop_monitor, lambda: ticked() if leads else "", *(each.alive for each in jobs)),
-        election.state,
+        unready,
+        (loop_monitor, lambda: ticked() if leads else "", *informers.checks()),
+        lambda: "\n".join([election.state(), *informers.problems()]),
     )
 
     async def lead() -> None:
@@ -244,9 +247,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
             await server.handler.persisted(PERSIST_SECONDS)
 
     async def elect() -> None:
-        # Until the jobs are listed, an unknown one may report: this process cannot lead.
-        for each in jobs:
-            await first_of(each.synced, stop)
+        await informers.settle(stop)
         await election.run(lead, stop)
 
     tasks = [asyncio.create_task(each.run()) for each in jobs]

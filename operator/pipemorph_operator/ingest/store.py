@@ -70,6 +70,8 @@ class ClusterStore:
     ) -> None:
         """``first_plan`` computes the first plans of large jobs; None: compute all in-process.
         ``term``: of the ingest's Lease."""
+        self.is_listed: Callable[[str], bool] = lambda _: True
+        """Whether all jobs of a namespace are known."""
         self.on_dropped: Callable[[JobController, Generations], None] = lambda *_: None
         """Told of jobs that are not tracked any more."""
         self.on_lost: Callable[[Generations], None] = lambda _: None
@@ -113,7 +115,7 @@ class ClusterStore:
 
     def may_come(self, namespace: str, job: str) -> bool:
         """Whether a job that is not tracked may still be."""
-        return self._coming.may_come((namespace, job))
+        return self._coming.may_come((namespace, job)) or not self.is_listed(namespace)
 
     async def persist(self, namespace: str, job: str) -> None:
         """Write the plan version and the summary to status. Raises if the write failed."""

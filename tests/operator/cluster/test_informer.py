@@ -15,7 +15,7 @@ from waiting import until_async
 
 from pipemorph_operator.cluster import client, informer
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.informer import Informer
+from pipemorph_operator.cluster.informer import Informer, Informers
 from pipemorph_operator.health_server import Heartbeat
 
 Key = tuple[str, str]
@@ -262,6 +262,88 @@ def test_an_api_server_that_refuses_is_asked_less_and_less_often(
     for pause, middle in zip(pauses, wanted, strict=False):
         assert 0.75 * middle <= pause <= 1.25 * middle
     assert "the watch of Jobs failed: 503" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("refused", "served", "unready"),
+    [
+        ({"b": 403}, ["a"], ""),
+        ({"b": 503}, ["a"], ""),
+        (
+            {"a": 403, "b": 403},
+            [],
+            "Jobs of namespace a: 403 : refused\nJobs of namespace b: 403 :",
+        ),
+        ({"b": 404}, None, "Jobs of namespace b: 404 : refused; is the CRD installed?"),
+        ({"": 403}, None, "Jobs: 403 : refused"),
+    ],
+)
+def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
+    refused: dict[str, int],
+    served: list[str] | None,
+    unready: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without its Role, as when the namespace was deleted. ``served`` None: it does not lead."""
+    monkeypatch.setattr(informer, "LAST_RETRY_SECONDS", 0.01)
+
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.refused = dict(refused)
+        api.put("j", "a")
+        api.put("j", "b")
+        made = [
+            Informer(cluster, "Job", mirror.changed, namespace=namespace)
+            for namespace in ([None] if "" in refused else ["a", "b"])
+        ]
+        informers, stop = Informers(made), asyncio.Event()
+        tasks = [asyncio.create_task(each.run()) for each in made]
+        settling = asyncio.create_task(informers.settle(stop))
+
+        def asked_often() -> bool:
+            return settling.done() if served is not None else len(api.asked) > 12
+
+        await until_async(asked_often, "what is refused")
+        assert settling.done() is (served is not None)
+        listed = [namespace for namespace in ("a", "b") if informers.listed(namespace)]
+        assert listed == (served if served is not None else listed)
+        assert informers.unready().startswith(unready) and bool(informers.unready()) is bool(
+            unready
+        )
+        assert len(informers.problems()) == len(refused), "it is named all the same"
+        labels = {"kind": "Job", "job_namespace": "b"}
+        metric = REGISTRY.get_sample_value("pipemorph_watch_refused", labels)
+        assert metric == 1 or served is None
+        api.refused.clear()
+        await until_async(lambda: not informers.problems(), "that it is taken up when it is back")
+        assert mirror.objects.keys() == {("a", "j"), ("b", "j")}
+        await settling
+        assert informers.listed("b") and not informers.unready()
+        for task in tasks:
+            task.cancel()
+
+    scenario(test)
+
+
+def test_a_namespace_that_goes_while_it_is_watched_stops_nothing() -> None:
+    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+        api.put("j", "b")
+        made = Informer(cluster, "Job", mirror.changed, namespace="b")
+        task = asyncio.create_task(made.run())
+        await made.synced.wait()
+        await api.idle()
+        api.refused["b"] = 403
+        api.end_watches()
+        await until_async(lambda: "403" in made.problem, "the refusal")
+        assert mirror.objects and made.synced.is_set() and not made.alive()
+        api.mute = True
+        api.delete("j", "b")
+        api.mute = False
+        api.forget()
+        api.refused.clear()
+        await until_async(lambda: not mirror.objects and not made.problem, "that it is gone")
+        task.cancel()
+
+    scenario(test)
 
 
 @pytest.mark.parametrize("seed", range(8))
