@@ -22,7 +22,7 @@ log = logging.getLogger("pipemorph.serve")
 Check = Callable[[], str]
 """Returns the current problem in one line; empty if healthy."""
 
-LIMITS = ConnectionLimits(in_all=64, per_source=64, silent=64)
+LIMITS = ConnectionLimits(in_all=64, per_source=64, unauthenticated=64)
 ANSWER_SECONDS = 10.0
 """Time limit of a connection, from accept to the end of its response. Clients are not
 authenticated; above the connection limit the oldest connection is closed."""

@@ -8,7 +8,7 @@ pods.
 """
 
 from pipemorph.ingest.app import IngestServer, Join, make_app
-from pipemorph.ingest.connections import Acceptor, ConnectionLimits
+from pipemorph.ingest.connections import Acceptor, ConnectionLimits, open_files_limit
 from pipemorph.ingest.generations import GenerationDesk, GenerationStore, PollLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import (
@@ -53,5 +53,6 @@ __all__ = [
     "Reply",
     "Search",
     "make_app",
+    "open_files_limit",
     "search_here",
 ]

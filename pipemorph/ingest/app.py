@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
-from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved, head_received
+from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved, connection_of
 from pipemorph.ingest.generations import GenerationDesk
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, Identity, JobStore, Refused
@@ -104,9 +104,12 @@ def make_app(
         try:
             if scheme.lower() != "bearer" or not token.strip():
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
-            return await authenticator.authenticate(
+            identity = await authenticator.authenticate(
                 token.strip(), namespace, name, request.remote or ""
             )
+            if (connection := connection_of(request)) is not None:
+                connection.authenticated()
+            return identity
         except Refused as refusal:
             wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
             # Anybody may say it; it helps to find which machine has the wrong token.
@@ -225,14 +228,17 @@ def make_app(
     async def one_line_errors(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        head_received(request)
+        if (connection := connection_of(request)) is not None:
+            connection.head_received()
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return _response(Reply.error(error.status, error.reason))
+            reply = Reply.error(error.status, error.reason)
         except Exception:  # An internal error: one line for the caller, the traceback for the log.
             log.exception("%s %s failed", request.method, _shown(request.path))
-            return _response(Reply.error(500, "internal error of the ingest; see its log"))
+            reply = Reply.error(500, "internal error of the ingest; see its log")
+        # The client may not have authenticated: no such answer keeps its connection open.
+        return _response(reply._replace(hangs_up=True))
 
     app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
     app[_HANDLER] = handler

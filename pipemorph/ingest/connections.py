@@ -1,12 +1,13 @@
-"""Accepts connections within limits, and closes connections that send no request in time.
+"""Accepts connections within limits, and closes connections that do not authenticate in time.
 
 A TLS connection costs about 50 KiB before its client has authenticated, and its handshake a
-millisecond or two in which nobody else is answered. So the number of connections is limited: in
-total, per source address, and most tightly for *silent* ones, which have not sent a complete
-request head yet. At a limit, the oldest silent connection of the source with most of them is
-closed. So a flood of silent connections displaces only itself, and a client that sends its request
-at once keeps its connection. One that has said nothing at all is a socket and a timer: a handshake
-begins once the client has begun it, at a limited rate, and sources take turns.
+millisecond or two in which no other client is answered. So the number of connections is limited: in
+total, per source address, and most tightly for *unauthenticated* ones, of which no request has
+carried a valid token yet. At a limit, the oldest unauthenticated connection of the source with most
+of them is closed. So a flood of such connections displaces only itself, whatever it sends, and
+a client that authenticates keeps its connection. A connection that has sent nothing is a socket and
+a timer: a TLS handshake begins once the client has begun it, at a limited rate, and sources take
+turns. All limits together use a part of the file descriptors that the process may open.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import socket
 import ssl
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -46,6 +49,10 @@ EXHAUSTED_SECONDS = 1.0
 """Pause when the process has no file descriptors left."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
+SHARE_OF_FILES = 3
+"""Divisor of the process's limit of open files: most connections of one :class:`Acceptor`. A host
+may have two of them, and its own files."""
+
 Unserved = Literal["silent", "crowded", "handshake"]
 """Why a connection was not served: no request head in time, limit reached, or TLS failed."""
 OnUnserved = Callable[[Unserved], None]
@@ -65,18 +72,40 @@ class ConnectionLimits:
     """Limits of open connections. Raises ValueError for a limit below 1.
 
     An agent uses two. ``per_source`` is generous, since all agents may share one address behind a
-    NAT or a proxy. ``silent`` limits connections without a complete request head, of 60 KiB each:
-    after a restart a thousand agents come back within some seconds, with two connections each.
+    NAT or a proxy. ``unauthenticated`` limits connections without a valid token yet, of 60 KiB
+    each: after a restart a thousand agents come back within some seconds, with two connections
+    each. The rest of ``in_all`` is reserved for authenticated clients.
     """
 
     in_all: int = 4096
     per_source: int = 2048
-    silent: int = 512
+    unauthenticated: int = 512
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 connection")
+
+    def within(self, files: int) -> ConnectionLimits:
+        """Limits that fit into ``files`` file descriptors: a third of them at most, of which a
+        quarter may be unauthenticated."""
+        most = max(4, files // SHARE_OF_FILES)
+        if self.in_all <= most:
+            return self
+        return ConnectionLimits(
+            most, min(self.per_source, most), min(self.unauthenticated, most // 4)
+        )
+
+
+def open_files_limit(wanted: int = 0) -> int:
+    """Number of files that this process may open. Raised to ``wanted`` if the hard limit allows,
+    else as far as it does; programs that this one starts inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return sys.maxsize if soft == unlimited else soft
 
 
 class Turns:
@@ -135,8 +164,13 @@ class Connection(asyncio.Protocol):
         """Whether the event loop has taken over the socket."""
 
     def head_received(self) -> None:
-        """Mark that a complete request head has arrived, so the connection is no longer silent."""
-        self._acceptor.head_received(self)
+        """Stop the clock of the first request head."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def authenticated(self) -> None:
+        """Reserve the connection for its client: no other connection displaces it."""
+        self._acceptor.authenticated(self)
 
     def abort(self) -> None:
         """Close the connection now, in any state."""
@@ -178,19 +212,20 @@ class Connection(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
 
-def head_received(request: web.Request) -> None:
-    """Mark a request's connection as no longer silent. For an application's middleware; without
-    effect behind a server other than :class:`Acceptor`."""
+def connection_of(request: web.BaseRequest) -> Connection | None:
+    """Connection of a request; None behind a server other than :class:`Acceptor`, or if it has been
+    closed."""
     connection = request.transport.get_protocol() if request.transport is not None else None
-    if isinstance(connection, Connection):
-        connection.head_received()
+    return connection if isinstance(connection, Connection) else None
 
 
 class Acceptor:
     """Accepts connections on listening sockets, within ``limits``.
 
-    ``serve`` creates the protocol of an established connection. The first request head must be
-    complete ``head_seconds`` after the connection is accepted.
+    ``serve`` creates the protocol of an established connection, whose requests find theirs by
+    :func:`connection_of`. The first request head must be complete ``head_seconds`` after
+    the connection is accepted. Limits that do not fit into the process's limit of open files are
+    lowered, see :meth:`ConnectionLimits.within`.
     """
 
     def __init__(
@@ -203,14 +238,14 @@ class Acceptor:
         on_unserved: OnUnserved | None = None,
     ) -> None:
         self.serve = serve
-        self._limits = limits
+        self._limits = limits.within(open_files_limit())
         self._head_seconds = head_seconds
         self._tls = tls
         self._on_unserved = on_unserved
         self._open: set[Connection] = set()
         self._per_source: Counter[str] = Counter()
-        self._silent: dict[str, dict[Connection, None]] = {}
-        """Silent connections by source, oldest first."""
+        self._unauthenticated: dict[str, dict[Connection, None]] = {}
+        """Connections without a valid token yet, by source, oldest first."""
         self._coming: dict[str, TokenBucket] = {}
         """How many more connections may come now, by source."""
         self._handshakes: Turns | None = None
@@ -226,13 +261,21 @@ class Acceptor:
 
     async def open(self, host: str | None, port: int) -> None:
         """Listen. Raises OSError if the address is taken."""
+        # asyncio resolves and binds the addresses; the sockets are then used with limits here.
+        bound = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, host, port, start_serving=False
+        )
+        listeners = [each.dup() for each in bound.sockets]
+        bound.close()
+        await self.listen(listeners)
+
+    async def listen(self, listeners: Sequence[socket.socket]) -> None:
+        """Accept from bound sockets, which are closed with this. Raises OSError if the address is
+        taken."""
         loop = asyncio.get_running_loop()
         if self._tls is not None:
             self._handshakes = Turns(HANDSHAKES_PER_SECOND, HANDSHAKES_AT_ONCE)
-        # asyncio resolves and binds the addresses; the sockets are then used with limits here.
-        bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
-        self._listeners = [each.dup() for each in bound.sockets]
-        bound.close()
+        self._listeners = [*listeners]
         try:
             for listener in self._listeners:
                 listener.setblocking(False)
@@ -243,7 +286,7 @@ class Acceptor:
             raise
 
     async def close(self) -> None:
-        """Stop accepting, and close silent connections."""
+        """Stop accepting, and close unauthenticated connections."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -253,8 +296,8 @@ class Acceptor:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        for silent in [*self._silent.values()]:
-            for connection in [*silent]:
+        for connections in [*self._unauthenticated.values()]:
+            for connection in [*connections]:
                 self.remove(connection)
                 connection.abort()
 
@@ -282,7 +325,7 @@ class Acceptor:
             self._count("crowded", source)
             return
         while not self._has_room(source):
-            oldest = self._oldest_silent(source)
+            oldest = self._oldest_unauthenticated(source)
             if oldest is None:
                 sock.close()
                 self._count("crowded", source)
@@ -291,7 +334,7 @@ class Acceptor:
         connection = Connection(self, sock, source)
         self._open.add(connection)
         self._per_source[source] += 1
-        self._silent.setdefault(source, {})[connection] = None
+        self._unauthenticated.setdefault(source, {})[connection] = None
         loop = asyncio.get_running_loop()
         connection.timer = loop.call_later(self._head_seconds, self._end, connection, "silent")
         if self._handshakes is None:
@@ -337,24 +380,28 @@ class Acceptor:
 
     def _has_room(self, source: str) -> bool:
         return (
-            sum(map(len, self._silent.values())) < self._limits.silent
+            sum(map(len, self._unauthenticated.values())) < self._limits.unauthenticated
             and len(self._open) < self._limits.in_all
             and self._per_source[source] < self._limits.per_source
         )
 
-    def _oldest_silent(self, source: str) -> Connection | None:
+    def _oldest_unauthenticated(self, source: str) -> Connection | None:
         """The connection to close in favour of a new one from ``source``, if any."""
         if self._per_source[source] >= self._limits.per_source:
-            crowd = self._silent.get(source, {})
+            crowd = self._unauthenticated.get(source, {})
         else:
-            crowd = max(self._silent.values(), key=len, default={})
+            crowd = max(self._unauthenticated.values(), key=len, default={})
         return next(iter(crowd), None)
 
     async def _establish(self, connection: Connection, sock: socket.socket) -> None:
         timeout = self._head_seconds if self._tls is not None else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=timeout
+                lambda: connection,
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=timeout,
+                ssl_shutdown_timeout=timeout,
             )
         except OSError as error:  # Includes TLS errors and the handshake's timeout.
             # The traceback's reference cycle would keep 50 KiB until the next garbage collection.
@@ -369,20 +416,19 @@ class Acceptor:
         connection.abort()
         self._count(why, connection.source)
 
-    def head_received(self, connection: Connection) -> None:
-        """Remove a connection from the silent ones."""
-        if connection.timer is not None:
-            connection.timer.cancel()
-        silent = self._silent.get(connection.source, {})
-        silent.pop(connection, None)
-        if not silent:
-            self._silent.pop(connection.source, None)
+    def authenticated(self, connection: Connection) -> None:
+        """Remove a connection from those that may be displaced."""
+        connection.head_received()
+        others = self._unauthenticated.get(connection.source, {})
+        others.pop(connection, None)
+        if not others:
+            self._unauthenticated.pop(connection.source, None)
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that has closed or is being closed."""
         if connection not in self._open:
             return
-        self.head_received(connection)
+        self.authenticated(connection)
         self._open.discard(connection)
         self._per_source[connection.source] -= 1
         if not self._per_source[connection.source]:

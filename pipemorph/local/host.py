@@ -470,9 +470,9 @@ def check_module_for_ranks(job: PipeMorphJob) -> None:
 def _reserved_port() -> socket.socket:
     """A socket that reserves a port for rank 0's store, which starts seconds later.
 
-    The kernel gives the port to no other process meanwhile, at any address, since the store listens
-    at all of them. The store can still bind it: both sockets set SO_REUSEADDR, and only the store's
-    listens.
+    The kernel gives the port to no other process meanwhile, at any address: the pipeline's store
+    listens at 127.0.0.1, and that of a script that calls ``init_process_group`` at all addresses.
+    Both can still bind it: all sockets set SO_REUSEADDR, and only the store's listens.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from pipemorph.errors import InputError
+from pipemorph.ingest.connections import Acceptor, ConnectionLimits, connection_of
 
 _unsaid = logging.getLogger("pipemorph.watch.requests")
 """Of requests that are no HTTP: who sends them is told, the user's terminal is not."""
@@ -31,6 +32,10 @@ HEADERS = {
     "form-action 'none'",
 }
 
+LIMITS = ConnectionLimits(in_all=256, per_source=256, unauthenticated=64)
+HEAD_SECONDS = 5.0
+"""Time limit of the first request of a connection."""
+
 Tell = Callable[[web.BaseRequest, bool], Awaitable[web.Response]]
 """Answers a request of who knows the token: for the page (True), or for a document."""
 
@@ -45,6 +50,7 @@ class Door:
         self._listener, self._tell = listener, tell
         self._token = token or secrets.token_urlsafe(24)
         self._runner: web.ServerRunner | None = None
+        self._acceptor: Acceptor | None = None
 
     @property
     def url(self) -> str:
@@ -56,7 +62,9 @@ class Door:
         self._runner = web.ServerRunner(server)
         await self._runner.setup()
         if self._listener is not None:
-            await web.SockSite(self._runner, self._listener).start()
+            assert self._runner.server is not None
+            self._acceptor = Acceptor(self._runner.server, limits=LIMITS, head_seconds=HEAD_SECONDS)
+            await self._acceptor.listen([self._listener])
 
     async def take(self, connection: socket.socket, head: bytes) -> None:
         """Serve a connection that somebody else has accepted. ``head``: what was read from it."""
@@ -68,6 +76,8 @@ class Door:
         protocol.data_received(head)
 
     async def close(self) -> None:
+        if self._acceptor is not None:
+            await self._acceptor.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -80,6 +90,8 @@ class Door:
             refused = web.Response(status=401)
             refused.force_close()
             return refused
+        if (connection := connection_of(request)) is not None:
+            connection.authenticated()
         answer = await self._tell(request, page)
         if self._listener is None:
             answer.enable_compression()  # It goes through a network.

@@ -23,7 +23,9 @@ from pipemorph.ingest import (
     GenerationDesk,
     IngestServer,
     PlannerPool,
+    open_files_limit,
 )
+from pipemorph.ingest.connections import SHARE_OF_FILES
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
@@ -161,6 +163,13 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     """Stand by, and lead once elected, until ``stop`` is set. Sets it when another process leads:
     what this one knows of jobs is out of date then, and its container starts again as a standby."""
     context = certificate(options)
+    wanted = SHARE_OF_FILES * options.max_connections
+    if (files := open_files_limit(wanted)) < wanted:
+        log.warning(
+            "this process may open %d files: it accepts a third of that in connections, not"
+            " --max-connections=%d; raise the limit of open files of the container runtime to %d",
+            files, options.max_connections, wanted,
+        )  # fmt: skip
     first = FirstPlanner(limit_seconds=FIRST_PLAN_SECONDS)
     # An API server that is away stops writes, and not adaptation.
     election = Election.configured(cluster, options, INGEST_OWNER, outlasts_renewals=True)

@@ -96,7 +96,8 @@ class HangWatch:
         self._read(self._clock())
 
     def _read(self, now: float) -> None:
-        found = [_counts(file) for file in self._files]
+        before = zip(self._counts, self._firsts, strict=True)
+        found = [_counts(file, *last) for file, last in zip(self._files, before, strict=True)]
         self.finished = max([self.finished, *(done for done, first in found if done > first)])
         counts, self._firsts = [done for done, _ in found], [first for _, first in found]
         if counts == self._counts:
@@ -126,13 +127,16 @@ class HangWatch:
         return f"no iteration was finished for {took:.0f} s ({field})"
 
 
-def _counts(file: Path) -> tuple[int, int]:
-    """Iterations that a rank has finished, and those of them that it began with; -1 and 0 if it has
-    not said so yet."""
+def _counts(file: Path, done: int, first: int) -> tuple[int, int]:
+    """Iterations that a rank has finished, and those of them that it began with; -1 and 0 before it
+    has written them. ``done`` and ``first``, the last ones, while the file cannot be read, as when
+    this process has no free file descriptor."""
     try:
         written = file.read_bytes()
     except FileNotFoundError:
         return -1, 0
+    except OSError:
+        return done, first
     return progress_of(written) or (-1, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 import ssl
 import subprocess
@@ -253,7 +254,7 @@ def test_who_is_refused_is_told_a_moment_later() -> None:
 
 def test_the_oldest_that_says_nothing_makes_room() -> None:
     async def run() -> None:
-        async with serving(silent=3) as (_, port, unserved):
+        async with serving(unauthenticated=3) as (_, port, unserved):
             crowd = []
             for _ in range(5):
                 crowd.append(knock(port))
@@ -302,6 +303,100 @@ def test_who_has_no_token_does_not_stay() -> None:
     asyncio.run(run())
 
 
+ANSWERED = {
+    "no such method": "PUT /v1/jobs/a/b/reports HTTP/1.1",
+    "no such path": "GET /v1/nothing HTTP/1.1",
+    "no token": "POST /v1/jobs/default/gpt/reports HTTP/1.1",
+    "a forged token": "GET /v1/jobs/default/gpt/directive HTTP/1.1\r\nAuthorization: Bearer x",
+    "another scheme": "GET /v1/jobs/default/gpt/directive HTTP/1.1\r\nAuthorization: Basic x",
+    "OPTIONS": "OPTIONS * HTTP/1.1",
+    "HEAD": "HEAD /v1/jobs/default/gpt/directive HTTP/1.1",
+    "CONNECT": "CONNECT a:1 HTTP/1.1",
+    "Expect": "POST /v1/jobs/default/gpt/reports HTTP/1.1\r\nExpect: 100-continue",
+    "an upgrade": "GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket",
+}
+"""Requests of a client that has no token, each with an answer."""
+
+
+@pytest.mark.parametrize("head", ANSWERED.values(), ids=[*ANSWERED])
+def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
+    async def run() -> None:
+        async with serving() as (server, port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            request = f"{head}\r\nHost: ingest\r\nContent-Length: 0\r\n\r\n"
+            writer.write(2 * request.encode())
+            answers = await asyncio.wait_for(reader.read(), PATIENCE)
+            assert len(re.findall(rb"^HTTP/1.1 4\d\d ", answers, re.MULTILINE)) == 1
+            writer.close()
+            assert server._acceptor is not None
+            open_ = server._acceptor._open
+            await until_async(lambda: not open_, "the connection is closed")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("head", [None, *ANSWERED.values()], ids=["silent", *ANSWERED])
+def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -> None:
+    """Whatever it sends. Refusals take as long as the test, so all of the crowd is open."""
+
+    async def run() -> None:
+        limits = {"in_all": 40, "per_source": 30, "unauthenticated": 20}
+        async with serving(refusal=PATIENCE, **limits) as (server, port, _):
+            poll = asyncio.create_task(ask(port, query=POLL))
+            crowd: list[socket.socket] = []
+            try:
+                await until_async(lambda: waiting(server) == 1, "the poll waits")
+                for _ in range(100):
+                    crowd.append(knock(port))
+                    if head is not None:
+                        await asyncio.get_running_loop().sock_sendall(
+                            crowd[-1], f"{head}\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
+                        )
+                asked = asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE / 2)
+                assert await asked == NOT_FOUND
+                assert server._acceptor is not None
+                open_ = server._acceptor._open
+                await until_async(
+                    lambda: len(open_) <= 21, "twenty of them and the poll are open", PATIENCE / 3
+                )
+                assert not poll.done()
+            finally:
+                for sock in crowd:
+                    sock.close()
+                poll.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (1 << 20, ConnectionLimits()),
+        (3 * 4096, ConnectionLimits()),
+        (3 * 4096 - 1, ConnectionLimits(4095, 2048, 512)),
+        (1024, ConnectionLimits(341, 341, 85)),
+        (100, ConnectionLimits(33, 33, 8)),
+        (3, ConnectionLimits(4, 4, 1)),
+    ],
+)
+def test_limits_fit_into_the_files_that_may_be_open(files: int, expected: ConnectionLimits) -> None:
+    assert ConnectionLimits().within(files) == expected
+    small = ConnectionLimits(4, 4, 1)
+    assert small.within(files) == small
+
+
+def test_a_process_raises_its_limit_of_files_as_far_as_it_may() -> None:
+    code = (
+        "import resource as r; from pipemorph.ingest import open_files_limit as limit;"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, 900));"
+        "print(limit(), limit(100), limit(500), limit(5000), r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "200 200 500 900 (900, 900)\n"
+
+
 def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
     async def run() -> None:
         async with serving() as (_, port, _unserved):
@@ -345,8 +440,8 @@ def test_a_failed_accept_ends_nothing(
 
 
 def test_a_limit_of_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="silent is 0; expected at least 1 connection"):
-        ConnectionLimits(silent=0)
+    with pytest.raises(ValueError, match="unauthenticated is 0; expected at least 1 connection"):
+        ConnectionLimits(unauthenticated=0)
 
 
 def test_sources_that_have_not_come_lately_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

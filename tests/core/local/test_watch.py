@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -27,7 +28,7 @@ from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
 from pipemorph.watch import documents
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
-from pipemorph.watch.door import listen
+from pipemorph.watch.door import LIMITS, listen
 
 Answer = tuple[int, bytes, http.client.HTTPMessage]
 
@@ -108,6 +109,28 @@ def test_anything_else_is_refused_and_told_nothing(
     status, body, headers = ask(server, path.format(token=token), method, Authorization="Bearer x")
     assert (status, body) == (401, b"")
     assert sight.asked == [] and "WWW-Authenticate" not in headers
+
+
+def test_strangers_do_not_keep_a_viewer_out(server: WatchServer) -> None:
+    """Connections that send nothing, and ones that are refused, and sent again and again."""
+    kept = http.client.HTTPConnection(server.url.split("/")[2], timeout=DEADLINE)
+    kept.request("GET", own(server))
+    assert kept.getresponse().read()
+    address = ("127.0.0.1", int(server.url.split(":")[2].split("/")[0]))
+    with contextlib.ExitStack() as stack:
+        for number in range(400):
+            stranger = stack.enter_context(socket.create_connection(address, DEADLINE))
+            if number % 2:
+                stranger.sendall(b"GET /x/ HTTP/1.1\r\nHost: x\r\n\r\n")
+        acceptor = server._door._acceptor
+        assert acceptor is not None
+        began = time.monotonic()
+        assert ask(server, own(server))[0] == 200
+        assert time.monotonic() - began < DEADLINE / 2
+        assert len(acceptor._open) <= LIMITS.unauthenticated + 2
+        kept.request("GET", own(server, "view"))  # Not displaced by any of them.
+        assert kept.getresponse().status == 200
+    kept.close()
 
 
 def test_what_is_no_http_is_told_to_its_sender_only(

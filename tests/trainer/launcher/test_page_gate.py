@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
 import sys
@@ -93,6 +94,23 @@ def test_strangers_hold_a_few_connections_for_a_moment(
     assert len(closed) == 20, "the oldest of them"
     for each in silent:
         each.close()
+
+
+def test_without_a_free_file_descriptor_it_pauses_and_goes_on(
+    page: PageGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "EXHAUSTED_SECONDS", 0.2)
+    accept, tried = socket.socket.accept, [0]
+
+    def exhausted(self: socket.socket) -> object:
+        tried[0] += 1
+        if tried[0] <= 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", exhausted)
+    assert ask(page, "/x/")[0] == 401
+    assert tried == [3], "one try a pause"
 
 
 def test_a_request_that_does_not_come_is_not_waited_for(page: PageGate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from pipemorph_trainer.errors import PipelineError
@@ -35,3 +36,14 @@ def everywhere(address: str) -> str:
 def in_url(address: str) -> str:
     """``address`` in the form for URLs, before a colon and a port."""
     return f"[{address}]" if ":" in address else address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is a literal loopback address or ``localhost``. Not another name that
+    resolves to one: on other machines it may resolve to an address that they reach."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

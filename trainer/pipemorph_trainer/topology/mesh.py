@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.topology.addresses import in_url
+from pipemorph_trainer.topology.addresses import in_url, is_loopback
 from pipemorph_trainer.topology.groups import destroy_at_exit
 
 SETUP_SECONDS = 300.0
 """Longest time for the ranks to connect to each other."""
+BACKLOG = 1024
+"""Length of the accept queue of the ranks' store: all ranks connect at once."""
 
 
 def make_mesh(
@@ -105,13 +110,39 @@ def join_process_group(context: TrainerContext, device: torch.device) -> bool:
         # torchrun already serves the store; its variables say where.
         dist.init_process_group(backend, timeout=timeout)
     else:
+        where: dict[str, Any] = {
+            "init_method": f"tcp://{in_url(context.master_addr)}:{context.master_port}"
+        }
+        if is_loopback(context.master_addr):
+            where = {"store": loopback_store(context, timeout)}
         dist.init_process_group(
-            backend,
-            init_method=f"tcp://{in_url(context.master_addr)}:{context.master_port}",
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timeout,
+            backend, rank=context.rank, world_size=context.world_size, timeout=timeout, **where
         )
     assert dist.GroupMember.WORLD is not None
     destroy_at_exit(dist.GroupMember.WORLD)
     return True
+
+
+def loopback_store(context: TrainerContext, timeout: timedelta) -> TCPStore:
+    """The store of ranks on one machine. Rank 0 serves it at a loopback address only: torch's own
+    rendezvous listens at every address, and its store has no authentication. Raises
+    :class:`InputError` on rank 0 if the port is in use."""
+    host, port = context.master_addr, context.master_port
+    serving: dict[str, Any] = {}
+    if context.rank == 0:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise InputError(
+                f"port {port} of {host} cannot be used for the ranks' store ({error.strerror});"
+                " set MASTER_PORT to a port that is free"
+            ) from None
+        serving = {"master_listen_fd": listener.detach()}
+    return TCPStore(
+        host, port, context.world_size, context.rank == 0, timeout, multi_tenant=True, **serving
+    )

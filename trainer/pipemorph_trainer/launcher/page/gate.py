@@ -8,6 +8,7 @@ which gets the accepted connections and ends by itself when nobody watches.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -30,6 +31,9 @@ PORT_VARIABLE, TOKEN_VARIABLE = "PIPEMORPH_PAGE_PORT", "PIPEMORPH_PAGE_TOKEN_FIL
 LEAST_TOKEN_BYTES = 16
 MOST_WAITING, HEAD_SECONDS, MOST_HEAD_BYTES = 16, 5.0, 8192
 """Connections of which the request line has not come, how long one may take, and its bytes."""
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+EXHAUSTED_SECONDS = 1.0
+"""Pause in which no connection is accepted, when no file descriptor is free."""
 START_PAUSE_SECONDS = 5.0
 """Least time between two starts of the process."""
 END_SECONDS = 4.0
@@ -137,14 +141,25 @@ class PageGate:
                 selector.unregister(connection)
                 del waiting[connection]
 
+            accept_at = 0.0
             while not self._closing:
-                for key, _ in selector.select(HEAD_SECONDS if waiting else None):
+                if accept_at and time.monotonic() >= accept_at:
+                    accept_at = 0.0
+                    selector.register(self._listener, selectors.EVENT_READ)
+                timeout = EXHAUSTED_SECONDS if accept_at else HEAD_SECONDS if waiting else None
+                for key, _ in selector.select(timeout):
                     if key.fileobj is self._listener:
-                        with contextlib.suppress(OSError):  # It is gone already.
+                        try:
                             connection, _ = self._listener.accept()
-                            connection.setblocking(False)
-                            selector.register(connection, selectors.EVENT_READ)
-                            waiting[connection] = bytearray(), time.monotonic() + HEAD_SECONDS
+                        except OSError as error:
+                            if error.errno in EXHAUSTED:
+                                # It stays readable: without a pause this thread would spin.
+                                selector.unregister(self._listener)
+                                accept_at = time.monotonic() + EXHAUSTED_SECONDS
+                            continue  # Else the client has disconnected already.
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ)
+                        waiting[connection] = bytearray(), time.monotonic() + HEAD_SECONDS
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in waiting:
                         done = self._read(key.fileobj, waiting[key.fileobj][0])
                         if done is not None:
