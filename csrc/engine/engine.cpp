@@ -190,7 +190,7 @@ void Engine::decide_data(const std::shared_ptr<Greeting>& greeting) {
                                                ", which is not connected");
         return;
     }
-    if (const std::string why = link->may_attach_data(h.path, h.epoch); !why.empty()) {
+    if (const std::string why = link->paths().may_attach(h.path, h.epoch); !why.empty()) {
         greeting->refuse(Verdict::not_yet, why);
         return;
     }
@@ -199,7 +199,7 @@ void Engine::decide_data(const std::shared_ptr<Greeting>& greeting) {
     const uint32_t path = h.path;
     const uint32_t epoch = h.epoch;
     if (Fd fd = greeting->accept(reply))
-        link->attach_data(path, epoch, std::move(fd), greeting->handshake().keys());
+        link->paths().attach(path, epoch, std::move(fd), greeting->handshake().keys());
 }
 
 void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
@@ -323,13 +323,13 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         before = std::exchange(links_[{h.from_rank, h.link}], link);
     }
     if (before) before->die(before->describe() + " was replaced by a new connection");
-    link->attach_control(std::move(fd), handshake.keys(), h.epoch, h.received);
+    link->control().attach(std::move(fd), handshake.keys(), h.epoch, h.received);
 }
 
 void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
                          const std::shared_ptr<Link>& link) {
     const Hello h = greeting->hello();
-    if (h.epoch <= link->control_epoch()) {
+    if (h.epoch <= link->control().epoch()) {
         greeting->refuse(Verdict::not_yet,
                          link->describe() + " is past control epoch " + std::to_string(h.epoch));
         return;
@@ -337,9 +337,9 @@ void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
     HelloReply reply;
     reply.transport = link->transport();
     reply.listen_port = runtime_->listen_port;
-    reply.received = link->control_received();
+    reply.received = link->control().received();
     if (Fd fd = greeting->accept(reply))
-        link->attach_control(std::move(fd), greeting->handshake().keys(), h.epoch, h.received);
+        link->control().attach(std::move(fd), greeting->handshake().keys(), h.epoch, h.received);
 }
 
 void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& why) {

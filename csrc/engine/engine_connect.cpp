@@ -181,8 +181,8 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     if (before) before->die(before->describe() + " was replaced by a new connection");
     // Over this connection the acceptor hears of it.
     if (!why.empty()) link->die(link->describe() + " is dead: " + why);
-    link->attach_control(std::move(control.fd), control.keys, attempt->hello.epoch,
-                         control.reply.received);
+    link->control().attach(std::move(control.fd), control.keys, attempt->hello.epoch,
+                           control.reply.received);
     link->confirm();
     // Not before it is confirmed: whatever connect() has returned, accept() returns as well, also
     // if it is closed at once.

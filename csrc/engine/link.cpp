@@ -1,10 +1,11 @@
 #include "engine/link.hpp"
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 
-#include "os/clock.hpp"
+#include "os/copy.hpp"
 
 namespace pipemorph {
 
@@ -15,8 +16,8 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
              runtime_->config.chunk_bytes, runtime_->config.flight_bytes,
              // As long as a connection may take to say that what it was given got through.
              std::max(runtime_->peer_deadline_ns / 2, kSecond)}),
-      lease_pool_(std::make_shared<LeasePool>(runtime_->config.flight_bytes)),
-      peer_(runtime_->peer_deadline_ns, steady_ns()) {}
+      control_(*this),
+      paths_(*this) {}
 
 Link::~Link() = default;
 
@@ -48,28 +49,33 @@ void Link::throw_over() const {
 
 void Link::carry_out(const Actions& actions) {
     // A link that is ending has let go of its connections, and its core does not know.
-    for (const uint32_t path : actions.withdraw)
-        if (const auto offered = std::exchange(held_[path].offered, nullptr)) offered->close();
+    for (const uint32_t path : actions.withdraw) paths_.withdraw(path);
     for (const Actions::Fail& f : actions.fail)
-        if (const auto path = current(f.path)) path->give_up(f.why);
-    for (const Actions::Grow& what : actions.grow) start_to_grow(what);
-    for (const Actions::Retire& what : actions.retire) start_to_retire(what);
-    if (actions.flush) flush();
-    if (actions.kick) kick_paths();
+        if (const auto path = paths_.current(f.path)) path->give_up(f.why);
+    for (const Actions::Grow& what : actions.grow) paths_.start_to_grow(what);
+    for (const Actions::Retire& what : actions.retire) paths_.start_to_retire(what);
+    if (actions.flush) control_.flush();
+    if (actions.kick) paths_.kick();
     if (actions.ring)
         changed();
     else if (actions.wake)
         changed_.notify_all();
     if (actions.dial)
         runtime_->control.post([self = shared_from_this()] {
-            self->or_die_without_lock([&] { self->dial_paths(); });
+            self->or_die_without_lock([&] { self->paths_.dial_paths(); });
         });
 }
 
-// Acknowledgements that wait for it to be back take grants along, unless there is more to say.
 void Link::act_for_reader() {
     Actions actions = core_.take_actions();
-    if (flush_due_ && !core_.stream().has_unwritten()) actions.flush = false;
+    if (control_.flush_is_due() && !core_.stream().has_unwritten()) actions.flush = false;
+    carry_out(actions);
+}
+
+void Link::act_for_message(uint64_t bytes) {
+    Actions actions = core_.take_actions();
+    if (reads_here() && bytes <= DataPath::kSmall && std::exchange(actions.flush, false))
+        control_.postpone_flush();
     carry_out(actions);
 }
 
@@ -99,11 +105,12 @@ void Link::close(int64_t deadline_ns) {
             wait_slice(lock, deadline_ns, kSlice);
         if (!over()) {
             const size_t unsent = core_.out().in_flight();
-            send_frame(ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
+            control_.send_frame(
+                ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
             leaving_ = true;
             // The peer closes the connection when it has read the goodbye.
             const int64_t patience = std::min(deadline_ns, steady_ns() + kSecond);
-            while (!over() && control_ && steady_ns() < patience)
+            while (!over() && control_.connected() && steady_ns() < patience)
                 wait_slice(lock, patience, kSlice);
         }
     }
@@ -123,23 +130,40 @@ void Link::close(int64_t deadline_ns) {
 void Link::set_terms(Terms terms) {
     const Lock lock(mu_);
     terms_ = std::move(terms);
-    make_paths();
+    paths_.assign();
 }
 
-void Link::make_paths() {
-    // Over shared memory a path is a copying thread, not a socket.
-    const bool shm = terms_.transport == Transport::shm;
-    const size_t others =
-        shm ? std::min<size_t>(terms_.sockets, runtime_->data_threads()) : terms_.sockets;
-    core_.assign_paths(
-        terms_.transport == Transport::rdma ? terms_.rails : decltype(terms_.rails){},
-        shm ? Transport::shm : Transport::tcp, others);
-    held_ = std::vector<Held>(core_.paths().size());
+void Link::confirm() {
+    {
+        const Lock lock(mu_);
+        if (state_ != State::connecting) return;
+        state_ = State::up;
+        core_.start(steady_ns());
+        control_.begin();
+        changed();
+    }
+    if (identity_.dials) or_die_without_lock([this] { paths_.dial_paths(); });
+}
+
+void Link::tick() {
+    or_die_without_lock([this] { look_after(steady_ns()); });
+}
+
+void Link::look_after(int64_t now) {
+    control_.look_after(now);
+    {
+        const Lock lock(mu_);
+        if (state_ != State::up || !control_.connected() || !doom_.empty()) return;
+        core_.look_after_flow(now);
+        act();
+    }
+    paths_.look_after_rails(now);
+    if (identity_.dials) paths_.dial_paths();
 }
 
 size_t Link::path_count() const {
     const Lock lock(mu_);
-    return held_.size();
+    return paths_.size();
 }
 
 bool Link::up() const {
@@ -161,7 +185,7 @@ void Link::die(const std::string& why) {
         const int64_t now = steady_ns();
         // Rails that went with the peer only just now tell nothing.
         if (now - core_.paths().without_rail_since() > runtime_->peer_deadline_ns / 5)
-            missing = missing_rail(now);
+            missing = paths_.missing_rail(now);
     }
     if (missing.empty())
         finish(State::dead, why);
@@ -203,36 +227,23 @@ bool Link::begin_to_end(State state, const std::string& why) {
     // What only this end knows: the peer would look for it, and wait, in vain.
     if (state == State::dead && !peer_left_) {
         try {
-            send_frame(ByeFrame{without_name(why), true});
+            control_.send_frame(ByeFrame{without_name(why), true});
             // The last word is said also where nothing else is any more.
-            if (!doom_.empty()) write_frames();
+            if (!doom_.empty()) control_.write_frames();
         } catch (const std::exception&) {  // no memory: it has to find out by itself
         }
     }
     ending = std::make_shared<Ending>(Ending{shared_from_this(), state});
-    for (const Held& held : held_) {
-        paths.insert(paths.end(), held.connections.begin(), held.connections.end());
-        if (held.offered) paths.push_back(held.offered);
-    }
-    for (const auto& path : paths) path->close(ending);
-    if (control_)
-        runtime_->control.post([self = shared_from_this(), connection = control_] {
-            if (!connection->fd) return;
-            self->runtime_->control.remove(connection->fd.get());
-            const Lock held(self->mu_);
-            connection->fd.reset();
-        });
+    paths = paths_.start_to_close(ending);
+    control_.start_to_close();
     // From here on nothing needs memory.
     const bool settles = !identity_.dials && state_ == State::connecting && !never_came_;
     ending->begun = true;
     state_ = State::ending;
     keep_words(error_, why);
-    control_.reset();
+    control_.drop();
     kept.swap(kept_);
-    for (Held& held : held_) {
-        held.connections.clear();
-        held.offered.reset();
-    }
+    paths_.drop_connections();
     return settles;
 }
 
@@ -248,39 +259,321 @@ void Link::let_go() {
         const Lock lock(mu_);
         if (!ended() || std::exchange(let_go_, true)) return;
     }
-    aside().post([self = shared_from_this()] { self->drop_memory(); });
+    paths_.start_to_drop_memory();
 }
 
-void Link::drop_memory() {
-    Inbox inbox;
-    decltype(registrations_) registrations;
-    decltype(peer_segments_) peer_segments;
+// --- What it sends ------------------------------------------------------------------------------
+
+uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
+                    const std::optional<SlotGrant>& leased) {
+    std::vector<std::shared_ptr<DataPath>> live;
+    uint64_t id = 0;
+    bool alone = false;
     {
         const Lock lock(mu_);
-        inbox = core_.drop_inbox();
-        registrations.swap(registrations_);
-        peer_segments.swap(peer_segments_);
+        if (ended()) throw_over();
+        alone = info.bytes <= DataPath::kSmall;
+        info.posted_ns = wall_ns();
+        const int64_t now_wall = info.posted_ns;
+        const int64_t now = steady_ns();
+        std::shared_ptr<OutMessage> message;
+        try {
+            message = core_.enqueue(std::move(info), data, std::move(hold), now, leased);
+        } catch (const EngineError& e) {
+            throw EngineError(describe() + ": " + e.what());
+        }
+        id = message->info.id;
+        // It will be sent. Whoever was told otherwise would send it again, or give its slot back.
+        or_die([&] {
+            core_.posted(*message, now_wall, now);
+            Actions actions = core_.take_actions();
+            if (std::exchange(actions.kick, false)) live = paths_.live();
+            alone = alone && core_.out().ready_chunks() == 1;
+            carry_out(actions);
+        });
     }
-    // Somebody else may have a lease, which goes back to the pool.
-    if (lease_pool_.use_count() == 1) lease_pool_->drop();
+    or_die_without_lock([&] {
+        if (alone && !live.empty() && live.front()->send_here()) return;
+        // Without the lock, for which their threads would otherwise wait as soon as they wake up.
+        for (const auto& path : live) path->kick();
+    });
+    return id;
 }
 
-Hello Link::hello(Purpose purpose) const {
-    Hello h;
-    h.purpose = purpose;
-    h.job = runtime_->config.job;
-    h.from_rank = identity_.rank;
-    h.to_rank = identity_.peer_rank;
-    h.link = identity_.link;
-    h.session = identity_.session;
-    h.transport = terms_.transport;
-    h.listen_port = runtime_->listen_port;
-    return h;
+bool Link::sent(uint64_t ticket) {
+    const Lock lock(mu_);
+    switch (core_.out().ticket(ticket)) {
+        case Outbox::Ticket::done:
+            return true;
+        case Outbox::Ticket::failed:
+            throw EngineError(describe() + ": " + core_.out().failure(ticket));
+        case Outbox::Ticket::unknown:
+            throw EngineError(describe() + ": there is no ticket " + std::to_string(ticket));
+        case Outbox::Ticket::abandoned:
+            throw_over();
+        case Outbox::Ticket::in_flight:
+            break;
+    }
+    if (ended()) throw_over();
+    return false;
 }
 
-void Link::protocol_error(const std::string& why) {
-    die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
-        " broke the protocol: " + why);
+bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, double timeout) {
+    const int64_t slice_end = steady_ns() + slice_ns;
+    for (;;) {
+        if (sent(ticket)) return true;
+        Lock lock(mu_);
+        if (core_.out().ticket(ticket) != Outbox::Ticket::in_flight || ended()) continue;
+        const int64_t now = steady_ns();
+        if (now >= deadline_ns)
+            throw EngineTimeout(describe() + ": " + core_.out().describe(ticket) +
+                                ", not acknowledged by rank " +
+                                std::to_string(identity_.peer_rank) + " within " +
+                                seconds_text(timeout) + "; " + before_more(paths_.text()) +
+                                "link is " + (state_ == State::up ? "up" : "reconnecting"));
+        if (now >= slice_end) return false;
+        wait_slice(lock, deadline_ns, slice_end - now);
+    }
+}
+
+uint64_t Link::send_slots(int direction) const {
+    const Lock lock(mu_);
+    return core_.out().credits(direction);
+}
+
+// --- What it receives ---------------------------------------------------------------------------
+
+void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
+    std::vector<Inbox::Room> missing;
+    {
+        const Lock lock(mu_);
+        if (ended()) throw_over();
+        missing = core_.in().missing(direction, slots, slot_bytes);
+    }
+    for (const Inbox::Room& room : missing) paths_.make_room(direction, room, true);
+}
+
+std::string Link::nothing_arrived(const Key& key, double timeout) const {
+    const auto direction = static_cast<int>(key.direction);
+    std::string s = describe() + ": nothing arrived for " + key.describe() + " within " +
+                    seconds_text(timeout) + "; ";
+    if (const auto progress = core_.in().progress(key))
+        s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
+             " chunks are here; ";
+    s += before_more(paths_.text());
+    s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
+    const uint32_t slots = core_.in().slots(direction);
+    return s + std::to_string(slots - core_.in().slots_in_use(direction)) + " of " +
+           std::to_string(slots) + " slots free";
+}
+
+// Takes a message out of the mailbox. If its destination was posted too late for it to be put
+// there, it is copied now, by the caller's thread and without the lock.
+std::optional<Arrived> Link::take(Lock& lock, const Key& key, const Copies& copies) {
+    auto message = core_.take(key);
+    if (!message || !message->copy_to) return message;
+    Arrived& a = *message;
+    const Destination to = std::move(*a.copy_to);
+    a.copy_to.reset();
+    const bool fits = to.bytes == a.info.bytes;
+    lock.unlock();
+    if (fits && to.bytes > 0) {
+        if (copies) copies(to.bytes);
+        copy_past_caches(to.data, a.data, to.bytes);
+        paths_.copied_in(to.bytes);
+    }
+    lock.lock();
+    if (a.slot) give_back(*a.slot, a.serial, true);
+    a.slot.reset();
+    a.data = to.data;
+    a.keep = to.hold;
+    if (!fits)
+        throw EngineError(describe() + ": " + key.describe() + " has " +
+                          std::to_string(a.info.bytes) + " bytes, the destination posted for it " +
+                          std::to_string(to.bytes));
+    return message;
+}
+
+std::vector<std::shared_ptr<Memory>> Link::slot_memory() const {
+    const Lock lock(mu_);
+    return core_.in().segments();
+}
+
+void Link::post_receive(const Key& key, Destination destination) {
+    const Lock lock(mu_);
+    if (ended() && !core_.in().has(key)) throw_over();
+    if (!core_.post_receive(key, std::move(destination)))
+        throw EngineError(describe() + ": a destination is posted for " + key.describe() +
+                          " already, and its message has not been received yet");
+}
+
+std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
+                                     double timeout) {
+    const int64_t slice_end = steady_ns() + slice_ns;
+    Lock lock(mu_);
+    for (;;) {
+        if (auto message = take(lock, key)) return message;
+        if (ended()) throw_over();
+        const int64_t now = steady_ns();
+        if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
+        if (now >= slice_end) return std::nullopt;
+        const int64_t wait = std::min(deadline_ns, slice_end) - now;
+        if (read_for(lock, key, wait)) continue;
+        ++waiting_;
+        wait_slice(lock, deadline_ns, slice_end - now);
+        --waiting_;
+    }
+}
+
+// Waits for a message by reading the socket that it will most likely come from, where a data thread
+// would have to be woken for that, and would then have to wake this one. False: somebody else does,
+// or there is no such socket.
+bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
+    if (reader_) return false;
+    const std::shared_ptr<DataPath> path = paths_.first_live();
+    if (!path) return false;
+    if (!reader_bell_)
+        reader_bell_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+    if (!reader_bell_) return false;
+    if (control_.flush_is_due() && core_.is_short_of_slots(static_cast<int>(key.direction)))
+        control_.flush();
+    const auto kept = std::exchange(kept_, nullptr);
+    reader_ = {std::this_thread::get_id(), key, false};
+    lock.unlock();
+    if (kept && kept != path) kept->leave_to_reactor();
+    const bool read = path->read_here(reader_bell_.get(), wait_ns);
+    if (kept == path && !read) path->leave_to_reactor();
+    lock.lock();
+    if (reader_->woken) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t n = ::read(reader_bell_.get(), &count, sizeof count);
+    }
+    reader_.reset();
+    // Nobody reads the paths of a link that ends, and it must not hold what holds it.
+    if (!read || over()) return read;
+    kept_ = path;
+    if (core_.in().has(key) && waiting_ == 0 && await_reader()) return true;
+    // It may wait for long, or others do.
+    leave_to_reactor(lock);
+    if (control_.flush_is_due()) control_.flush();
+    return true;
+}
+
+// Messages often come one after the other, so it keeps the socket and its acknowledgements for a
+// moment. If it does not come back, the control thread sees to both. False: nobody can, since there
+// is no memory for that.
+bool Link::await_reader() {
+    constexpr int64_t kMoment = kMillisecond / 2;
+    if (reader_awaited_) return true;
+    try {
+        runtime_->control.post_within(kMoment, [weak = weak_from_this()] {
+            const auto self = weak.lock();
+            if (!self) return;
+            Lock lock(self->mu_);
+            self->reader_awaited_ = false;
+            if (self->control_.flush_is_due()) self->control_.flush();
+            if (!self->reader_) self->leave_to_reactor(lock);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    reader_awaited_ = true;
+    return true;
+}
+
+void Link::leave_to_reactor(Lock& lock) {
+    const auto kept = std::exchange(kept_, nullptr);
+    if (!kept) return;
+    lock.unlock();
+    kept->leave_to_reactor();
+    lock.lock();
+}
+
+std::optional<Arrived> Link::try_receive(const Key& key, const Copies& copies) {
+    Lock lock(mu_);
+    auto message = take(lock, key, copies);
+    if (!message) leave_to_reactor(lock);
+    // What had arrived before the link died is still good.
+    if (!message && ended()) throw_over();
+    return message;
+}
+
+bool Link::arrived(const Key& key) const {
+    const Lock lock(mu_);
+    if (core_.in().has(key)) return true;
+    if (ended()) throw_over();
+    return false;
+}
+
+void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
+    const Lock lock(mu_);
+    give_back(slot, serial, at_once);
+}
+
+void Link::give_back(uint32_t slot, uint64_t serial, bool at_once) {
+    or_die([&] {
+        core_.release(slot, serial, at_once);
+        act_for_reader();
+    });
+}
+
+// --- What it says of itself ---------------------------------------------------------------------
+
+std::vector<SentRecord> Link::drain_telemetry() {
+    const Lock lock(mu_);
+    control_.drain_telemetry();
+    paths_.drain_telemetry();
+    return core_.drain_telemetry();
+}
+
+LinkStats Link::stats() const {
+    const Lock lock(mu_);
+    LinkStats s;
+    switch (state_) {
+        case State::connecting:
+            s.state = "connecting";
+            break;
+        case State::up:
+            s.state = "up";
+            break;
+        case State::reconnecting:
+            s.state = "reconnecting";
+            break;
+        case State::ending:
+            s.state = "ending";
+            break;
+        case State::dead:
+            s.state = "dead";
+            break;
+        case State::closed:
+            s.state = "closed";
+            break;
+    }
+    const PathSet& paths = core_.paths();
+    s.transport =
+        name_of(paths.rails() > 0 && paths.fell_back() ? Transport::tcp : terms_.transport);
+    s.fallbacks = paths.fallbacks();
+    s.failbacks = paths.failbacks();
+    paths_.count(s);
+    const LinkCore::Counters& counters = core_.counters();
+    s.messages_sent = core_.out().messages_sent;
+    s.messages_received = counters.messages_received;
+    s.bytes_sent = core_.out().bytes_sent;
+    s.bytes_received = counters.bytes_received;
+    s.chunks_resent = core_.out().chunks_resent;
+    s.duplicate_chunks = counters.duplicate_chunks;
+    s.stale_chunks = counters.stale_chunks;
+    s.reconnects = counters.paths_remade;
+    s.slots_added = counters.slots_added;
+    s.late_messages = counters.late_messages;
+    s.trouble = last_trouble_;
+    control_.count(s);
+    s.sends_in_flight = core_.out().in_flight();
+    for (int d = 0; d < kDirections; ++d) {
+        s.slots_granted += core_.in().slots(d);
+        s.slots_in_use += core_.in().slots_in_use(d);
+    }
+    return s;
 }
 
 }  // namespace pipemorph

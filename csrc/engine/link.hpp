@@ -2,23 +2,23 @@
 // its events mean is for the `LinkCore` to say; here they are brought to it, and what it wants done
 // is done.
 //
+// `Link` is the application's side: messages in and out, and the life of the link. It owns the core
+// and the two others: `LinkControl` has the control connection and watches the peer, `LinkPaths`
+// has the data paths and the memory that they reach. Each is the only one to touch what it has;
+// what all three need is here.
+//
 // All state is behind one mutex, held for bookkeeping only: bytes are copied, checksummed, sent
 // and received without it.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
-#include <map>
 #include <mutex>
 
 #include "base/error.hpp"
 #include "base/text.hpp"
-#include "engine/dial.hpp"
-#include "engine/lease_pool.hpp"
+#include "engine/link_control.hpp"
+#include "engine/link_paths.hpp"
 #include "os/clock.hpp"
-#include "path/rdma_path.hpp"
-#include "protocol/link_core.hpp"
-#include "protocol/peer_watch.hpp"
 
 namespace pipemorph {
 
@@ -68,7 +68,7 @@ struct LinkStats {
     uint64_t late_messages = 0;  // a path was given up for each
 };
 
-class Link final : public PathHost, public std::enable_shared_from_this<Link> {
+class Link final : public std::enable_shared_from_this<Link> {
   public:
     struct Identity {
         uint32_t rank = 0;
@@ -79,7 +79,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     };
 
     Link(std::shared_ptr<Runtime> runtime, Identity identity);
-    ~Link() override;
+    ~Link();
 
     const Identity& identity() const { return identity_; }
     std::string describe() const;
@@ -92,21 +92,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     // `leased`: the slot of the lease that `data` is the memory of.
     uint64_t send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
                   const std::optional<SlotGrant>& leased = std::nullopt);
-    // Memory for a payload, to be filled and then sent.
-    struct Lease {
-        // Where it is not in place, memory of our own, sent as any other. There is none before it
-        // is asked for: who does not want it has not paid for it.
-        uint8_t* memory();
-
-        uint8_t* data = nullptr;
-        uint64_t bytes = 0;
-        bool in_place = false;          // nothing has to be copied any more
-        std::shared_ptr<void> hold;     // keeps `data` mapped, and over rails from others
-        std::optional<SlotGrant> slot;  // the peer's, that it is in over shared memory
-    };
-    Lease lease(int direction, uint64_t bytes);
-    // It is not sent after all.
-    void end_lease(const Lease& lease);
+    using Lease = LinkPaths::Lease;
+    Lease lease(int direction, uint64_t bytes) { return paths_.lease(direction, bytes); }
+    void end_lease(const Lease& lease) { paths_.end_lease(lease); }
+    std::vector<std::shared_ptr<Memory>> lease_memory() const { return paths_.lease_memory(); }
     bool sent(uint64_t ticket);
     // These two return without a result when `slice_ns` has passed before the deadline, so that
     // the caller can look after signals, and throw EngineTimeout after the deadline.
@@ -120,9 +109,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as anybody but the engine has the link.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
-    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or
-    // what is registered for them with the rails.
-    std::vector<std::shared_ptr<Memory>> lease_memory() const;
+    // What the application has had copied out of a slot.
+    void copied_in(uint64_t bytes) { paths_.copied_in(bytes); }
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, most of
     // the time the acknowledgement of the next message, which another thread sends. At most
     // two grants wait for that.
@@ -130,8 +118,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     uint64_t send_slots(int direction) const;
     std::vector<SentRecord> drain_telemetry();
     LinkStats stats() const;
-    void sever_data_path(uint32_t index);
-    void sever_control();
+    void sever_data_path(uint32_t index) { paths_.sever(index); }
+    void sever_control() { control_.sever(); }
     // Waits for acknowledgements until the deadline, says goodbye, lets go of everything.
     void close(int64_t deadline_ns);
 
@@ -147,19 +135,14 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         std::string unix_name;
     };
     void set_terms(Terms terms);
-    // A control connection is authenticated; `peer_received` says where to resume.
-    void attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch, uint64_t peer_received);
     // The dialler's last word: the link is up on both sides. The acceptor is told by a frame, the
     // first on every control connection since one may break before it was read.
     void confirm();
     // The acceptor's: it is confirmed, or has ended before it could be (`why`). Not called where
     // the dialler may still come anew. No lock.
     std::function<void(const std::string& why)> on_settled;
-    uint32_t control_epoch() const;
-    uint64_t control_received() const;
-    // For an incoming data connection: why not, or nothing.
-    std::string may_attach_data(uint32_t path, uint32_t epoch) const;
-    void attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
+    LinkControl& control() { return control_; }
+    LinkPaths& paths() { return paths_; }
     void tick();
     // Nobody but the engine has it any more. If it has ended, its memory is given back.
     void let_go();
@@ -169,120 +152,30 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool may_resume() const;
     void die(const std::string& why);
 
-    // --- PathHost. Any thread. ---
-    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
-    ChunkSink begin_chunk(const ChunkHeader& header) override;
-    void finish_chunk(const ChunkSink& sink, bool intact) override;
-    void refused() override;
-    void stale_chunk() override;
-    void copied_out(uint64_t bytes) override {
-        bytes_copied_out_.fetch_add(bytes, std::memory_order_relaxed);
-    }
-    // Also what the application has had copied out of a slot.
-    void copied_in(uint64_t bytes) override {
-        bytes_copied_in_.fetch_add(bytes, std::memory_order_relaxed);
-    }
-    void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
-    void protocol_error(const std::string& why) override;
-    std::optional<Segment> next_segment_to_offer() override;
-    void segment_offered(uint32_t number, uint64_t bytes, Fd fd) override;
-    std::shared_ptr<Memory> peer_segment(uint32_t number) override;
-    std::optional<RemoteSlot> remote_slot(uint32_t path, const SlotGrant& slot) override;
-    std::optional<uint32_t> payload_key(const VerbsDevice& device, const uint8_t* data) override {
-        return lease_pool_->key(device, data);
-    }
-    bool claim_staging(uint64_t bytes) override { return lease_pool_->claim(bytes); }
-    void disclaim_staging(uint64_t bytes) override { lease_pool_->disclaim(bytes); }
-    void path_up(uint32_t path, uint32_t epoch) override;
-    void path_suspect(uint32_t path, uint32_t epoch, bool suspicious) override;
-    void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
-                       std::optional<int64_t> rtt_ns) override;
-    void path_stuck(const std::string& why) override;
-    Pace pace(uint32_t path, uint32_t epoch) override;
-    void path_limited(uint32_t path, uint32_t epoch, uint64_t most) override;
-    Pace chunk_delivered(uint32_t path, uint32_t epoch) override;
-
   private:
+    friend class LinkControl;
+    friend class LinkPaths;
+
     // Ending: nothing goes on any more, but a path's thread may still be in the middle of a copy.
     // The application is told when that is over, and may use its memory again.
     enum class State { connecting, up, reconnecting, ending, dead, closed };
 
-    struct Connection {
-        Connection(Fd connected, const ConnectionKeys& keys)
-            : fd(std::move(connected)), says(keys.ours), hears(keys.theirs) {}
-
-        Fd fd;
-        Sealer says;
-        Sealer hears;
-        std::vector<uint8_t> in;
-        std::vector<uint8_t> out;
-        size_t out_done = 0;
-        bool watching_write = false;
-        Reactor::Watch watch;  // control thread
-    };
-
-    // The connections of one path. The core says which of them is current.
-    struct Held {
-        std::vector<std::shared_ptr<DataPath>> connections;  // not retired yet
-        std::shared_ptr<RdmaPath> offered;                   // waits for the peer's answer
-        EchoMeter rtt;
-    };
-
     using Lock = std::unique_lock<std::mutex>;
 
+    // --- For all three, locked. ---
     bool ended() const { return state_ == State::dead || state_ == State::closed; }
     bool over() const { return state_ == State::ending || ended(); }
-    // Whether the peer is missed. An acceptor's link that is not confirmed is, too: its dialler may
-    // think that it is up, and come back.
-    bool without_control() const {
-        return !control_ &&
-               (state_ == State::reconnecting || (state_ == State::connecting && !identity_.dials));
-    }
     [[noreturn]] void throw_over() const;
+    // What the core wants done.
     void act() { carry_out(core_.take_actions()); }
+    // Acknowledgements that wait for the reader to be back take grants along, unless there is more
+    // to say.
     void act_for_reader();
-    void carry_out(const Actions& actions);
+    // The same of an event that it has read itself, if it is that of a small message. What it waits
+    // for goes first, and what it releases goes along.
+    void act_for_message(uint64_t bytes);
     void changed();  // wake every waiter, ring the bell
     void wake_reader();
-    bool reads_here() const { return reader_ && reader_->thread == std::this_thread::get_id(); }
-    void give_back(uint32_t slot, uint64_t serial, bool at_once);
-    bool await_reader();
-    void leave_to_reactor(Lock& lock);
-    bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
-    std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
-    // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
-    // it. No lock.
-    bool make_room(int direction, const Inbox::Room& room, bool needed);
-    void grow_leases(uint64_t bytes);  // no lock; where nobody has to wait for it
-    Reactor& aside();
-    void start_to_grow(const Actions::Grow& what);
-    void grow(const Actions::Grow& what);  // no lock; where nobody has to wait for it
-    void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
-    std::string nothing_arrived(const Key& key, double timeout) const;
-
-    // Control connection (lock held unless said otherwise).
-    void flush() noexcept;
-    void write_frames();
-    void send_frame(const Frame& frame);
-    void send_confirm();
-    void send_last_words(Connection& connection);
-    void send_ping(int64_t now_ns);
-    void watch_write();
-    void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
-    bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
-    void handle(Frame frame);                                                         // no lock
-    void refuse_frame(const std::shared_ptr<Connection>& connection);                 // no lock
-    void control_lost(const std::shared_ptr<Connection>& connection,
-                      const std::string& why);  // no lock
-    void confirmed(Transport transport);        // no lock
-    std::string refused_text() const;
-    void look_after(int64_t now_ns);  // no lock
-    void seek_peer();                 // no lock
-    void redial_control();            // no lock
-    void probe_peer();                // no lock
-    Hello hello(Purpose purpose) const;
-
-    // Paths.
     // What a link cannot do by halves, on whatever thread. Where it fails, the next tick ends the
     // link: that needs memory, which may be what there is none of.
     template <typename F>
@@ -303,52 +196,43 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
             if (doom_.empty()) keep_words(doom_, e.what());
         }
     }
-    void kick_paths();
-    std::vector<std::shared_ptr<DataPath>> live_paths() const;
-    std::shared_ptr<DataPath> current(uint32_t index) const;
-    void dial_paths();  // no lock
-    void start_to_retire(const Actions::Retire& what);
-    void retire(Reactor& reactor, const Actions::Retire& what);  // no lock; that thread's own
-    void make_paths();
-    Reactor& reactor_of(uint32_t index);
-    // On the control thread, and the rest of each where the rail makes its queue pairs. What came
-    // of it is noted in the path.
-    void offer_rail(uint32_t index, uint32_t epoch);                 // no lock
-    void make_offer(uint32_t rail, uint32_t index, uint32_t epoch);  // no lock
-    void take_offer(const OfferFrame& offer);                        // no lock
-    void answer_offer(const OfferFrame& offer);                      // no lock
-    void take_answer(const AnswerFrame& answer);                     // no lock
-    void connect_offered(const std::shared_ptr<RdmaPath>& made,
-                         const AnswerFrame& answer);  // no lock
-    void look_after_rails(int64_t now_ns);
-    PathStats describe(uint32_t index) const;
-    std::string paths_text() const;
-    std::string missing_rail(int64_t now_ns) const;
-    RdmaPath::Settings rdma_settings() const;
-    std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
-                                        const ConnectionKeys& keys);
-    std::string without_name(const std::string& why) const;
-    void drop_memory();  // no lock; it may take a while
-    struct Ending;
-    // Where there is no memory for it the next tick ends the link.
-    void finish(State state, const std::string& why) noexcept;  // no lock
-    bool begin_to_end(State state, const std::string& why);     // no lock
-    void paths_closed(State state) noexcept;                    // no lock
+    // Where there is no memory for it the next tick ends the link. No lock.
+    void finish(State state, const std::string& why) noexcept;
 
+    void carry_out(const Actions& actions);
+    bool reads_here() const { return reader_ && reader_->thread == std::this_thread::get_id(); }
+    void give_back(uint32_t slot, uint64_t serial, bool at_once);
+    bool await_reader();
+    void leave_to_reactor(Lock& lock);
+    bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
+    std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
+    void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
+    std::string nothing_arrived(const Key& key, double timeout) const;
+    std::string without_name(const std::string& why) const;
+    void look_after(int64_t now_ns);  // no lock
+    struct Ending;
+    bool begin_to_end(State state, const std::string& why);  // no lock
+    void paths_closed(State state) noexcept;                 // no lock
+
+    // --- Of all three. ---
     const std::shared_ptr<Runtime> runtime_;
     const Identity identity_;
-
     mutable std::mutex mu_;
-    std::condition_variable changed_;
     State state_ = State::connecting;
-    bool let_go_ = false;
-    std::string error_;  // to be told when it has ended
-    std::string doom_;   // what has failed by halves: nothing is taken or said any more
+    std::string error_;        // to be told when it has ended
+    std::string doom_;         // what has failed by halves: nothing is taken or said any more
+    bool leaving_ = false;     // we said goodbye
+    bool peer_left_ = false;   // the peer did
+    bool never_came_ = false;  // not confirmed, and its dialler may still connect another
+    std::string last_trouble_;
     Terms terms_;
-
     LinkCore core_;
-    const std::shared_ptr<LeasePool> lease_pool_;
-    EchoMeter echo_;
+
+    LinkControl control_;
+    LinkPaths paths_;
+
+    std::condition_variable changed_;
+    bool let_go_ = false;
 
     // A thread that waits for a message and meanwhile reads the first path's socket itself.
     struct Reader {
@@ -360,27 +244,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     uint32_t waiting_ = 0;  // threads that wait for messages beside it
     Fd reader_bell_;
     std::shared_ptr<DataPath> kept_;  // it has left it, and may be back in a moment
-
-    std::shared_ptr<Connection> control_;
-    bool flush_due_ = false;       // frames wait for the reader to be back
-    bool reader_awaited_ = false;  // the control thread looks whether it is
-    uint32_t control_epoch_ = 0;
-    bool leaving_ = false;     // we said goodbye
-    bool never_came_ = false;  // not confirmed, and its dialler may still connect another
-    bool peer_left_ = false;   // the peer did
-    PeerWatch peer_;
-    std::string last_trouble_;
-
-    std::vector<Held> held_;  // by path
-    std::vector<std::shared_ptr<Registration>> registrations_;
-    uint64_t recoveries_seen_ = 0;
-    std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
-
-    uint64_t reconnects_ = 0;
-    uint64_t frames_refused_ = 0;
-    // Without the lock: one more for every chunk would be felt.
-    std::atomic<uint64_t> bytes_copied_out_{0};
-    std::atomic<uint64_t> bytes_copied_in_{0};
+    bool reader_awaited_ = false;     // the control thread looks whether it is
 };
 
 }  // namespace pipemorph

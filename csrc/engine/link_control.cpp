@@ -1,76 +1,99 @@
-// The control connection of a link: frames in and out.
+#include "engine/link_control.hpp"
+
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {
 
-uint32_t Link::control_epoch() const {
-    const Lock lock(mu_);
-    return control_epoch_;
+LinkControl::LinkControl(Link& link)
+    : link_(link),
+      core_(link.core_),
+      runtime_(*link.runtime_),
+      peer_(runtime_.peer_deadline_ns, steady_ns()) {}
+
+Hello LinkControl::hello(Purpose purpose) const {
+    Hello h;
+    h.purpose = purpose;
+    h.job = runtime_.config.job;
+    h.from_rank = link_.identity_.rank;
+    h.to_rank = link_.identity_.peer_rank;
+    h.link = link_.identity_.link;
+    h.session = link_.identity_.session;
+    h.transport = link_.terms_.transport;
+    h.listen_port = runtime_.listen_port;
+    return h;
 }
 
-uint64_t Link::control_received() const {
-    const Lock lock(mu_);
+uint32_t LinkControl::epoch() const {
+    const Link::Lock lock(link_.mu_);
+    return epoch_;
+}
+
+uint64_t LinkControl::received() const {
+    const Link::Lock lock(link_.mu_);
     return core_.stream().last_received();
 }
 
-void Link::attach_control(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
-                          uint64_t peer_received) {
+void LinkControl::attach(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
+                         uint64_t peer_received) {
     auto connection = std::make_shared<Connection>(std::move(fd), keys);
-    set_unacked_limit(connection->fd, runtime_->peer_deadline_ns);
+    set_unacked_limit(connection->fd, runtime_.peer_deadline_ns);
     std::shared_ptr<Connection> before;
     bool agreed = true;
     {
-        const Lock lock(mu_);
+        const Link::Lock lock(link_.mu_);
         agreed = core_.stream().resume(peer_received);
-        if (over()) {
+        if (link_.over()) {
             if (agreed) send_last_words(*connection);
             return;
         }
-        before = std::exchange(control_, connection);
-        control_epoch_ = epoch;
+        before = std::exchange(connection_, connection);
+        epoch_ = epoch;
         const int64_t now = steady_ns();
         peer_.connected(now);
-        if (state_ != State::connecting) {
-            state_ = State::up;
+        if (link_.state_ != Link::State::connecting) {
+            link_.state_ = Link::State::up;
             ++reconnects_;
             send_confirm();
             send_ping(now);
         }
     }
     if (before && before->fd) {
-        runtime_->control.remove(before->fd.get());
-        const Lock lock(mu_);
+        runtime_.control.remove(before->fd.get());
+        const Link::Lock lock(link_.mu_);
         before->fd.reset();
     }
     if (!agreed) {
-        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
-            " resumed from where it cannot be");
+        link_.die(link_.describe() + " is dead: rank " + std::to_string(link_.identity_.peer_rank) +
+                  " resumed from where it cannot be");
         return;
     }
     try {
-        connection->watch = runtime_->control.add(
-            connection->fd.get(), EPOLLIN, [weak = weak_from_this(), connection](uint32_t events) {
-                if (const auto self = weak.lock()) self->on_control(connection, events);
+        connection->watch = runtime_.control.add(
+            connection->fd.get(), EPOLLIN,
+            [this, weak = link_.weak_from_this(), connection](uint32_t events) {
+                if (const auto self = weak.lock()) on_event(connection, events);
             });
     } catch (const EngineError& e) {
-        die(describe() + " is dead: " + e.what());
+        link_.die(link_.describe() + " is dead: " + e.what());
         return;
     }
-    const Lock lock(mu_);
+    const Link::Lock lock(link_.mu_);
     flush();
-    changed();
+    link_.changed();
 }
 
 // It ended while this connection was being made, so its goodbye has not been said over any. A peer
 // that saw nothing but the end of the connection would wait for another.
-void Link::send_last_words(Connection& c) {
+void LinkControl::send_last_words(Connection& c) {
     constexpr size_t kEnough = size_t{16} << 10;
     core_.stream().write(c.out, kEnough, &c.says);
     // A fresh socket has room for it. Where it is broken there is nobody to be told.
@@ -78,50 +101,37 @@ void Link::send_last_words(Connection& c) {
         ::send(c.fd.get(), c.out.data(), c.out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-void Link::confirm() {
-    {
-        const Lock lock(mu_);
-        if (state_ != State::connecting) return;
-        state_ = State::up;
-        core_.start(steady_ns());
-        if (control_) {
-            send_confirm();
-            send_ping(steady_ns());
-        }
-        flush();
-        changed();
+void LinkControl::begin() {
+    if (connection_) {
+        send_confirm();
+        send_ping(steady_ns());
     }
-    if (identity_.dials) or_die_without_lock([this] { dial_paths(); });
+    flush();
 }
 
-void Link::send_confirm() {
-    if (identity_.dials)
-        append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0,
-                     &control_->says);
+void LinkControl::send_confirm() {
+    if (link_.identity_.dials)
+        append_frame(connection_->out, encode_frame(ConfirmFrame{link_.terms_.transport}), 0, 0,
+                     &connection_->says);
 }
 
 // Also the first sign of life on a new connection.
-void Link::send_ping(int64_t now) {
+void LinkControl::send_ping(int64_t now) {
     peer_.pinged(now);
-    append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
-                 core_.stream().last_received(), &control_->says);
+    append_frame(connection_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
+                 core_.stream().last_received(), &connection_->says);
 }
 
-void Link::send_frame(const Frame& frame) {
-    core_.send(frame);
-    act();
-}
-
-void Link::flush() noexcept {
+void LinkControl::flush() noexcept {
     flush_due_ = false;
-    if (doom_.empty()) or_die([this] { write_frames(); });
+    if (link_.doom_.empty()) link_.or_die([this] { write_frames(); });
 }
 
-void Link::write_frames() {
+void LinkControl::write_frames() {
     constexpr size_t kBatch = size_t{256} << 10;
     core_.collect();
-    if (!control_ || !control_->fd || state_ == State::connecting) return;
-    Connection& c = *control_;
+    if (!connection_ || !connection_->fd || link_.state_ == Link::State::connecting) return;
+    Connection& c = *connection_;
     for (;;) {
         if (c.out_done == c.out.size()) {
             c.out.clear();
@@ -140,36 +150,62 @@ void Link::write_frames() {
     }
 }
 
-void Link::watch_write() {
-    if (std::exchange(control_->watching_write, true)) return;
-    runtime_->control.post([self = shared_from_this(), connection = control_] {
-        if (connection->fd) self->runtime_->control.modify(connection->watch, EPOLLIN | EPOLLOUT);
+void LinkControl::send_frame(const Frame& frame) {
+    core_.send(frame);
+    link_.act();
+}
+
+void LinkControl::start_to_close() {
+    if (!connection_) return;
+    runtime_.control.post([this, self = link_.shared_from_this(), connection = connection_] {
+        if (!connection->fd) return;
+        runtime_.control.remove(connection->fd.get());
+        const Link::Lock lock(link_.mu_);
+        connection->fd.reset();
     });
 }
 
-void Link::on_control(const std::shared_ptr<Connection>& connection, uint32_t events) {
+void LinkControl::count(LinkStats& s) const {
+    s.reconnects += reconnects_;
+    s.frames_refused = frames_refused_;
+    if (const auto echo = echo_.summary()) {
+        s.rtt_min = to_seconds(echo->min_ns);
+        s.rtt_mean = to_seconds(echo->mean_ns);
+        s.rtt_p99 = to_seconds(echo->p99_ns);
+    }
+    if (const auto offset = echo_.clock_offset_ns()) s.clock_offset = to_seconds(*offset);
+}
+
+void LinkControl::watch_write() {
+    if (std::exchange(connection_->watching_write, true)) return;
+    runtime_.control.post([this, self = link_.shared_from_this(), connection = connection_] {
+        if (connection->fd) runtime_.control.modify(connection->watch, EPOLLIN | EPOLLOUT);
+    });
+}
+
+void LinkControl::on_event(const std::shared_ptr<Connection>& connection, uint32_t events) {
     if (!connection->fd) return;
     try {
         if (events & EPOLLOUT) {
-            const Lock lock(mu_);
+            const Link::Lock lock(link_.mu_);
             connection->watching_write = false;
-            runtime_->control.modify(connection->watch, EPOLLIN);
+            runtime_.control.modify(connection->watch, EPOLLIN);
             flush();
         }
-        if (events & ~uint32_t{EPOLLOUT}) read_control(connection);
+        if (events & ~uint32_t{EPOLLOUT}) read(connection);
     } catch (const std::exception& e) {  // out of memory, most likely: this link only
-        die(describe() + " is dead: its control connection failed: " + e.what());
+        link_.die(link_.describe() + " is dead: its control connection failed: " + e.what());
     }
 }
 
-bool Link::read_control(const std::shared_ptr<Connection>& connection) {
+bool LinkControl::read(const std::shared_ptr<Connection>& connection) {
     uint8_t buffer[65536];
     const ssize_t n = ::recv(connection->fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (n <= 0) {
-        control_lost(connection, n == 0 ? "rank " + std::to_string(identity_.peer_rank) +
-                                              " closed the connection"
-                                        : std::string("connection broke: ") + std::strerror(errno));
+        lost(connection,
+             n == 0 ? "rank " + std::to_string(link_.identity_.peer_rank) + " closed the connection"
+                    : std::string("connection broke: ") + std::strerror(errno));
         return false;
     }
     auto& in = connection->in;
@@ -194,8 +230,8 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
         }
         bool deliver = true;
         {
-            const Lock lock(mu_);
-            if (control_ != connection) return false;  // superseded or over
+            const Link::Lock lock(link_.mu_);
+            if (connection_ != connection) return false;  // superseded or over
             const int64_t now = steady_ns();
             core_.heard(now);
             if (!core_.stream().acknowledged(header->acknowledged))
@@ -212,98 +248,272 @@ bool Link::read_control(const std::shared_ptr<Connection>& connection) {
     }
     in.erase(in.begin(), in.begin() + static_cast<std::ptrdiff_t>(at));
     if (trouble != nullptr) {
-        protocol_error(std::string(trouble) + " on the control connection");
+        link_.paths_.protocol_error(std::string(trouble) + " on the control connection");
         return false;
     }
     return true;
 }
 
-void Link::refuse_frame(const std::shared_ptr<Connection>& connection) {
+void LinkControl::refuse_frame(const std::shared_ptr<Connection>& connection) {
     {
-        const Lock lock(mu_);
+        const Link::Lock lock(link_.mu_);
         ++frames_refused_;
     }
-    control_lost(connection, "a frame on the control connection from rank " +
-                                 std::to_string(identity_.peer_rank) +
-                                 " was altered or added on the way: its seal is wrong");
+    lost(connection, "a frame on the control connection from rank " +
+                         std::to_string(link_.identity_.peer_rank) +
+                         " was altered or added on the way: its seal is wrong");
 }
 
-void Link::handle(Frame frame) {
+void LinkControl::handle(Frame frame) {
     if (LinkCore::handles(frame)) {
         std::string trouble;
         {
-            const Lock lock(mu_);
-            if (over()) return;
+            const Link::Lock lock(link_.mu_);
+            if (link_.over()) return;
             trouble = core_.handle(frame, wall_ns(), steady_ns());
-            act_for_reader();
+            link_.act_for_reader();
         }
-        if (!trouble.empty()) protocol_error(trouble);
+        if (!trouble.empty()) link_.paths_.protocol_error(trouble);
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
         if (!f->error.empty()) {
-            die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
-                " cannot map shared memory: " + f->error);
+            link_.die(link_.describe() + " is dead: rank " +
+                      std::to_string(link_.identity_.peer_rank) +
+                      " cannot map shared memory: " + f->error);
             return;
         }
-        const Lock lock(mu_);
+        const Link::Lock lock(link_.mu_);
         core_.mapped(f->segment);
-        act();
+        link_.act();
     } else if (const auto* f = std::get_if<PingFrame>(&frame)) {
         const int64_t now = wall_ns();
-        const Lock lock(mu_);
-        if (!control_) return;
-        append_frame(control_->out,
+        const Link::Lock lock(link_.mu_);
+        if (!connection_) return;
+        append_frame(connection_->out,
                      encode_frame(PongFrame{f->sent_steady_ns, f->sent_wall_ns, now, wall_ns()}), 0,
-                     core_.stream().last_received(), &control_->says);
+                     core_.stream().last_received(), &connection_->says);
         flush();
     } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
         // In this order: held up in between, the echo counts as a slow one, not as a wrong clock.
         const int64_t now_wall = wall_ns();
         const int64_t now_steady = steady_ns();
-        const Lock lock(mu_);
+        const Link::Lock lock(link_.mu_);
         const auto echo = echo_of(*f, now_wall, now_steady);
         if (!echo) return;
         echo_.add(echo->rtt_ns, echo->peer_minus_ours_ns);
         core_.echoed(echo->rtt_ns, now_steady);
     } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
         {
-            const Lock lock(mu_);
-            peer_left_ = true;
+            const Link::Lock lock(link_.mu_);
+            link_.peer_left_ = true;
         }
         const std::string what = f->died             ? " gave it up: " + f->reason
                                  : f->reason.empty() ? " closed it"
                                                      : " closed it with " + f->reason;
-        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) + what);
+        link_.die(link_.describe() + " is dead: rank " + std::to_string(link_.identity_.peer_rank) +
+                  what);
     } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
         confirmed(f->transport);
     } else if (const auto* f = std::get_if<OfferFrame>(&frame)) {
-        take_offer(*f);
+        link_.paths_.take_offer(*f);
     } else if (const auto* f = std::get_if<AnswerFrame>(&frame)) {
-        take_answer(*f);
+        link_.paths_.take_answer(*f);
     }
 }
 
-void Link::confirmed(Transport transport) {
+void LinkControl::confirmed(Transport transport) {
     {
-        const Lock lock(mu_);
-        if (identity_.dials || state_ != State::connecting) return;
+        const Link::Lock lock(link_.mu_);
+        if (link_.identity_.dials || link_.state_ != Link::State::connecting) return;
     }
-    if (transport != this->transport()) {
+    if (transport != link_.transport()) {
         // The dialler could not reach our shared memory after all (another network namespace).
-        const bool offered =
-            transport == Transport::tcp || (transport == Transport::rdma && !terms_.rails.empty());
-        const bool agreed = terms_.transport == Transport::shm &&
-                            runtime_->config.transport != Transport::shm && offered;
+        const bool offered = transport == Transport::tcp ||
+                             (transport == Transport::rdma && !link_.terms_.rails.empty());
+        const bool agreed = link_.terms_.transport == Transport::shm &&
+                            runtime_.config.transport != Transport::shm && offered;
         if (!agreed) {
-            protocol_error(std::string("it chose ") + name_of(transport) + " where " +
-                           name_of(terms_.transport) + " was agreed");
+            link_.paths_.protocol_error(std::string("it chose ") + name_of(transport) + " where " +
+                                        name_of(link_.terms_.transport) + " was agreed");
             return;
         }
-        const Lock lock(mu_);
-        terms_.transport = transport;
-        make_paths();
+        const Link::Lock lock(link_.mu_);
+        link_.terms_.transport = transport;
+        link_.paths_.assign();
     }
-    confirm();
-    if (on_settled) on_settled({});
+    link_.confirm();
+    if (link_.on_settled) link_.on_settled({});
+}
+
+void LinkControl::sever() {
+    runtime_.control.post([this, self = link_.shared_from_this()] {
+        std::shared_ptr<Connection> connection;
+        {
+            const Link::Lock lock(link_.mu_);
+            connection = connection_;
+        }
+        if (!connection) return;
+        runtime_.control.remove(connection->fd.get());
+        {
+            const Link::Lock lock(link_.mu_);
+            reset_connection(connection->fd);
+        }
+        lost(connection, "severed on request");
+    });
+}
+
+void LinkControl::lost(const std::shared_ptr<Connection>& connection, const std::string& why) {
+    if (connection->fd) runtime_.control.remove(connection->fd.get());
+    bool at_once = false;
+    {
+        const Link::Lock lock(link_.mu_);
+        connection->fd.reset();
+        if (connection_ != connection) return;
+        connection_.reset();
+        link_.last_trouble_ = why;
+        if (link_.state_ == Link::State::up) link_.state_ = Link::State::reconnecting;
+        at_once = peer_.lost(steady_ns());
+        link_.changed();
+        if (!is_missed()) return;
+    }
+    if (at_once) seek_peer();
+}
+
+bool LinkControl::is_missed() const {
+    return !connection_ && (link_.state_ == Link::State::reconnecting ||
+                            (link_.state_ == Link::State::connecting && !link_.identity_.dials));
+}
+
+void LinkControl::seek_peer() {
+    try {
+        if (link_.identity_.dials)
+            redial();
+        else
+            probe_peer();
+    } catch (const std::exception& e) {  // no memory, or no more descriptors to be watched
+        const Link::Lock lock(link_.mu_);
+        keep_words(link_.last_trouble_, e.what());
+        peer_.not_sought(steady_ns());
+    }
+}
+
+// The end that meets a wrong seal ends the connection, so the last trouble may be just that end.
+std::string LinkControl::refused_text() const {
+    if (frames_refused_ == 0) return {};
+    return "; refused for a wrong seal so far: " + std::to_string(frames_refused_) +
+           (frames_refused_ == 1 ? " frame" : " frames");
+}
+
+void LinkControl::redial() {
+    Hello h;
+    Address address;
+    {
+        const Link::Lock lock(link_.mu_);
+        if (link_.state_ != Link::State::reconnecting || link_.leaving_ || !peer_.seek()) return;
+        h = hello(Purpose::control);
+        h.resume = true;
+        h.epoch = epoch_ + 1;
+        h.received = core_.stream().last_received();
+        h.sockets = static_cast<uint16_t>(link_.terms_.sockets);
+        address = link_.terms_.address;
+    }
+    const uint32_t epoch = h.epoch;
+    const int64_t limit = std::min<int64_t>(runtime_.peer_deadline_ns / 2, 2 * kSecond);
+    pipemorph::dial(runtime_, address, std::move(h), limit,
+                    [this, weak = link_.weak_from_this(), epoch](DialResult r) {
+                        const auto self = weak.lock();
+                        if (!self) return;
+                        {
+                            const Link::Lock lock(link_.mu_);
+                            if (r.fd) {
+                                peer_.found();
+                            } else {
+                                link_.last_trouble_ = r.error;
+                                // The peer may have taken this epoch before the connection broke.
+                                epoch_ = std::max(epoch_, epoch);
+                                peer_.not_reached(!r.nobody_there, steady_ns());
+                            }
+                        }
+                        if (r.fd)
+                            attach(std::move(r.fd), r.keys, epoch, r.reply.received);
+                        else if (r.refused && r.proved)
+                            link_.die(link_.describe() + " is dead: " + r.error);
+                    });
+}
+
+// The acceptor cannot dial back in, but it can see whether anybody still listens over there: a
+// process that is gone refuses, a network that is gone does not answer.
+void LinkControl::probe_peer() {
+    Address address;
+    {
+        const Link::Lock lock(link_.mu_);
+        if (!is_missed() || link_.leaving_ || !peer_.seek()) return;
+        address = link_.terms_.address;
+    }
+    auto fd = std::make_shared<Fd>(start_connect(address));
+    const auto done = [this, weak = link_.weak_from_this(), fd](int error) {
+        const auto self = weak.lock();
+        if (!self) return;
+        const Link::Lock lock(link_.mu_);
+        peer_.looked_up(error != ECONNREFUSED, steady_ns());
+    };
+    if (!*fd) {
+        done(errno);
+        return;
+    }
+    Reactor& reactor = runtime_.control;
+    const auto timer = std::make_shared<uint64_t>(0);
+    const auto end = [&reactor, fd, done, timer](int error) {
+        if (!*fd) return;
+        reactor.cancel(*timer);
+        reactor.remove(fd->get());
+        fd->reset();
+        done(error);
+    };
+    *timer = reactor.after(runtime_.peer_deadline_ns / 5, [end] { end(ETIMEDOUT); });
+    reactor.add(fd->get(), EPOLLOUT, [end, fd](uint32_t) { end(connect_error(*fd)); });
+}
+
+void LinkControl::look_after(int64_t now) {
+    std::shared_ptr<Connection> silent;
+    std::string dead;
+    bool reconnect = false;
+    {
+        const Link::Lock lock(link_.mu_);
+        if (const int64_t paused = peer_.look(now)) core_.forgive(paused, now);
+        if (!link_.doom_.empty()) {
+            dead = "what had to be done at once failed: " + link_.doom_;
+        } else if (link_.state_ == Link::State::up && connection_) {
+            if (peer_.is_silent(now)) {
+                silent = connection_;
+            } else if (peer_.pings(now)) {
+                send_ping(now);
+                flush();
+            }
+        } else if (is_missed() && !link_.leaving_) {
+            const std::string peer = "rank " + std::to_string(link_.identity_.peer_rank);
+            const bool missed = peer_.is_missed_too_long(now);
+            if (peer_.is_gone(now))
+                dead = peer + " is gone: nobody listens at " + link_.terms_.address.text() +
+                       " any more";
+            else if (missed && link_.state_ == Link::State::connecting) {
+                dead = "it never came up: " + link_.last_trouble_ + refused_text();
+                link_.never_came_ = true;
+            } else if (missed)
+                dead = "no control connection to " + peer + " (" +
+                       link_.terms_.address.text(false) + ") for " +
+                       seconds_text(to_seconds(peer_.missed_ns(now))) +
+                       " (last: " + link_.last_trouble_ + refused_text() + ")";
+            reconnect = peer_.seeks_now(now);
+        }
+    }
+    if (silent)
+        lost(silent,
+             "nothing was heard for " + seconds_text(to_seconds(runtime_.peer_deadline_ns / 2)));
+    if (!dead.empty()) {
+        link_.die(link_.describe() + " is dead: " + dead);
+    } else if (reconnect) {
+        seek_peer();
+    }
 }
 
 }  // namespace pipemorph

@@ -1,9 +1,12 @@
-// The data paths of a link: making them, and what they may ask of it.
+#include "engine/link_paths.hpp"
+
 #include <algorithm>
 #include <set>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
 #include "os/clock.hpp"
+#include "os/numa.hpp"
 #include "os/socket.hpp"
 #include "path/shm_path.hpp"
 #include "path/tcp_path.hpp"
@@ -15,40 +18,233 @@ constexpr int64_t kRetireAgain = 20 * kMillisecond;
 
 }  // namespace
 
-void Link::sever_data_path(uint32_t index) {
+LinkPaths::LinkPaths(Link& link)
+    : link_(link),
+      mu_(link.mu_),
+      core_(link.core_),
+      runtime_(*link.runtime_),
+      lease_pool_(std::make_shared<LeasePool>(runtime_.config.flight_bytes)) {}
+
+std::shared_ptr<PathHost> LinkPaths::host() {
+    return {link_.shared_from_this(), this};
+}
+
+void LinkPaths::assign() {
+    // Over shared memory a path is a copying thread, not a socket.
+    const bool shm = link_.terms_.transport == Transport::shm;
+    const size_t others = shm ? std::min<size_t>(link_.terms_.sockets, runtime_.data_threads())
+                              : link_.terms_.sockets;
+    core_.assign_paths(link_.terms_.transport == Transport::rdma ? link_.terms_.rails
+                                                                 : decltype(link_.terms_.rails){},
+                       shm ? Transport::shm : Transport::tcp, others);
+    held_ = std::vector<Held>(core_.paths().size());
+}
+
+void LinkPaths::protocol_error(const std::string& why) {
+    link_.die(link_.describe() + " is dead: rank " + std::to_string(link_.identity_.peer_rank) +
+              " broke the protocol: " + why);
+}
+
+uint8_t* LinkPaths::Lease::memory() {
+    if (data == nullptr) {
+        auto own = std::make_shared_for_overwrite<uint8_t[]>(bytes);
+        data = own.get();
+        hold = std::move(own);
+    }
+    return data;
+}
+
+LinkPaths::Lease LinkPaths::lease(int direction, uint64_t bytes) {
+    Lease out;
+    out.bytes = bytes;
     const Lock lock(mu_);
-    if (ended()) throw_over();
+    if (link_.ended()) link_.throw_over();
+    if (bytes > 0 && link_.terms_.transport == Transport::rdma) {
+        if (auto piece = lease_pool_->take(bytes)) {
+            out.data = piece->data;
+            out.hold = std::move(piece->hold);
+            out.in_place = true;
+        } else if (const uint64_t more = lease_pool_->to_add(bytes)) {
+            aside().post([this, self = link_.shared_from_this(), more] { grow_leases(more); });
+        }
+        return out;
+    }
+    // What is proved has to be kept here: of a slot, whoever can write there would have a changed
+    // payload proved anew when it is sent again.
+    if (bytes > 0 && link_.terms_.transport == Transport::shm &&
+        runtime_.config.integrity == Integrity::crc)
+        out.slot = core_.lease(direction, bytes);
+    if (!out.slot) return out;
+    const auto segment = peer_segments_.find(out.slot->segment);
+    const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
+    if (out.slot->offset < size && out.slot->bytes <= size - out.slot->offset) {
+        out.data = segment->second->data() + out.slot->offset;
+        out.hold = segment->second;
+        out.in_place = true;
+        return out;
+    }
+    // Whoever sends into it says so: a broken promise of the peer's.
+    link_.or_die([&] {
+        core_.end_lease(*std::exchange(out.slot, std::nullopt));
+        link_.act();
+    });
+    return out;
+}
+
+void LinkPaths::end_lease(const Lease& lease) {
+    const Lock lock(mu_);
+    if (!lease.slot || link_.over()) return;
+    link_.or_die([&] {
+        core_.end_lease(*lease.slot);
+        link_.act();
+    });
+}
+
+// Until it is there, messages are sent without it.
+void LinkPaths::grow_leases(uint64_t bytes) {
+    std::shared_ptr<Memory> memory;
+    std::vector<std::shared_ptr<Registration>> registered;
+    try {
+        const numa::OnNode here(runtime_.memory_node);
+        auto made = Memory::anonymous(bytes);
+        for (const auto& rail : runtime_.rails) {
+            try {
+                registered.push_back(
+                    std::make_shared<Registration>(rail->device(), made, abi::kLocalWrite));
+            } catch (const EngineError&) {  // its paths stage what is in there
+            }
+        }
+        if (!registered.empty()) memory = std::move(made);
+    } catch (const std::exception&) {  // no memory
+    }
+    lease_pool_->add(std::move(memory), std::move(registered));
+}
+
+std::vector<std::shared_ptr<Memory>> LinkPaths::lease_memory() const {
+    std::vector<std::shared_ptr<Memory>> out = lease_pool_->memory();
+    const Lock lock(mu_);
+    for (const auto& [_, memory] : peer_segments_) out.push_back(memory);
+    return out;
+}
+
+Reactor& LinkPaths::aside() {
+    return runtime_.rails.empty() ? runtime_.control : runtime_.rails.front()->setup();
+}
+
+void LinkPaths::start_to_grow(const Actions::Grow& what) {
+    aside().post([this, self = link_.shared_from_this(), what] { grow(what); });
+}
+
+void LinkPaths::grow(const Actions::Grow& what) {
+    bool there = false;
+    try {
+        there = make_room(what.direction, what.room, false);
+    } catch (const std::exception&) {  // no memory, or the link has ended: it goes on with less
+    }
+    const Lock lock(mu_);
+    core_.grown(what.direction, there);
+}
+
+bool LinkPaths::make_room(int direction, const Inbox::Room& room, bool needed) {
+    const Transport carries = link_.transport();
+    const bool shared = carries == Transport::shm;
+    const bool rdma = carries == Transport::rdma;
+    // Page-aligned slots: two never share a page, so neither do their copies.
+    const uint64_t bytes = (room.bytes + 4095) / 4096 * 4096 * room.slots;
+    const numa::OnNode here(runtime_.memory_node);
+    // Prefaulting takes a while, so it is done without the lock.
+    auto memory = shared ? Memory::shareable(bytes) : Memory::anonymous(bytes);
+    // So does registering: once per rail, for as long as the link lives.
+    std::vector<std::shared_ptr<Registration>> registered(rdma ? runtime_.rails.size() : 0);
+    std::vector<std::string> trouble(registered.size());
+    for (size_t rail = 0; rail < registered.size(); ++rail) {
+        try {
+            registered[rail] = std::make_shared<Registration>(
+                runtime_.rails[rail]->device(), memory, abi::kLocalWrite | abi::kRemoteWrite);
+        } catch (const EngineError& e) {
+            if (!needed) return false;
+            trouble[rail] = e.what();
+        }
+    }
+    const Lock lock(mu_);
+    if (link_.ended()) link_.throw_over();
+    // Nothing is granted any more, and the application is told when it has ended.
+    if (link_.over()) return false;
+    const bool all_barred =
+        std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
+    if (rdma && all_barred && core_.paths().size() == core_.paths().rails())
+        throw EngineError(link_.describe() + ": rdma is required, and " + trouble.front());
+    const uint32_t segment = core_.add_room(direction, room, std::move(memory), shared);
+    const int64_t now = steady_ns();
+    for (uint32_t number = 0; rdma && number < runtime_.rail_numbers(); ++number) {
+        const size_t rail = number % registered.size();
+        if (!registered[rail]) {
+            core_.add_region({number, segment, 0, 0, 0}, trouble[rail], now);
+            continue;
+        }
+        const Registration& r = *registered[rail];
+        core_.add_region(
+            {number, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()}, {}, now);
+    }
+    for (auto& r : registered)
+        if (r) registrations_.push_back(std::move(r));
+    if (!shared) core_.grant_room(segment);
+    link_.act();
+    return true;
+}
+
+void LinkPaths::start_to_drop_memory() {
+    aside().post([this, self = link_.shared_from_this()] { drop_memory(); });
+}
+
+void LinkPaths::drop_memory() {
+    Inbox inbox;
+    decltype(registrations_) registrations;
+    decltype(peer_segments_) peer_segments;
+    {
+        const Lock lock(mu_);
+        inbox = core_.drop_inbox();
+        registrations.swap(registrations_);
+        peer_segments.swap(peer_segments_);
+    }
+    // Somebody else may have a lease, which goes back to the pool.
+    if (lease_pool_.use_count() == 1) lease_pool_->drop();
+}
+
+void LinkPaths::sever(uint32_t index) {
+    const Lock lock(mu_);
+    if (link_.ended()) link_.throw_over();
     if (index >= held_.size())
-        throw EngineError(describe() + " has " + std::to_string(held_.size()) +
+        throw EngineError(link_.describe() + " has " + std::to_string(held_.size()) +
                           " data paths, not " + std::to_string(index + 1));
     if (const auto path = current(index)) path->sever();
 }
 
-std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
+std::string LinkPaths::may_attach(uint32_t path, uint32_t epoch) const {
     const Lock lock(mu_);
-    if (over()) return error_;
+    if (link_.over()) return link_.error_;
     // The dialler's last word may still change the transport, and with it what the paths are.
-    if (state_ == State::connecting) return describe() + " is not confirmed yet";
+    if (link_.state_ == Link::State::connecting) return link_.describe() + " is not confirmed yet";
     const PathSet& paths = core_.paths();
-    if (path >= paths.size()) return describe() + " has no data path " + std::to_string(path);
+    if (path >= paths.size()) return link_.describe() + " has no data path " + std::to_string(path);
     if (paths[path].kind == Transport::rdma)
-        return describe() + ": data path " + std::to_string(path) + " is a rail";
+        return link_.describe() + ": data path " + std::to_string(path) + " is a rail";
     if (epoch <= paths[path].machine.epoch())
-        return describe() + ": data path " + std::to_string(path) + " is past epoch " +
+        return link_.describe() + ": data path " + std::to_string(path) + " is past epoch " +
                std::to_string(epoch);
     return {};
 }
 
-void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys) {
-    or_die_without_lock([&] {
+void LinkPaths::attach(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys) {
+    link_.or_die_without_lock([&] {
         std::shared_ptr<DataPath> now;
         {
             const Lock lock(mu_);
-            if (over()) return;
+            if (link_.over()) return;
             const Transport kind = core_.paths()[path].kind;
             std::optional<uint32_t> local_thread;
             if (kind == Transport::tcp && is_local(fd))
-                local_thread = path % static_cast<uint32_t>(runtime_->data_threads());
+                local_thread = path % static_cast<uint32_t>(runtime_.data_threads());
             try {
                 now = make_path(path, epoch, std::move(fd), keys);
             } catch (const std::exception& e) {  // another one may be had
@@ -57,30 +253,29 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
             }
             if (!core_.attach(path, epoch, local_thread, steady_ns())) return;
             held_[path].connections.push_back(now);
-            act();
+            link_.act();
         }
         now->start();
     });
 }
 
-std::shared_ptr<DataPath> Link::make_path(uint32_t path, uint32_t epoch, Fd fd,
-                                          const ConnectionKeys& keys) {
+std::shared_ptr<DataPath> LinkPaths::make_path(uint32_t path, uint32_t epoch, Fd fd,
+                                               const ConnectionKeys& keys) {
     const Transport kind = core_.paths()[path].kind;
-    Reactor& reactor = runtime_->data(path);
+    Reactor& reactor = runtime_.data(path);
     if (kind == Transport::shm)
-        return std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd),
-                                         keys, runtime_->config.integrity);
-    set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
-    return std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd), keys,
-                                     runtime_->config.integrity);
+        return std::make_shared<ShmPath>(reactor, host(), path, epoch, std::move(fd), keys,
+                                         runtime_.config.integrity);
+    set_unacked_limit(fd, runtime_.peer_deadline_ns / 2);
+    return std::make_shared<TcpPath>(reactor, host(), path, epoch, std::move(fd), keys,
+                                     runtime_.config.integrity);
 }
 
-void Link::kick_paths() {
-    for (const auto& path : live_paths()) path->kick();
+void LinkPaths::kick() {
+    for (const auto& path : live()) path->kick();
 }
 
-// Not those that stand by: waking their threads would only show that there is nothing to do.
-std::vector<std::shared_ptr<DataPath>> Link::live_paths() const {
+std::vector<std::shared_ptr<DataPath>> LinkPaths::live() const {
     std::vector<std::shared_ptr<DataPath>> live;
     live.reserve(held_.size());
     for (uint32_t i = 0; i < held_.size(); ++i)
@@ -89,29 +284,57 @@ std::vector<std::shared_ptr<DataPath>> Link::live_paths() const {
     return live;
 }
 
-std::shared_ptr<DataPath> Link::current(uint32_t index) const {
+std::shared_ptr<DataPath> LinkPaths::current(uint32_t index) const {
     for (const auto& path : held_[index].connections)
         if (core_.paths().is_current(index, path->epoch)) return path;
     return nullptr;
 }
 
-Reactor& Link::reactor_of(uint32_t index) {
-    const PathSet::Path& p = core_.paths()[index];
-    return p.kind == Transport::rdma ? runtime_->rail(p.our_rail)->reactor()
-                                     : runtime_->data(index);
+std::shared_ptr<DataPath> LinkPaths::first_live() const {
+    for (uint32_t i = 0; i < held_.size(); ++i)
+        if (!core_.paths().stands_by(i))
+            if (auto path = current(i)) return path;
+    return nullptr;
 }
 
-void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
+void LinkPaths::withdraw(uint32_t path) {
+    if (const auto offered = std::exchange(held_[path].offered, nullptr)) offered->close();
+}
+
+std::vector<std::shared_ptr<DataPath>> LinkPaths::start_to_close(
+    const std::shared_ptr<void>& ending) {
+    std::vector<std::shared_ptr<DataPath>> paths;
+    for (const Held& held : held_) {
+        paths.insert(paths.end(), held.connections.begin(), held.connections.end());
+        if (held.offered) paths.push_back(held.offered);
+    }
+    for (const auto& path : paths) path->close(ending);
+    return paths;
+}
+
+void LinkPaths::drop_connections() {
+    for (Held& held : held_) {
+        held.connections.clear();
+        held.offered.reset();
+    }
+}
+
+Reactor& LinkPaths::reactor_of(uint32_t index) {
+    const PathSet::Path& p = core_.paths()[index];
+    return p.kind == Transport::rdma ? runtime_.rail(p.our_rail)->reactor() : runtime_.data(index);
+}
+
+void LinkPaths::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
     const Lock lock(mu_);
-    if (over() || !core_.path_lost(index, epoch, why, steady_ns())) return;
-    last_trouble_ = "data path " + std::to_string(index) + ": " + why;
+    if (link_.over() || !core_.path_lost(index, epoch, why, steady_ns())) return;
+    link_.last_trouble_ = "data path " + std::to_string(index) + ": " + why;
     std::erase_if(held_[index].connections,
                   [epoch](const auto& path) { return path->epoch == epoch; });
-    act();
-    wake_reader();
+    link_.act();
+    link_.wake_reader();
 }
 
-void Link::start_to_retire(const Actions::Retire& what) {
+void LinkPaths::start_to_retire(const Actions::Retire& what) {
     // Each on its own thread: a later offer may have put the path onto another rail.
     std::set<Reactor*> threads;
     for (const auto& path : held_[what.path].connections)
@@ -119,10 +342,11 @@ void Link::start_to_retire(const Actions::Retire& what) {
     // Where none is left, a fence still waits for its answer.
     if (threads.empty()) threads.insert(&reactor_of(what.path));
     for (Reactor* thread : threads)
-        thread->post([self = shared_from_this(), thread, what] { self->retire(*thread, what); });
+        thread->post(
+            [this, self = link_.shared_from_this(), thread, what] { retire(*thread, what); });
 }
 
-void Link::retire(Reactor& reactor, const Actions::Retire& what) {
+void LinkPaths::retire(Reactor& reactor, const Actions::Retire& what) {
     std::vector<std::shared_ptr<DataPath>> old;
     {
         const Lock lock(mu_);
@@ -134,19 +358,20 @@ void Link::retire(Reactor& reactor, const Actions::Retire& what) {
     std::vector<uint32_t> retired;
     for (auto it = old.begin(); it != stuck; ++it) retired.push_back((*it)->epoch);
     const Lock lock(mu_);
-    if (over()) return;
+    if (link_.over()) return;
     std::erase_if(held_[what.path].connections, [&retired](const auto& path) {
         return std::find(retired.begin(), retired.end(), path->epoch) != retired.end();
     });
     core_.retired(what.path, retired, steady_ns());
-    act();
-    wake_reader();
+    link_.act();
+    link_.wake_reader();
     if (stuck != old.end())
-        reactor.after(kRetireAgain,
-                      [self = shared_from_this(), &reactor, what] { self->retire(reactor, what); });
+        reactor.after(kRetireAgain, [this, self = link_.shared_from_this(), &reactor, what] {
+            retire(reactor, what);
+        });
 }
 
-void Link::dial_paths() {
+void LinkPaths::dial_paths() {
     struct Call {
         uint32_t index;
         uint32_t epoch;
@@ -157,15 +382,15 @@ void Link::dial_paths() {
     Address address;
     {
         const Lock lock(mu_);
-        if (state_ != State::up || leaving_) return;
-        address =
-            terms_.transport == Transport::shm ? abstract_unix(terms_.unix_name) : terms_.address;
+        if (link_.state_ != Link::State::up || link_.leaving_) return;
+        address = link_.terms_.transport == Transport::shm ? abstract_unix(link_.terms_.unix_name)
+                                                           : link_.terms_.address;
         for (const auto& [index, epoch] : core_.due(steady_ns())) {
             if (core_.paths()[index].kind == Transport::rdma) {
                 offers.emplace_back(index, epoch);
                 continue;
             }
-            Hello h = hello(Purpose::data);
+            Hello h = link_.control_.hello(Purpose::data);
             h.path = index;
             h.epoch = epoch;
             calls.push_back({index, epoch, std::move(h)});
@@ -173,70 +398,68 @@ void Link::dial_paths() {
     }
     for (const auto& [index, epoch] : offers) offer_rail(index, epoch);
     for (Call& call : calls) {
-        dial(*runtime_, address, std::move(call.hello), 2 * kSecond,
-             [weak = weak_from_this(), index = call.index, epoch = call.epoch](DialResult r) {
-                 const auto self = weak.lock();
-                 if (!self) return;
-                 if (r.fd) {
-                     self->attach_data(index, epoch, std::move(r.fd), r.keys);
-                     return;
-                 }
-                 const Lock lock(self->mu_);
-                 self->or_die([&] { self->core_.dial_failed(index, epoch, r.error, steady_ns()); });
-             });
+        pipemorph::dial(
+            runtime_, address, std::move(call.hello), 2 * kSecond,
+            [this, weak = link_.weak_from_this(), index = call.index,
+             epoch = call.epoch](DialResult r) {
+                const auto self = weak.lock();
+                if (!self) return;
+                if (r.fd) {
+                    attach(index, epoch, std::move(r.fd), r.keys);
+                    return;
+                }
+                const Lock lock(mu_);
+                link_.or_die([&] { core_.dial_failed(index, epoch, r.error, steady_ns()); });
+            });
     }
 }
 
-std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
+std::optional<ChunkTask> LinkPaths::next_chunk(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
-    if (over()) return std::nullopt;
+    if (link_.over()) return std::nullopt;
     return core_.next_chunk(path, epoch, wall_ns(), steady_ns());
 }
 
 // A chunk that is half entered, or a message that is here and not acknowledged, is more than the
 // end of a path: no fence would find it.
-ChunkSink Link::begin_chunk(const ChunkHeader& header) {
+ChunkSink LinkPaths::begin_chunk(const ChunkHeader& header) {
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
     const Lock lock(mu_);
-    if (over() || !doom_.empty())
+    if (link_.over() || !link_.doom_.empty())
         core_.stale_chunk();
     else
-        or_die([&] { sink = core_.begin_chunk(header); });
+        link_.or_die([&] { sink = core_.begin_chunk(header); });
     return sink;
 }
 
-void Link::finish_chunk(const ChunkSink& sink, bool intact) {
+void LinkPaths::finish_chunk(const ChunkSink& sink, bool intact) {
     const Lock lock(mu_);
-    if (over() || !doom_.empty()) return;
-    or_die([&] {
+    if (link_.over() || !link_.doom_.empty()) return;
+    link_.or_die([&] {
         const uint64_t whole = core_.finish_chunk(sink, intact, wall_ns());
-        Actions actions = core_.take_actions();
-        // What it waits for goes first, and what it releases goes along.
-        if (reads_here() && whole <= DataPath::kSmall && std::exchange(actions.flush, false))
-            flush_due_ = true;
-        carry_out(actions);
+        link_.act_for_message(whole);
     });
 }
 
-void Link::refused() {
+void LinkPaths::refused() {
     const Lock lock(mu_);
-    ++frames_refused_;
+    link_.control_.refused();
 }
 
-void Link::stale_chunk() {
+void LinkPaths::stale_chunk() {
     const Lock lock(mu_);
     core_.stale_chunk();
 }
 
-std::optional<PathHost::Segment> Link::next_segment_to_offer() {
+std::optional<PathHost::Segment> LinkPaths::next_segment_to_offer() {
     const Lock lock(mu_);
     const auto number = core_.next_segment_to_offer();
     if (!number) return std::nullopt;
     return Segment{*number, core_.in().segment(*number)};
 }
 
-void Link::segment_offered(uint32_t number, uint64_t bytes, Fd fd) {
+void LinkPaths::segment_offered(uint32_t number, uint64_t bytes, Fd fd) {
     MappedFrame answer;
     answer.segment = number;
     if (!peer_segment(number)) {
@@ -249,13 +472,230 @@ void Link::segment_offered(uint32_t number, uint64_t bytes, Fd fd) {
         }
     }
     const Lock lock(mu_);
-    if (!over()) send_frame(answer);
+    if (!link_.over()) link_.control_.send_frame(answer);
 }
 
-std::shared_ptr<Memory> Link::peer_segment(uint32_t number) {
+std::shared_ptr<Memory> LinkPaths::peer_segment(uint32_t number) {
     const Lock lock(mu_);
     const auto it = peer_segments_.find(number);
     return it == peer_segments_.end() ? nullptr : it->second;
+}
+
+RdmaPath::Settings LinkPaths::rdma_settings() const {
+    return {runtime_.config.chunk_bytes, runtime_.peer_deadline_ns / 4, runtime_.peer_deadline_ns,
+            core_.paths().share_of_rail()};
+}
+
+void LinkPaths::offer_rail(uint32_t index, uint32_t epoch) {
+    const Lock lock(mu_);
+    const uint32_t rail = core_.paths()[index].our_rail;
+    runtime_.rail(rail)->setup().post([this, self = link_.shared_from_this(), rail, index, epoch] {
+        make_offer(rail, index, epoch);
+    });
+}
+
+void LinkPaths::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
+    std::shared_ptr<RdmaPath> made;
+    std::string trouble;
+    try {
+        made =
+            std::make_shared<RdmaPath>(runtime_.rail(rail), host(), index, epoch, rdma_settings());
+    } catch (const std::exception& e) {
+        trouble = e.what();
+    }
+    const Lock lock(mu_);
+    if (link_.over()) return;
+    if (core_.offer(index, epoch, made ? made->local() : QpAddress{}, trouble, steady_ns()))
+        held_[index].offered = made;
+    link_.act();
+}
+
+void LinkPaths::take_offer(const OfferFrame& offer) {
+    if (link_.identity_.dials || offer.path >= core_.paths().rails() ||
+        offer.to_rail >= runtime_.rail_numbers()) {
+        protocol_error("an offer for a rail that does not exist");
+        return;
+    }
+    const Lock lock(mu_);
+    if (link_.over() || !core_.take_offer(offer)) return;
+    link_.act();
+    runtime_.rail(offer.to_rail)->setup().post([this, self = link_.shared_from_this(), offer] {
+        answer_offer(offer);
+    });
+}
+
+void LinkPaths::answer_offer(const OfferFrame& offer) {
+    QpAddress qp;
+    std::string trouble;
+    std::shared_ptr<RdmaPath> made;
+    try {
+        made = std::make_shared<RdmaPath>(runtime_.rail(offer.to_rail), host(), offer.path,
+                                          offer.epoch, rdma_settings());
+        made->connect(offer.qp, false);
+        qp = made->local();
+    } catch (const std::exception& e) {
+        trouble = e.what();
+    }
+    const Lock lock(mu_);
+    if (link_.over()) return;
+    if (core_.answer(offer, qp, trouble, steady_ns())) {
+        held_[offer.path].connections.push_back(made);
+        made->start();
+    }
+    link_.act();
+}
+
+void LinkPaths::take_answer(const AnswerFrame& answer) {
+    const Lock lock(mu_);
+    if (link_.over()) return;
+    if (core_.take_answer(answer, steady_ns()))
+        runtime_.rail(core_.paths()[answer.path].our_rail)
+            ->setup()
+            .post([this, self = link_.shared_from_this(),
+                   made = std::exchange(held_[answer.path].offered, nullptr),
+                   answer] { connect_offered(made, answer); });
+    link_.act();
+}
+
+void LinkPaths::connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFrame& answer) {
+    // A fence may be answered while this is done: neither end carries before the other has heard
+    // the dialler's probe, and that is posted by `start`, after the fence was looked for.
+    std::string trouble;
+    try {
+        made->connect(answer.qp, true);
+    } catch (const std::exception& e) {
+        trouble = e.what();
+    }
+    const Lock lock(mu_);
+    if (link_.over()) return;
+    if (core_.connected(answer.path, answer.epoch, trouble, steady_ns())) {
+        held_[answer.path].connections.push_back(made);
+        made->start();
+    }
+    link_.act();
+}
+
+std::optional<PathHost::RemoteSlot> LinkPaths::remote_slot(uint32_t path, const SlotGrant& slot) {
+    const Lock lock(mu_);
+    const RegionFrame* r = core_.paths().region(path, slot);
+    if (r == nullptr) return std::nullopt;
+    return RemoteSlot{r->address + slot.offset, slot.bytes, r->key};
+}
+
+void LinkPaths::path_up(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    if (link_.over() || !core_.path_up(path, epoch, steady_ns())) return;
+    link_.act();
+}
+
+void LinkPaths::path_suspect(uint32_t path, uint32_t epoch, bool suspicious) {
+    const Lock lock(mu_);
+    if (link_.over()) return;
+    core_.path_suspect(path, epoch, suspicious, steady_ns());
+    link_.act();
+}
+
+void LinkPaths::path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
+                              std::optional<int64_t> rtt_ns) {
+    const Lock lock(mu_);
+    if (core_.paths()[path].machine.epoch() != epoch) return;
+    core_.path_measured(path, epoch, bytes_per_second, steady_ns());
+    if (rtt_ns) held_[path].rtt.add(*rtt_ns, 0);
+}
+
+PathHost::Pace LinkPaths::pace(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    core_.pace(path, epoch);
+    const PathSet::Path& p = core_.paths()[path];
+    return {p.flow.busy_rate(), p.flow.window()};
+}
+
+void LinkPaths::path_limited(uint32_t path, uint32_t epoch, uint64_t most) {
+    const Lock lock(mu_);
+    core_.limit(path, epoch, most);
+}
+
+PathHost::Pace LinkPaths::chunk_delivered(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    core_.delivered(path, epoch, steady_ns());
+    const PathSet::Path& p = core_.paths()[path];
+    return {p.flow.busy_rate(), p.flow.window()};
+}
+
+void LinkPaths::path_stuck(const std::string& why) {
+    link_.die(link_.describe() + " is dead: " + why);
+}
+
+void LinkPaths::look_after_rails(int64_t now) {
+    std::string dead;
+    {
+        const Lock lock(mu_);
+        if (core_.paths().rails() == 0 || link_.over()) return;
+        uint64_t recoveries = 0;
+        for (const auto& rail : runtime_.rails) recoveries += rail->recoveries();
+        core_.look_after_rails(std::exchange(recoveries_seen_, recoveries) != recoveries, now);
+        link_.act();
+        const auto since = core_.paths().only_rails_since();
+        if (since && now - *since > runtime_.peer_deadline_ns)
+            dead = link_.describe() + " is dead: " + missing_rail(now);
+    }
+    if (!dead.empty()) link_.finish(Link::State::dead, dead);
+}
+
+std::string LinkPaths::missing_rail(int64_t now) const {
+    const auto since = core_.paths().only_rails_since();
+    if (!since) return {};
+    return "rdma is required, and no rail to " + rank_text(link_.identity_.peer_rank) +
+           " has been up for " + seconds_text(to_seconds(now - *since)) + ": " + text();
+}
+
+PathStats LinkPaths::describe(uint32_t index) const {
+    const PathSet::Path& p = core_.paths()[index];
+    PathStats s;
+    s.kind = name_of(p.kind);
+    if (p.kind == Transport::rdma) s.rail = runtime_.rail(p.our_rail)->describe();
+    s.state = name_of(p.machine.state());
+    s.trouble = p.trouble;
+    s.epoch = p.machine.epoch();
+    s.chunks = p.chunks;
+    s.bytes = p.bytes;
+    s.times_lost = p.machine.times_lost();
+    if (const double rate = p.paced ? p.flow.busy_rate() : p.bytes_per_second; rate > 0)
+        s.bytes_per_second = rate;
+    s.window = p.paced ? p.flow.window() : 0;
+    if (const auto rtt = held_[index].rtt.summary()) {
+        s.rtt_min = to_seconds(rtt->min_ns);
+        s.rtt_mean = to_seconds(rtt->mean_ns);
+        s.rtt_p99 = to_seconds(rtt->p99_ns);
+    }
+    return s;
+}
+
+void LinkPaths::count(LinkStats& s) const {
+    for (uint32_t i = 0; i < held_.size(); ++i) s.paths.push_back(describe(i));
+    s.bytes_copied_out = bytes_copied_out_.load(std::memory_order_relaxed);
+    s.bytes_copied_in = bytes_copied_in_.load(std::memory_order_relaxed);
+}
+
+void LinkPaths::drain_telemetry() {
+    for (Held& held : held_) held.rtt.drain();
+}
+
+std::string LinkPaths::text() const {
+    std::string down;
+    size_t up = 0;
+    for (uint32_t i = 0; i < held_.size(); ++i) {
+        if (core_.paths()[i].machine.carries()) {
+            ++up;
+            continue;
+        }
+        const PathStats s = describe(i);
+        down += (down.empty() ? "" : "; ") + (s.rail.empty() ? s.kind : s.rail) + " " + s.state +
+                (s.trouble.empty() ? "" : ": " + s.trouble);
+    }
+    if (down.empty()) return {};
+    return std::to_string(up) + " of " + std::to_string(held_.size()) + " data paths up (" + down +
+           ")";
 }
 
 }  // namespace pipemorph

@@ -127,7 +127,7 @@ void listener_says(Bytes input) {
                 "a reply is kept as it was said");
 }
 
-// The frames of one connection, as Link::read_control takes them apart.
+// The frames of one connection, as LinkControl::read takes them apart.
 void frames(Bytes input) {
     ReliableStream stream;
     for (int i = 0; i < 8; ++i) stream.send(AckFrame{{7}, {}});

@@ -147,7 +147,7 @@ TEST(link_that_finds_no_memory_for_a_connection_goes_on_or_ends_and_its_engine_g
         Fd theirs(ends[0]);
         Fd ours(ends[1]);
         failures = without_memory(two.high.runtime(), first, [&] {
-            two.accepted->attach_data(0, 2, std::move(theirs), ConnectionKeys{});
+            two.accepted->paths().attach(0, 2, std::move(theirs), ConnectionKeys{});
         });
         ours.reset();
         go_on(two);

@@ -20,7 +20,7 @@ void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint
     require(e.slot_bytes < 4 * asked, "slots have four times the memory that was asked for");
 }
 
-// Link::make_room
+// LinkPaths::make_room
 void World::add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred) {
     End& e = end(side);
     const bool shared = kinds_.front() == Transport::shm;
@@ -98,7 +98,7 @@ void World::post(int side, Sent m, const std::optional<SlotGrant>& leased) {
     act(side);
 }
 
-// Link::lease, and the producer that fills it.
+// LinkPaths::lease, and the producer that fills it.
 bool World::lease(int side, Sent& m) {
     End& e = end(side);
     const auto slot = e.core.lease(m.key.direction, m.content.size());

@@ -120,7 +120,7 @@ class FatLink {
         }
     }
 
-    // Link::flush, and what it has written when it has come over.
+    // LinkControl::flush, and what it has written when it has come over.
     void write_control(LinkCore& core) {
         core.collect();
         if (!core.stream().has_unwritten()) return;

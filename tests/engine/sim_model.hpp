@@ -78,7 +78,7 @@ struct Connection {
     bool half = false;                   // the dialler's queue pair will not connect
     int64_t stalled_until_ns = 0;        // the acceptor's kernel takes so long for its queue pair
     bool attached[2] = {false, false};   // that end's memory can be reached
-    bool held[2] = {false, false};       // Link::Held::connections: that end has to retire it
+    bool held[2] = {false, false};       // LinkPaths::Held::connections: that end has to retire it
     bool started[2] = {false, false};    // that end's thread serves it
     bool up[2] = {false, false};         // rails: a probe was acknowledged
     bool fenced[2] = {false, false};     // that end knows that the other has given it up
@@ -176,7 +176,7 @@ class World {
     void reserve(int side, uint32_t slots, uint64_t bytes,
                  std::optional<uint32_t> barred = std::nullopt);
     void add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred);
-    void grow(int side, const Actions::Grow& what);  // Link::grow
+    void grow(int side, const Actions::Grow& what);  // LinkPaths::grow
     void post(int side);
     void post(int side, Sent m, const std::optional<SlotGrant>& leased);
     bool lease(int side, Sent& m);
@@ -192,17 +192,17 @@ class World {
     // --- The control connection ---
     void flush(int side);
     void deliver_control(int side);
-    void read_control(int side);          // Link::read_control
-    void handle(int side, Frame& frame);  // Link::handle
+    void read_control(int side);          // LinkControl::read
+    void handle(int side, Frame& frame);  // LinkControl::handle
     void whole(int side, uint64_t id);
     // The bytes under way are cut off somewhere; the ends notice now or when they meet again.
     void lose_control();
     void deliver_rest(int side);
-    // Link::redial_control, Engine::resume_link, Link::attach_control. Whether it got that far.
+    // LinkControl::redial, Engine::resume_link, LinkControl::attach. Whether it got that far.
     bool resume_control(bool half);
 
     // --- Paths ---
-    // Link::dial_paths and both ends' attach_data. Whether anything was due.
+    // LinkPaths::dial_paths and both ends' attach. Whether anything was due.
     bool dial(bool half);
     void attach(int side, const ConnectionPointer& c);
     void offer(const ConnectionPointer& c, bool half);
@@ -236,8 +236,8 @@ class World {
     void land(int side, const ConnectionPointer& c);
     // Stream: the first chunk is read, piece by piece, into where the inbox says.
     void read(int side, const ConnectionPointer& c);
-    ChunkSink begin(int side, const Flight& f);                     // Link::begin_chunk
-    void finish(int side, const ChunkSink& sink, const Flight& f);  // Link::finish_chunk
+    ChunkSink begin(int side, const Flight& f);                     // LinkPaths::begin_chunk
+    void finish(int side, const ChunkSink& sink, const Flight& f);  // LinkPaths::finish_chunk
 
     // --- What happens next ---
     void step();

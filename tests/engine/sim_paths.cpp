@@ -1,5 +1,5 @@
-// Paths: making, losing and retiring their connections, as engine/link_paths.cpp and
-// engine/link_rails.cpp do it for the core.
+// Paths: making, losing and retiring their connections, as engine/link_paths.cpp does it for the
+// core.
 #include "sim_model.hpp"
 
 namespace sim {

@@ -1,0 +1,168 @@
+// The data paths of a link: their connections, made and retired; the memory that they reach; and
+// what they may ask of the link. Rails offer and answer queue pairs over the control connection.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/lease_pool.hpp"
+#include "engine/runtime.hpp"
+#include "path/rdma_path.hpp"
+#include "protocol/link_core.hpp"
+
+namespace pipemorph {
+
+class Link;
+struct LinkStats;
+struct PathStats;
+
+// Behind the link's mutex. "Locked": to be called while holding it; all else without it.
+class LinkPaths final : public PathHost {
+  public:
+    explicit LinkPaths(Link& link);
+
+    // --- Memory. Any thread. ---
+    // Memory for a payload, to be filled and then sent.
+    struct Lease {
+        // Where it is not in place, memory of our own, sent as any other. There is none before it
+        // is asked for: who does not want it has not paid for it.
+        uint8_t* memory();
+
+        uint8_t* data = nullptr;
+        uint64_t bytes = 0;
+        bool in_place = false;          // nothing has to be copied any more
+        std::shared_ptr<void> hold;     // keeps `data` mapped, and over rails from others
+        std::optional<SlotGrant> slot;  // the peer's, that it is in over shared memory
+    };
+    Lease lease(int direction, uint64_t bytes);
+    // It is not sent after all.
+    void end_lease(const Lease& lease);
+    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or
+    // what is registered for them with the rails.
+    std::vector<std::shared_ptr<Memory>> lease_memory() const;
+    // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
+    // it.
+    bool make_room(int direction, const Inbox::Room& room, bool needed);
+    // Where nobody has to wait for it.
+    void start_to_grow(const Actions::Grow& what);
+    void start_to_drop_memory();
+
+    // --- Connections. ---
+    // Fault injection, any thread.
+    void sever(uint32_t index);
+    // For an incoming connection: why not, or nothing. Control thread, as these three.
+    std::string may_attach(uint32_t path, uint32_t epoch) const;
+    void attach(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
+    void dial_paths();
+    void look_after_rails(int64_t now_ns);
+    void take_offer(const OfferFrame& offer);
+    void take_answer(const AnswerFrame& answer);
+
+    // --- The link's side, locked. ---
+    size_t size() const { return held_.size(); }
+    // By the terms of the link.
+    void assign();
+    void kick();
+    // Not those that stand by: waking their threads would only show that there is nothing to do.
+    std::vector<std::shared_ptr<DataPath>> live() const;
+    std::shared_ptr<DataPath> current(uint32_t index) const;
+    // What a thread of the application may read itself.
+    std::shared_ptr<DataPath> first_live() const;
+    void withdraw(uint32_t path);
+    void start_to_retire(const Actions::Retire& what);
+    // Each on its own thread; the last one lets go of `ending`. Where it throws, those that were
+    // told are closed, and it can be done again; then `drop_connections`. What is returned must not
+    // be let go of while the mutex is held.
+    std::vector<std::shared_ptr<DataPath>> start_to_close(const std::shared_ptr<void>& ending);
+    void drop_connections();
+    // For errors, if something is wrong: "1 of 2 data paths up (rxe0 port 1 DOWN: ...)".
+    std::string text() const;
+    // What is missing where nothing but rails may carry; empty where something may.
+    std::string missing_rail(int64_t now_ns) const;
+    void count(LinkStats& stats) const;
+    void drain_telemetry();
+
+    // --- PathHost. Any thread. ---
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
+    ChunkSink begin_chunk(const ChunkHeader& header) override;
+    void finish_chunk(const ChunkSink& sink, bool intact) override;
+    void refused() override;
+    void stale_chunk() override;
+    void copied_out(uint64_t bytes) override {
+        bytes_copied_out_.fetch_add(bytes, std::memory_order_relaxed);
+    }
+    // Also what the application has had copied out of a slot.
+    void copied_in(uint64_t bytes) override {
+        bytes_copied_in_.fetch_add(bytes, std::memory_order_relaxed);
+    }
+    void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
+    void protocol_error(const std::string& why) override;
+    std::optional<Segment> next_segment_to_offer() override;
+    void segment_offered(uint32_t number, uint64_t bytes, Fd fd) override;
+    std::shared_ptr<Memory> peer_segment(uint32_t number) override;
+    std::optional<RemoteSlot> remote_slot(uint32_t path, const SlotGrant& slot) override;
+    std::optional<uint32_t> payload_key(const VerbsDevice& device, const uint8_t* data) override {
+        return lease_pool_->key(device, data);
+    }
+    bool claim_staging(uint64_t bytes) override { return lease_pool_->claim(bytes); }
+    void disclaim_staging(uint64_t bytes) override { lease_pool_->disclaim(bytes); }
+    void path_up(uint32_t path, uint32_t epoch) override;
+    void path_suspect(uint32_t path, uint32_t epoch, bool suspicious) override;
+    void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
+                       std::optional<int64_t> rtt_ns) override;
+    void path_stuck(const std::string& why) override;
+    Pace pace(uint32_t path, uint32_t epoch) override;
+    void path_limited(uint32_t path, uint32_t epoch, uint64_t most) override;
+    Pace chunk_delivered(uint32_t path, uint32_t epoch) override;
+
+  private:
+    using Lock = std::unique_lock<std::mutex>;
+
+    // The connections of one path. The core says which of them is current.
+    struct Held {
+        std::vector<std::shared_ptr<DataPath>> connections;  // not retired yet
+        std::shared_ptr<RdmaPath> offered;                   // waits for the peer's answer
+        EchoMeter rtt;
+    };
+
+    // The link, alive for as long as a path has it.
+    std::shared_ptr<PathHost> host();
+    void grow_leases(uint64_t bytes);
+    void grow(const Actions::Grow& what);
+    void drop_memory();  // it may take a while
+    // Where queue pairs are made, if there are any: the control thread should not have to wait.
+    Reactor& aside();
+
+    Reactor& reactor_of(uint32_t index);
+    void retire(Reactor& reactor, const Actions::Retire& what);  // that thread's own
+    std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
+                                        const ConnectionKeys& keys);  // locked
+    PathStats describe(uint32_t index) const;                         // locked
+
+    // On the control thread, and the rest of each where the rail makes its queue pairs. What came
+    // of it is noted in the path.
+    void offer_rail(uint32_t index, uint32_t epoch);
+    void make_offer(uint32_t rail, uint32_t index, uint32_t epoch);
+    void answer_offer(const OfferFrame& offer);
+    void connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFrame& answer);
+    RdmaPath::Settings rdma_settings() const;
+
+    Link& link_;
+    std::mutex& mu_;
+    LinkCore& core_;
+    Runtime& runtime_;
+
+    std::vector<Held> held_;  // by path
+    const std::shared_ptr<LeasePool> lease_pool_;
+    std::vector<std::shared_ptr<Registration>> registrations_;
+    std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
+    uint64_t recoveries_seen_ = 0;
+    // Without the lock: one more for every chunk would be felt.
+    std::atomic<uint64_t> bytes_copied_out_{0};
+    std::atomic<uint64_t> bytes_copied_in_{0};
+};
+
+}  // namespace pipemorph
