@@ -9,6 +9,9 @@ from typing import Any
 from pipemorph.commands.emit import emit
 from pipemorph.planning.analysis.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
+from pipemorph.terminal import RenderableType, render, table
+
+HEADINGS = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     problem, source, measured = _load(args.problem)
     advice = advise(problem)
     if args.output == "json":
-        text = json.dumps(fields(advice, source, measured))
+        text = json.dumps(fields(advice, source, measured)) + "\n"
     else:
-        text = table(advice, source, measured)
-    emit((text + "\n").encode(), args.out)
+        text = render(*page(advice, source, measured), out=args.out)
+    emit(text.encode(), args.out)
     return 0
 
 
@@ -77,30 +80,24 @@ def _fields(option: Option) -> dict[str, Any]:
     }
 
 
-def table(advice: Advice, source: str, measured: float | None) -> str:
-    """A table of all options, today first."""
-    head = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
-    rows = [head]
-    for option in advice.options:
-        rows.append(
-            (
-                option.lever,
-                option.change,
-                f"{option.makespan:.1f} ms",
-                "" if option.lever == "today" else _change(option.gain),
-                f"{option.bubble_fraction:.1%}",
-                _memory(option),
-                option.note,
-            )
+def page(advice: Advice, source: str, measured: float | None) -> list[RenderableType]:
+    """A table of all options, today first, and what is best."""
+    rows = [
+        (
+            option.lever,
+            option.change,
+            f"{option.makespan:.1f} ms",
+            "" if option.lever == "today" else _change(option.gain),
+            f"{option.bubble_fraction:.1%}",
+            _memory(option),
+            option.note,
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [f"{source}; memory: activations on the rank that needs most"]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        for option in advice.options
+    ]
+    lines: list[RenderableType] = [
+        f"{source}; memory: activations on the rank that needs most",
+        table(HEADINGS, rows, right=HEADINGS[2:6]),
+    ]
     if measured is not None:
         predicted = advice.options[0].makespan
         share = f" ({measured / predicted - 1:+.1%} against as it is)" if predicted else ""
@@ -115,7 +112,7 @@ def table(advice: Advice, source: str, measured: float | None) -> str:
             f"best with the same batch and no more memory: {best.lever}, {best.change}{note}:"
             f" {best.gain:.1%} less time per sample"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _change(gain: float) -> str:

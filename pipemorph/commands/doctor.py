@@ -11,8 +11,9 @@ import sys
 from typing import Any
 
 from pipemorph.commands.emit import emit
-from pipemorph.commands.table import table
 
+STYLES = {"ok": "green", "missing": "bold red", "warning": "yellow", "absent": "dim"}
+"""By verdict."""
 TRAINER_SECONDS = 120.0
 """Time limit of the trainer query: importing torch from a cold disk is slow."""
 
@@ -41,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
     from pipemorph.discovery.checks import checks
+    from pipemorph.terminal import render, table
 
     found = facts()
     lines = checks(found, frozenset(args.require))
@@ -53,13 +55,12 @@ def run(args: argparse.Namespace) -> int:
             "checks": [dataclasses.asdict(line) for line in lines],
             "devices": None if found.devices is None else [_fields(d) for d in found.devices],
         }
-        text = json.dumps(said, indent=1)
+        text = json.dumps(said, indent=1) + "\n"
     else:
         rows = [[line.verdict, line.name, line.found, line.advice] for line in lines]
-        text = table(["verdict", "what", "found", "what to do"], rows)
-        if missing:
-            text += f"\n\nmissing: {', '.join(missing)}"
-    emit((text + "\n").encode(), None)
+        found_here = table(["verdict", "what", "found", "what to do"], rows, styles=STYLES)
+        text = render(found_here, *(["", f"missing: {', '.join(missing)}"] if missing else []))
+    emit(text.encode(), None)
     return 1 if missing else 0
 
 

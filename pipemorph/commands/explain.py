@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from pipemorph.commands.emit import emit
 from pipemorph.document import named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.explain import MOST_LINES, explain_job, explain_report
+from pipemorph.terminal import render
 
 MAX_BYTES = 1 << 30
 """Largest report: it lists every iteration."""
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
         story = explain(content)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
-    emit(story.text(width).encode(), None)
+    emit(render(story.page()).encode(), None)
     return 0
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipemorph.commands.emit import emit
-from pipemorph.commands.table import table
 from pipemorph.errors import InputError, one_line
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
     from pipemorph.fabric.hosts import LocalHost, serve
     from pipemorph.fabric.report import HEAD, as_record, problems, rows, summary
+    from pipemorph.terminal import render, table
 
     _validate(args)
     if args.serve:
@@ -84,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
     if output is None:
         raise InputError(f"--out: {suffix} is no format of this command; use .txt or .json")
     result = _check(args)
-    text = json.dumps(as_record(result), indent=1)
+    text = json.dumps(as_record(result), indent=1) + "\n"
     if output == "text":
-        text = "\n  ".join(summary(result)) + "\n\n" + table(HEAD, rows(result), numbers=3)
-    emit(f"{text}\n".encode(), args.out)
+        measured = table(HEAD, rows(result), right=HEAD[3:])
+        text = render("\n  ".join(summary(result)), "", measured, out=args.out)
+    emit(text.encode(), args.out)
     if args.out is not None:
-        print("\n".join(summary(result)))
+        emit(render(*summary(result)).encode(), None)
     return int(bool(problems(result)))
 
 

@@ -17,8 +17,10 @@ from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.page import render_page
 from pipemorph.replay.trace import load_trace
 from pipemorph.replay.trainer import Telemetry
+from pipemorph.terminal import RenderableType, render, table
 
 FORMATS = ("text", "json", "html")
+HEADINGS = ("", "seconds", "it/min", "of the oracle’s gain", " ")
 MOST_DELEGATION = 1000
 MOST_REPLICAS = 1024
 
@@ -109,26 +111,26 @@ def run(args: argparse.Namespace) -> int:
             title = f"{Path(args.trace).name}, {Path(args.problem).name}"
             text = render_page(found, trace, title, args.replicas)
         case _:
-            text = table(found) + "\n"
+            text = render(*page(found), out=args.out)
     emit(text.encode(), args.out)
     return 0
 
 
-def table(found: Replay) -> str:
-    """One line per contender, then one per change of plan."""
-    lines = [
-        f"{found.iterations} iterations, simulated",
-        "",
-        f"{'':12} {'seconds':>9} {'it/min':>8} {'of the oracle’s gain':>21}",
-    ]
+def page(found: Replay) -> list[RenderableType]:
+    """One row per contender, then one line per change of plan."""
+    rows = []
     for name, trained in found.trained.items():
         seconds, rate, share = trained.seconds, found.per_minute(name), found.share(name)
         if seconds is None:
-            lines.append(f"{name:12} {'–':>9} {'–':>8}  ended: {trained.ended}")
+            rows.append((name, "–", "–", "", f"ended: {trained.ended}"))
             continue
         shown = "" if share is None else f"{100 * share:.1f}%"
-        per_minute = "" if rate is None else f"{rate:.1f}"
-        lines.append(f"{name:12} {seconds:9.1f} {per_minute:>8} {shown:>21}")
+        rows.append((name, f"{seconds:.1f}", "" if rate is None else f"{rate:.1f}", shown, ""))
+    lines: list[RenderableType] = [
+        f"{found.iterations} iterations, simulated",
+        "",
+        table(HEADINGS, rows, right=HEADINGS[1:4]),
+    ]
     count = len(found.changes)
     lines += ["", f"{count} change{'' if count == 1 else 's'} of plan"]
     for change in found.changes:
@@ -137,7 +139,7 @@ def table(found: Replay) -> str:
             f"  {at}: promised {_percent(change.promised)}, measured"
             f" {_percent(change.measured)}: {change.reason}"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _percent(share: float | None) -> str:

@@ -1,13 +1,13 @@
-"""Jobs of a cluster as a plain table: one line each, sorted by name."""
+"""Jobs of a cluster as a table: one row each, sorted by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipemorph.api.status import condition
-from pipemorph.errors import one_line
 from pipemorph.explain.cluster_job import ClusterJob
 from pipemorph.explain.story import duration, percent_done
+from pipemorph.terminal import GAP, Table, table
 
 HEADINGS = (
     "NAMESPACE",
@@ -26,21 +26,24 @@ HEADINGS = (
 )
 RIGHT = {"DONE", "LEFT", "S/ITER", "PLAN", "GOODPUT", "SAVED", "RECOVERIES"}
 """Columns that are aligned to the right."""
+STYLES = {"Running": "green", "Complete": "green", "Failed": "bold red", "no reports": "yellow"}
+"""By cell."""
 
 
-def job_table(jobs: Sequence[ClusterJob], *, namespaced: bool = True) -> str:
-    """Lines of text: the heading and one line for each job. ``namespaced``: with the namespaces."""
+def job_table(
+    jobs: Sequence[ClusterJob], *, namespaced: bool = True, most: int | None = None
+) -> Table:
+    """A row for each job. ``namespaced``: with the namespaces; ``most``: columns of characters that
+    there is room for, beyond which the last headings are left out."""
     found = sorted(jobs, key=lambda job: job.name)
-    rows = [HEADINGS, *([one_line(cell) for cell in _cells(job)] for job in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if heading in RIGHT else cell.ljust(width)
-            for cell, width, heading in zip(row, widths, HEADINGS, strict=True)
-        ]
-        lines.append("  ".join(cells if namespaced else cells[1:]).rstrip() + "\n")
-    return "".join(lines)
+    first = 0 if namespaced else 1
+    rows = [(*HEADINGS,), *(_cells(job) for job in found)]
+    widths = [max(map(len, column)) + GAP for column in zip(*rows, strict=True)]
+    last = len(HEADINGS)
+    while most is not None and sum(widths[first:last]) - GAP > most and last > first + 2:
+        last -= 1
+    shown = (cells[first:last] for cells in rows[1:])
+    return table(HEADINGS[first:last], shown, right=RIGHT, styles=STYLES)
 
 
 def _cells(job: ClusterJob) -> list[str]:

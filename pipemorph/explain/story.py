@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pipemorph.errors import one_line
 from pipemorph.planning.ir import Route, dashed
+from pipemorph.terminal import Table, table
 from pipemorph.wire import AdaptationRecord
 
 MOST_LINES = 10
 """Most lines of an explanation."""
 SEEN, DECIDED, ADVISED = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one each, and one is a part's rest."""
-LABEL = 9
-"""Columns of a line's label, with the space after it."""
 MOST_STAGES = 8
 """Most stages of which each warm-up is told."""
 LINE = 240
@@ -33,12 +31,12 @@ class Story:
     worth: str = ""
     advice: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """At most :data:`MOST_LINES` lines."""
+    def rows(self) -> list[tuple[str, str]]:
+        """At most :data:`MOST_LINES` lines, each with the label of its part if it is the first."""
         seen = self.seen or ["no slow link, stage or port was found"]
         decided = self.decided or [f"nothing {'was' if self.seen else 'had to be'} changed"]
         advice = self.advice or ["nothing has to be done"]
-        rows = [
+        parts = [
             ("outcome", [self.outcome]),
             ("seen", _first(seen, SEEN)),
             ("done", _first(decided, DECIDED)),
@@ -46,26 +44,14 @@ class Story:
             ("to do", advice[:ADVISED]),
         ]
         return [
-            f"{label if not i else '':<{LABEL}}{one_line(text, LINE)}"
-            for label, texts in rows
+            (label if not i else "", one_line(text, LINE))
+            for label, texts in parts
             for i, text in enumerate(texts)
         ]
 
-    def text(self, width: int | None = None) -> str:
-        """The lines as text. ``width``: of the terminal, where long ones go on below themselves;
-        None: they are one line each."""
-        lines = self.lines()
-        if width is not None:
-            room = max(width, 40)
-            lines = [
-                part
-                for line in lines
-                for part in textwrap.wrap(
-                    line, room, subsequent_indent=" " * LABEL, break_on_hyphens=False,
-                    drop_whitespace=True, replace_whitespace=False,
-                )
-            ]  # fmt: skip
-        return "".join(f"{line}\n" for line in lines)
+    def page(self) -> Table:
+        """The rows as a table, in which a long line goes on below itself."""
+        return table(("", ""), self.rows())
 
 
 def _first(texts: Sequence[str], most: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.explain.story import duration
 from pipemorph.local.results.history import Journal
+from pipemorph.terminal import StreamConsole, Text, line, live, printable
 from pipemorph.wire import (
     AdaptationRecord,
     Health,
@@ -31,7 +31,6 @@ PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
 NEWEST = 5
 """Newest iterations whose median time tells how long the rest will take."""
-ERASE_LINE = "\r\x1b[2K"
 
 
 def headline(job: PipeMorphJob) -> str:
@@ -166,7 +165,8 @@ class Progress:
         self._who = who
         self._on_closed = on_closed
         self._closed = False
-        self._live = stream.isatty()
+        self._console = StreamConsole(stream)
+        self._live = live(self._console)
         self._job = job
         self.layers: tuple[int, ...] = ()
         """How many each stage holds; empty: evenly many."""
@@ -184,9 +184,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""
-        erase = ERASE_LINE if self._line else ""
-        self._line = ""
-        self._write(f"{erase}{text}\n")
+        # Not wrapped, so that a path in it can be copied whole.
+        self._guard(lambda: self._console.print(Text(printable(text)), soft_wrap=True))
 
     def update(self, *, final: bool = False) -> None:
         """Show changes since the last call. ``final``: do not skip lines in a plain log."""
@@ -209,7 +208,7 @@ class Progress:
             self._show_gain(record, final=final)
         if self._held is None:
             return
-        line = iteration_line(
+        shown = iteration_line(
             self._held,
             self._job.spec.trainer.iterations,
             view.links,
@@ -221,19 +220,17 @@ class Progress:
             ),
             seconds=median(each.seconds for each in self._newest),
         )
-        if self._live:
-            self._redraw(line)
+        if self._console.is_interactive:
+            self._redraw(shown)
         elif final or self._clock() - self._printed_at >= PLAIN_INTERVAL_SECONDS:
             self._held = None
             self._printed_at = self._clock()
-            self._write(line + "\n")
+            self.note(shown)
 
     def close(self) -> None:
         """Show the last iteration and end the live line. What is noted later is below."""
         self.update(final=True)
-        if self._line:
-            self._line = ""
-            self._write("\n")
+        self._guard(self._live.stop)
 
     def _show_decision(self, decision: Decision) -> None:
         if (decision.at, decision.reason) not in self._decided:
@@ -261,19 +258,14 @@ class Progress:
                 f" measured {record.measured:.0%}"
             )
 
-    def _redraw(self, line: str) -> None:
-        width = _columns(self._stream)
-        shown = line if len(line) < width else line[: width - 2] + "…"
+    def _redraw(self, shown: str) -> None:
+        def write() -> None:
+            self._live.start()
+            self._live.update(line(shown), refresh=True)
+
         if shown != self._line:
             self._line = shown
-            self._write(ERASE_LINE + shown)
-
-    def _write(self, text: str) -> None:
-        def write() -> None:
-            self._stream.write(text)
-            self._stream.flush()
-
-        self._guard(write)
+            self._guard(write)
 
     def _guard(self, write: Callable[[], object]) -> None:
         """Write, unless that has failed before."""
@@ -289,13 +281,6 @@ class Progress:
                 with contextlib.suppress(OSError):  # stderr may be the same closed terminal
                     print(f"{self._who}: {why}; stopping", file=sys.stderr)
             self._on_closed()
-
-
-def _columns(stream: TextIO) -> int:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -14,12 +14,17 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.commands import bench as command
 from pipemorph.discovery import host
+from pipemorph.terminal import render
 from pipemorph_trainer.bench import link as bench
 from pipemorph_trainer.bench import transfers
 
 pytestmark = pytest.mark.timeout(700)
 
 QUICK = ["--sizes", "4K,1M", "--rounds", "1", "--volume", "4M", "--pings", "50"]
+
+
+def shown(report):
+    return render(*bench.page(report))
 
 
 def start(*arguments, env=None):
@@ -64,13 +69,13 @@ def test_both_ends_on_this_host():
             # The copy into the receiver's tensor alone bounds it.
             assert point["fastest"] < 500
         assert 0 < t["latency"]["p50"] <= t["latency"]["p99"] < 5
-    text = bench.show(report)
-    assert re.search(r"\| message +\| +tcp \| +shm \| +gloo \|", text)
+    text = shown(report)
+    assert re.search(r"^message +tcp +shm +gloo$", text, re.MULTILINE)
     assert "4 KiB one way, p99" in text
     nothing = [{"transport": "rdma", "unavailable": "no rail"}]
-    assert bench.show(report | {"transports": nothing}) == "rdma: unavailable: no rail"
-    assert bench.show(report | {"transports": [*report["transports"], *nothing]}).endswith(
-        "µs |\nrdma: unavailable: no rail"
+    assert shown(report | {"transports": nothing}) == "rdma: unavailable: no rail\n"
+    assert shown(report | {"transports": [*report["transports"], *nothing]}).endswith(
+        "µs\nrdma: unavailable: no rail\n"
     )
 
 
@@ -305,11 +310,11 @@ def test_each_rail_has_a_row_and_what_is_not_known_says_so():
         "hosts": ["a", "b"], "window": 4, "rounds": 5, "cores": 8, "load": 0.1,
         "transports": [rdma],
     }  # fmt: skip
-    text = bench.show(report)
+    text = shown(report)
     assert "rdma: rails mlx5_0 port 1, mlx5_1 port 1 → mlx5_0 port 1" in text
-    assert text.endswith("\nmlx5_2 port 1 is not active")
-    rows = [line for line in text.splitlines() if line.startswith("| mlx5")]
-    assert [re.split(r"\s*\|\s*", row)[1:-1] for row in rows] == [
+    assert text.endswith("\nmlx5_2 port 1 is not active\n")
+    rows = [line for line in text.splitlines() if line.startswith("mlx5") and "  " in line]
+    assert [re.split(r"\s{2,}", row) for row in rows] == [
         ["mlx5_0 port 1", "UP", "3", "12.5", "5 µs", "5 µs", "5 µs", "0"],
         [
             "mlx5_1 port 1", "DOWN", "0", "unavailable", "unavailable", "unavailable",

@@ -1,12 +1,10 @@
-"""What is on the screen of a terminal that was sent so much: as much of one as the commands use."""
+"""A program on a real terminal, and what is on its screen."""
 
 from __future__ import annotations
 
-import codecs
 import fcntl
 import os
 import pty
-import re
 import select
 import struct
 import subprocess
@@ -14,82 +12,27 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-PARTS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+import pyte
 
 
-class Screen:
-    """``lines``: what is on it, from the top; ``scrolled``: lines above it; ``wrapped``: lines that
-    were longer than it is wide. Raises :class:`ValueError` for an unknown sequence."""
+class Screen(pyte.HistoryScreen):  # type: ignore[misc]  # pyte has no types.
+    """``str()`` of it is what it shows."""
 
     def __init__(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.lines = [""] * rows
-        self.scrolled: list[str] = []
-        self.wrapped: list[str] = []
-        self._at = (0, 0)
-        self._rest = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        super().__init__(columns, rows, history=10_000)
+        self._stream = pyte.ByteStream(self)
 
     def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines).rstrip()
+        return "\n".join(line.rstrip() for line in self.display).rstrip()
 
     @property
     def whole(self) -> list[str]:
         """All lines, also those above the screen."""
-        return [*self.scrolled, *str(self).split("\n")]
+        above = ("".join(line[i].data for i in range(self.columns)) for line in self.history.top)
+        return [*(line.rstrip() for line in above), *str(self).split("\n")]
 
     def feed(self, sent: bytes) -> None:
-        text = self._rest + self._decoder.decode(sent)
-        # A sequence that has not come whole yet.
-        begun = re.search(r"\x1b(\[[0-9;?]*)?$", text)
-        text, self._rest = (text[: begun.start()], begun[0]) if begun else (text, "")
-        at = 0
-        for found in PARTS.finditer(text):
-            if found.start() != at:
-                break
-            at = found.end()
-            given, command, control, words = found.groups()
-            if command:
-                self._obey(command, given)
-            elif control == "\r":
-                self._at = self._at[0], 0
-            elif control == "\n":
-                self._next_line()
-            else:
-                self._write(words)
-        if at != len(text):
-            raise ValueError(f"no such sequence: {text[at : at + 12]!r}")
-
-    def _obey(self, command: str, given: str) -> None:
-        match command, given:
-            case "H", "":
-                self._at = 0, 0
-            case "J", "2":
-                self.lines = [""] * self.rows
-            case "K", "2":
-                self.lines[self._at[0]] = ""
-            case _:
-                raise ValueError(f"no such sequence: ESC[{given}{command}")
-
-    def _next_line(self) -> None:
-        row, column = self._at
-        if row + 1 < self.rows:
-            self._at = row + 1, column
-            return
-        self.scrolled.append(self.lines.pop(0).rstrip())
-        self.lines.append("")
-
-    def _write(self, text: str) -> None:
-        for character in text:
-            row, column = self._at
-            if column == self.columns:
-                self.wrapped.append(self.lines[row])
-                self._at = row, 0
-                self._next_line()
-                row, column = self._at
-            line = self.lines[row].ljust(column)
-            self.lines[row] = line[:column] + character + line[column + 1 :]
-            self._at = row, column + 1
+        self._stream.feed(sent)
 
 
 class Terminal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from typing import Any
@@ -14,10 +13,9 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.explain.job_table import job_table
 from pipemorph.explain.of_status import story_of
+from pipemorph.terminal import Group, RenderableType, StreamConsole, line, live, render
 
 LEAST_EVERY, EVERY = 1.0, 5.0
-CLEAR = "\x1b[H\x1b[2J"
-"""Control sequence that clears a terminal."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,19 +49,24 @@ def run(args: argparse.Namespace) -> int:
     if args.all_namespaces and (args.job or args.namespace):
         raise InputError("--all-namespaces: does not go with a job or --namespace; give one")
     what, arguments = _target(args)
-    text = _text(args, what, arguments)
-    if args.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        emit(text.encode(), None)
+    console = StreamConsole(sys.stdout)
+    most = console.width if console.is_interactive else None
+    parts = _page(args, what, arguments, most)
+    if args.once or not console.is_interactive:
+        emit(render(*parts).encode(), None)
         return 0
-    read_at, note = time.gmtime(), ""
-    while True:
-        head = f"pipemorph top  {what}  {time.strftime('%H:%M:%S', read_at)} UTC\n{note}\n"
-        emit((CLEAR + _fitted(head + text)).encode(), None)
-        time.sleep(args.every)
-        try:
-            text, read_at, note = _text(args, what, arguments), time.gmtime(), ""
-        except InputError as error:
-            note = f"! {error}; the table is of {time.strftime('%H:%M:%S', read_at)} UTC\n"
+    read_at = time.gmtime()
+    note: list[str] = []
+    with live(console) as shown:
+        while True:
+            head = f"pipemorph top  {what}  {time.strftime('%H:%M:%S', read_at)} UTC"
+            shown.update(Group(*map(line, [head, *note, ""]), *parts), refresh=True)
+            time.sleep(args.every)
+            try:
+                parts = _page(args, what, arguments, console.width)
+                read_at, note = time.gmtime(), []
+            except InputError as error:
+                note = [f"! {error}; the table is of {time.strftime('%H:%M:%S', read_at)} UTC"]
 
 
 def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -80,17 +83,17 @@ def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
     return args.job, arguments
 
 
-def _text(args: argparse.Namespace, what: str, arguments: list[str]) -> str:
+def _page(
+    args: argparse.Namespace, what: str, arguments: list[str], most: int | None
+) -> list[RenderableType]:
     """The table, with the explanation if there is one job, and the jobs that cannot be read."""
     content = kubectl.Query(what, arguments, args.context).answer()
     jobs, notes = _read_jobs(content, only=args.job is not None)
     if args.job is not None:
-        return job_table(jobs) + "".join(map(_explanation, jobs))
-    if jobs:
-        text = job_table(jobs, namespaced=args.all_namespaces)
-    else:
-        text = "" if notes else "no PipeMorphJob was found\n"
-    return text + "".join(f"! {note}\n" for note in notes)
+        return [job_table(jobs, most=most), "", *map(_explanation, jobs)]
+    found = [job_table(jobs, namespaced=args.all_namespaces, most=most)] if jobs else []
+    lines = [f"! {note}" for note in notes]
+    return [*found, *map(line, lines)] or ["no PipeMorphJob was found"]
 
 
 def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob], list[str]]:
@@ -109,15 +112,8 @@ def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob]
     return jobs, notes
 
 
-def _explanation(job: ClusterJob) -> str:
+def _explanation(job: ClusterJob) -> RenderableType:
     try:
-        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
-        return "\n" + story_of(job).text(width)
+        return story_of(job).page()
     except InputError as error:
-        return f"\n{error}\n"
-
-
-def _fitted(text: str) -> str:
-    """The part of a text that the terminal has room for, without a line end below it."""
-    columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    return "\n".join(line[:columns] for line in text.splitlines()[: max(rows, 1)])
+        return line(str(error))

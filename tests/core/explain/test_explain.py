@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipemorph.cli import main
-from pipemorph.explain import MOST_LINES, explain_job, explain_report
+from pipemorph.explain import MOST_LINES, Story, explain_job, explain_report
 from pipemorph.explain.story import (
     LINE,
     duration,
@@ -19,6 +20,7 @@ from pipemorph.explain.story import (
     warmups,
     worth_line,
 )
+from pipemorph.terminal import render
 
 Content = dict[str, Any]
 
@@ -92,7 +94,11 @@ def report(**fields: Any) -> Content:
 
 
 def told(content: Content) -> list[str]:
-    return explain_report(content).lines()
+    return lines(explain_report(content))
+
+
+def lines(story: Story) -> list[str]:
+    return render(story.page()).splitlines()
 
 
 def test_a_run_with_a_slow_link() -> None:
@@ -238,7 +244,7 @@ def test_each_slow_link_has_its_time() -> None:
 
 
 def test_a_job_of_a_cluster() -> None:
-    assert explain_job(job()).lines() == [
+    assert lines(explain_job(job())) == [
         "outcome  team/gpt is Running; 4 stages, 4/4 pods ready; iteration 118 of 1,000, 0.5 s"
         " each, 7 min 21 s left",
         "seen     link 1 (+60 ms forward) slow (since 2026-01-02 03:04:05 UTC)",
@@ -323,7 +329,7 @@ def test_a_job_of_a_cluster() -> None:
     ids=["pending", "failed", "silent", "recovered", "moved"],
 )
 def test_states_of_a_job(status: Content, words: list[str]) -> None:
-    text = "\n".join(explain_job(job(**status)).lines())
+    text = "\n".join(lines(explain_job(job(**status))))
     for each in words:
         assert each in text
 
@@ -479,22 +485,24 @@ def test_hours_are_of_gpus_where_a_job_has_some() -> None:
     pod = {"containers": [{"name": "side"}, {"name": "trainer", "resources": {"limits": limits}}]}
     given["spec"]["template"] = {"spec": pod}
     given["spec"]["parallelism"] = {"stages": 4, "replicas": 2, "ranksPerPod": 2}
-    assert " 0.20 GPU-hours, " in "".join(explain_job(given).lines())
+    assert " 0.20 GPU-hours, " in "".join(lines(explain_job(given)))
     for wrong in (None, [], {"spec": None}, {"spec": {"containers": [None]}}):
         given["spec"]["template"] = wrong
-        assert " rank-hours, " in "".join(explain_job(given).lines())
+        assert " rank-hours, " in "".join(lines(explain_job(given)))
 
 
 def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
     story = explain_report(report())
-    assert story.text().splitlines() == story.lines()
-    wide = story.text(60).splitlines()
-    assert max(map(len, wide)) <= 60 and len(wide) > len(story.lines())
+    console = Console(width=60, color_system=None)
+    with console.capture() as captured:
+        console.print(story.page())
+    wide = captured.get().splitlines()
+    assert max(map(len, wide)) <= 60 and len(wide) > len(lines(story))
     heads = [line[:9] for line in wide]
     assert [head.strip() for head in heads if head.strip()] == [
         "outcome", "seen", "done", "worth", "to do",
     ]  # fmt: skip
-    assert " ".join(" ".join(wide).split()) == " ".join(" ".join(story.lines()).split())
+    assert " ".join(" ".join(wide).split()) == " ".join(" ".join(lines(story)).split())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pipemorph.api.status import JobStatus
 from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph.explain.cluster_job import ClusterJob, read_job
 from pipemorph.explain.job_table import job_table
+from pipemorph.terminal import render
 
 
 def job(name: str, status: JobStatus | None, **fields: Any) -> ClusterJob:
@@ -43,7 +44,7 @@ NEW = job("new", None)
 
 
 def test_a_line_per_job() -> None:
-    assert job_table([GPT, SMALL, NEW, DONE]) == (
+    assert render(job_table([GPT, SMALL, NEW, DONE])) == (
         """\
 NAMESPACE  NAME   STATE     READY  DONE        LEFT  S/ITER  SLOW LINKS     PLAN  """
         """GAIN (PROMISED)  GOODPUT       SAVED  RECOVERIES
@@ -57,7 +58,10 @@ team       new    -         -         -           -       -  -                 -
         """-                      -           -           -
 """
     )
-    assert job_table([NEW], namespaced=False).splitlines()[1].split() == ["new", *["-"] * 11]
+    assert render(job_table([NEW], namespaced=False)).splitlines()[1].split() == [
+        "new",
+        *["-"] * 11,
+    ]
 
 
 RECOVERED = Recoveries(count=2, last=[RecoveryRecord(generation=2, lost_at=at(60), cause="x")])
@@ -80,9 +84,9 @@ SILENT = found("LinksHealthy", "Unknown", "ReportsStale", "no report for 60 s", 
     ids=["pending", "silent", "slow", "costly", "not measured", "recovered"],
 )
 def test_cells(status: JobStatus, words: str) -> None:
-    assert words in job_table([job("gpt", status)])
+    assert words in render(job_table([job("gpt", status)]))
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    shown = job_table([job("gpt", running(healthy(), WELL, ready="\x1b[2J"))])
+    shown = render(job_table([job("gpt", running(healthy(), WELL, ready="\x1b[2J"))]))
     assert all(line.isprintable() for line in shown.splitlines())

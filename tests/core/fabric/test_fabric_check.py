@@ -128,7 +128,7 @@ def test_hosts_that_a_remote_shell_reaches_are_checked(
     assert {m["source"]["host"]: m["rate"] for m in said["measured"]} == {"a": 2e9, "b": 2e9}
     assert (tmp_path / "a").read_text() == "pipemorph fabric check --serve --device=mlx5_0"
     assert main(["fabric", "check", *arguments]) == 0
-    assert "| yes       |     4096 |" in capsys.readouterr().out
+    assert "  yes            4096  " in capsys.readouterr().out
 
 
 def test_hosts_without_an_active_port_are_a_problem(shell: str, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import command, manifest
-from terminal import Screen, Terminal
+from terminal import Terminal
 from test_run import DELAY_MS, SLOW_FROM, SLOW_LINK
 
 ITERATIONS = 24
@@ -40,23 +40,8 @@ def test_the_live_line_shows_a_slow_link_below_what_happened(
     assert whole.startswith(
         "emulated: 4 stages, 12 microbatches, 24 iterations, policy pipemorph; E"
     )
-    assert not [line for line in screen.wrapped if "iteration " in line and " loss " in line]
     assert len(re.findall(r"^plan v1: ", whole, re.MULTILINE)) >= 1
     assert whole.count("plan v1: in effect since iteration") == 1
     # The live line is replaced, and its last text remains.
     assert len(re.findall(r"^EMULATED  iteration \d+ of ", whole, re.MULTILINE)) == 1
     assert has(r"^completed \(EMULATED\): 24 of 24 iterations, ", str(screen))
-
-
-def test_the_screen_of_the_tests() -> None:
-    screen = Screen(3, 5)
-    for sent in (b"ab\r\ncd\x1b[", b"2K\rxy\r\n\xe2\x96", b"\x81"):
-        screen.feed(sent)
-    assert str(screen) == "ab\nxy\n▁"
-    screen.feed(b"\r\nabcdefg\r\nz")
-    assert (screen.scrolled, str(screen)) == (["ab", "xy", "▁"], "abcde\nfg\nz")
-    assert screen.wrapped == ["abcde"]
-    screen.feed(b"\x1b[H\x1b[2Jnew")
-    assert str(screen) == "new"
-    with pytest.raises(ValueError, match="no such sequence: ESC\\[3J"):
-        screen.feed(b"\x1b[3J")

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.commands.emit import emit, silence_stdout
-from pipemorph.commands.table import table
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError
+from pipemorph.terminal import RenderableType, render, table
 from pipemorph_trainer._engine import Engine, EngineError, Link, PathStats
 from pipemorph_trainer.bench import transfers
 from pipemorph_trainer.topology.addresses import in_url
@@ -429,7 +429,7 @@ def path_record(path: PathStats) -> dict[str, Any]:
     }
 
 
-def _paths_table(transport: dict[str, Any]) -> list[str]:
+def _paths_table(transport: dict[str, Any]) -> list[RenderableType]:
     """A table with a row per rail, below the transport's figures."""
     rails = [path for path in transport.get("paths", ()) if path["kind"] == "rdma"]
     if not rails:
@@ -453,18 +453,19 @@ def _paths_table(transport: dict[str, Any]) -> list[str]:
     here, there = transport["rails"]
     return [
         f"\n{transport['transport']}: rails {', '.join(here)} → {', '.join(there)}",
-        table(head, rows, numbers=2),
+        table(head, rows, right=head[2:]),
         *([transport["rails_trouble"]] if transport["rails_trouble"] else []),
     ]
 
 
-def show(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> list[RenderableType]:
     """The report as tables: one with a row per size and a column per transport, one of rails."""
     measured = [t for t in report["transports"] if t["unavailable"] is None]
-    lines = [
+    lines: list[RenderableType] = [
         f"{report['hosts'][0]} → {report['hosts'][1]}, {report['window']} messages under way, "
         f"median of {report['rounds']} rounds, {report['cores']} cores, load {report['load']:.1f}; "
-        "GB/s, delivered into the receiver's tensors\n"
+        "GB/s, delivered into the receiver's tensors",
+        "",
     ]
     head = ["message", *(t["transport"] for t in measured)]
     rows = [
@@ -478,7 +479,7 @@ def show(report: dict[str, Any]) -> str:
                 *(f"{t['latency'][which] * 1e6:.0f} µs" for t in measured),
             ]
         )
-    lines = [*lines, table(head, rows, numbers=1)] if measured else []
+    lines = [*lines, table(head, rows, right=head[1:])] if measured else []
     for transport in measured:
         lines += _paths_table(transport)
     lines += [
@@ -486,7 +487,7 @@ def show(report: dict[str, Any]) -> str:
         for t in report["transports"]
         if t["unavailable"] is not None
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _size(n: int) -> str:
@@ -512,9 +513,10 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    text = json.dumps(report, indent=1) if options["output"] == "json" else show(report)
+    as_json = options["output"] == "json"
+    text = json.dumps(report, indent=1) + "\n" if as_json else render(*page(report))
     try:
-        emit((text + "\n").encode(), None)
+        emit(text.encode(), None)
     except InputError as error:
         print(f"pipemorph bench link: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,123 @@
+"""Tables, pages and live lines of the commands: by rich on a terminal, plain columns elsewhere.
+
+Text that a peer, a rank or a file supplies is data here: none of it is markup, and no character of
+it controls the terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from pipemorph.errors import one_line
+
+__all__ = [
+    "GAP", "Group", "RenderableType", "StreamConsole", "Table", "Text", "line", "live", "printable",
+    "render", "table",
+]  # fmt: skip
+PLAIN_COLUMNS = 1 << 20
+"""Width of output that is no terminal: lines are not wrapped, and columns not folded."""
+MOST_CELL = 1000
+"""Longest cell of a table, characters."""
+GAP = 2
+"""Spaces between two columns."""
+
+
+class StreamConsole(Console):
+    """Console on a stream. It leaves the cursor visible, so that a kill does not hide it, and
+    raises the errors of the stream. ``terminal``: whether the stream is one; None: as it says."""
+
+    def __init__(self, stream: TextIO, *, terminal: bool | None = None) -> None:
+        if terminal is None:
+            terminal = stream.isatty()
+        coloured = terminal and not os.environ.get("NO_COLOR")
+        super().__init__(
+            file=stream,
+            force_terminal=terminal,
+            force_jupyter=False,
+            color_system="auto" if coloured else None,
+            width=None if terminal else PLAIN_COLUMNS,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def live(console: Console) -> Live:
+    """Display that is replaced in place, and cut at the terminal's last row."""
+    return Live(
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="crop",
+    )
+
+
+def line(text: str) -> Text:
+    """``text`` as one line, cut where the terminal ends."""
+    return Text(printable(text).replace("\n", " "), no_wrap=True, overflow="ellipsis")
+
+
+def printable(text: str) -> str:
+    """``text`` with its lines, and a space for every other character that is not printable."""
+    return "\n".join(
+        "".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()
+    )
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Container[str] = (),
+    styles: Mapping[str, str] | None = None,
+) -> Table:
+    """Columns below their headings, unless all of these are empty. ``right``: headings of
+    right-aligned ones; ``styles``: style of each cell with that text. Longer cells than
+    :data:`MOST_CELL` are cut."""
+    made = Table(
+        *(
+            Column(
+                Text(heading),
+                justify="right" if heading in right else "left",
+                no_wrap=heading in right,
+                overflow="fold",
+            )
+            for heading in headings
+        ),
+        box=None,
+        padding=(0, GAP, 0, 0),
+        pad_edge=False,
+        show_header=any(headings),
+        header_style="bold",
+    )
+    for row in rows:
+        cells = (one_line(cell, MOST_CELL) for cell in row)
+        made.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in cells))
+    return made
+
+
+def render(*parts: RenderableType, out: str | None = None) -> str:
+    """Text of the parts, one below the other, for standard output; plain for a file ``out``."""
+    written, terminal = io.StringIO(), out is None and sys.stdout.isatty()
+    console = StreamConsole(written, terminal=terminal)
+    for part in parts:
+        console.print(Text(printable(part)) if isinstance(part, str) else part)
+    if terminal:
+        return written.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())

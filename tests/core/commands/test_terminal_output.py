@@ -1,0 +1,90 @@
+"""What tables, pages and lines send to a terminal, and to what is none."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_jobs import SLOW, Kubectl, adapted, cluster_job, running
+from terminal import Screen, Terminal
+
+from pipemorph.terminal import StreamConsole, line, render, table
+
+HOSTILE = "[bold]a[/bold]\x1b[2J\x1b]0;title\x07\u202eb\x9b31m :bomb: [link=http://x]c[/link]"
+SHOWN = "[bold]a[/bold] [2J ]0;title b 31m :bomb: [link=http://x]c[/link]"
+TABLE = table(["what", "number"], [[HOSTILE, "1"], ["x" * 300, "22"]], right=["number"])
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def sent(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
+    """What a terminal of 60 columns is sent for a table and a line."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "60", **environment}.items():
+        monkeypatch.setenv(name, value)
+    stream = Tty()
+    console = StreamConsole(stream)
+    console.print(TABLE)
+    console.print(line(HOSTILE * 3))
+    return stream.getvalue()
+
+
+def test_plain_output_has_no_escape_codes_and_no_wrapped_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert render("of two\n  lines", TABLE, HOSTILE) == (
+        f"of two\n  lines\nwhat{' ' * 298}number\n{SHOWN}{' ' * (307 - len(SHOWN))}1\n"
+        f"{'x' * 300}      22\n{SHOWN.replace('title', 'title ')}\n"
+    )
+
+
+def test_what_others_supply_neither_controls_the_terminal_nor_is_markup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Screen(30, 60)
+    text = sent(monkeypatch)
+    assert "\x1b[2J" not in text and "\x1b]" not in text and not {*"\x07\x9b\u202e"} & {*text}
+    screen.feed(text.replace("\n", "\r\n").encode())
+    words = "".join(str(screen).split())
+    assert SHOWN.replace(" ", "") in words and words.count("x") >= 300
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_without_colours_nothing_is_styled(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    assert "\x1b[" in sent(monkeypatch)
+    assert "\x1b" not in sent(monkeypatch, **{name: value})
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    Kubectl(tmp_path).has(cluster_job("gpt", running(adapted(), SLOW)))
+    yield
+
+
+@pytest.mark.usefixtures("kubectl")
+def test_a_narrow_terminal_has_the_first_columns_and_no_line_of_two() -> None:
+    command = [sys.executable, "-m", "pipemorph.cli", "top", "--every", "1"]
+    with Terminal(command, 10, 50, {}) as terminal:
+        shown = terminal.until(lambda shown: "gpt" in shown, 60.0)
+    lines = shown.splitlines()
+    assert len(lines) == 4 and lines[2].split() == [
+        "NAME",
+        "STATE",
+        "READY",
+        "DONE",
+        "LEFT",
+        "S/ITER",
+    ]
