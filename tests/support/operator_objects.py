@@ -109,6 +109,7 @@ class World:
         self.jobs: dict[int, JobFacts] = {}
         self.pods: list[PodFacts] = []
         self.no_pod = ""
+        self.sighted: dict[str, datetime] = {}
         self.looked = 0
         self.events: list[str] = []
         self.counts: list[str] = []
@@ -134,7 +135,15 @@ class World:
             self.now,
             self.jobs.get(number),
             [job for attempt, job in self.jobs.items() if attempt != number],
+            pod_failed=any(p.failed for p in self.pods),
         )
+
+    def seen_pods(self) -> list[PodFacts]:
+        """The pods, with how long it is known that they end."""
+        ending = [p for p in self.pods if p.gone_by is not None or p.exit_code is not None]
+        self.sighted = {p.name: self.sighted.get(p.name, self.now) for p in ending}
+        since = {name: (self.now - at).total_seconds() for name, at in self.sighted.items()}
+        return [replace(p, sighted=since.get(p.name, 0.0)) for p in self.pods]
 
     def turn(self, *, write_status: bool = True) -> Decision:
         """One reconcile. Without ``write_status`` the operator dies before it."""
@@ -142,7 +151,7 @@ class World:
         decision = decide(seen, self.config)
         if decision.needs_pods:
             self.looked += 1
-            seen = replace(seen, pods=self.pods, no_pod=self.no_pod)
+            seen = replace(seen, pods=self.seen_pods(), no_pod=self.no_pod)
             decision = decide(seen, self.config)
             assert not decision.needs_pods, "the pods were given and are asked for again"
         if decision.create is not None:

@@ -16,6 +16,8 @@ from pipemorph_operator.children.attempt import Attempt, Object
 from pipemorph_operator.config import OperatorConfig
 
 BACKOFFS_PER_INDEX = 2
+MOST_RULES = 20
+"""Of a Job's podFailurePolicy."""
 
 
 def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
@@ -23,12 +25,16 @@ def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
 
     Raises :class:`Unbuildable`.
     """
-    out = [service(attempt), config_map(attempt, config)]
-    if config.network_policies:
-        out.insert(0, network_policy(attempt, config))
+    out = [*lasting_objects(attempt, config), config_map(attempt, config)]
     if (group := gang.pod_group(attempt)) is not None:
         out.append(group)
     return [*out, batch_job(attempt, config)]
+
+
+def lasting_objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
+    """The objects that are the same for all attempts: they can be made again if they are gone."""
+    policies = [network_policy(attempt, config)] if config.network_policies else []
+    return [*policies, service(attempt)]
 
 
 def service(attempt: Attempt) -> Object:
@@ -126,7 +132,7 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "parallelism": attempt.pods,
         "completionMode": "Indexed",
         "podReplacementPolicy": "Failed",
-        **(_replaces_pods() if pod.starts_again(template) else _ends_with_a_pod()),
+        **(_replaces_pods() if pod.starts_again(template) else _ends_with_a_pod(template)),
         "template": template,
     }
     if not gang.queued_by_kueue(attempt.job):
@@ -139,9 +145,14 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
     }
 
 
-def _ends_with_a_pod() -> Object:
+def _ends_with_a_pod(template: Object) -> Object:
     # policy.restart depends on the order: disruptions by the cluster come first.
     rules = [_disrupted("FailJob"), _exits_other_than(0)]
+    # A container beside a trainer that has ended with 0: see reconcile.finishing.
+    others = [c["name"] for c in template["spec"]["containers"] if c["name"] != pod.CONTAINER]
+    ignored = {"operator": "NotIn", "values": [0]}
+    for name in others[: MOST_RULES - len(rules)]:
+        rules.append({"action": "Ignore", "onExitCodes": ignored | {"containerName": name}})
     return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from pipemorph.api.sections.template import TRAINER_CONTAINER
+from pipemorph.errors import one_line
 from pipemorph_operator.names import (
     COMPLETION_INDEX,
     JOB_FINALIZER,
@@ -17,6 +18,10 @@ from pipemorph_operator.names import (
     LABEL_REPLACED,
 )
 
+OWN_LIMITS = ("DeadlineExceeded", "Evicted")
+"""Reasons of a failed pod that exceeded a limit of its own template. A pod that the node evicts for
+its own needs has the condition DisruptionTarget as well. All other reasons are the node's, which
+rejects the pod: it has no room or device for it (``OutOfcpu``, ``UnexpectedAdmissionError``)."""
 MESSAGE_LENGTH = 1024
 """Longest termination message of a rank in status."""
 
@@ -140,13 +145,26 @@ class PodFacts:
     gone_by: datetime | None = None
     """End of its grace period, if it is being deleted."""
     failed: bool = False
-    """Whether it has ended, and not by itself with exit code 0."""
+    """Whether it has ended, and not all of its containers with exit code 0."""
+    problem: str = ""
+    """How it failed, unless its trainer's exit code says it."""
+    rejected: bool = False
+    """Whether that is the node's doing."""
+    beside: tuple[str, ...] = ()
+    """Containers that still run although its trainer has ended."""
+    grace: float = 0.0
+    """Seconds in which it may end, if it is being deleted."""
+    sighted: float = 0.0
+    """Seconds since this process first saw that it is being deleted, or that its trainer has ended.
+    Not by the times in the pod: clocks of nodes and of the API server differ from this one."""
     counts: bool = True
     """Whether the Job controller has to count its end: it has its finalizer."""
     replaced: bool = False
     """Whether the Job makes another one in its place."""
     stuck: str = ""
     """Why it does not run, if Kubernetes reports a reason."""
+    creating: bool = False
+    """Whether it has a node and does not run, without a reason: only its events may tell one."""
 
     @property
     def unschedulable(self) -> bool:
@@ -161,14 +179,16 @@ class PodFacts:
         trainer: Mapping[str, Any] = next(
             (c for c in containers if c.get("name") == TRAINER_CONTAINER), {}
         )
-        ended = (trainer.get("state") or {}).get("terminated") or {}
+        ended = _ended(trainer)
+        problem, since = _problem(body, ended.get("exitCode"))
+        stuck, node = _stuck(status), (body.get("spec") or {}).get("nodeName")
         return PodFacts(
             name=metadata["name"],
             index=int(index),
             uid=metadata.get("uid", ""),
-            node=(body.get("spec") or {}).get("nodeName"),
+            node=node,
             exit_code=ended.get("exitCode"),
-            finished_at=parse_time(ended.get("finishedAt")),
+            finished_at=parse_time(ended.get("finishedAt") or since),
             message=" ".join((ended.get("message") or ended.get("reason") or "").split())[
                 -MESSAGE_LENGTH:
             ],
@@ -178,9 +198,16 @@ class PodFacts:
             ),
             gone_by=parse_time(metadata.get("deletionTimestamp")),
             failed=status.get("phase") == "Failed",
+            problem=problem,
+            rejected=bool(problem) and (status.get("reason") or OWN_LIMITS[0]) not in OWN_LIMITS,
+            beside=tuple(
+                c["name"] for c in containers if ended and "running" in (c.get("state") or {})
+            ),
+            grace=float(metadata.get("deletionGracePeriodSeconds") or 0),
             replaced=LABEL_REPLACED in (metadata.get("labels") or {}),
             counts=JOB_FINALIZER in (metadata.get("finalizers") or ()),
-            stuck=_stuck(status),
+            stuck=stuck,
+            creating=bool(node) and status.get("phase") == "Pending" and not stuck,
         )
 
 
@@ -195,13 +222,55 @@ def made_by(pod: Mapping[str, Any]) -> str | None:
 def why_no_pod(events: Iterable[Mapping[str, Any]]) -> str:
     """The last error of the Job controller in creating a pod, from the events of the Job; empty if
     there is no such event."""
+    _, words = _newest(e for e in events if e.get("reason") == "FailedCreate")
+    return words.removeprefix("Error creating: ")
+
+
+def why_creating(events: Sequence[Mapping[str, Any]]) -> str:
+    """What the kubelet does for a pod that does not run yet, from the pod's events: the last
+    warning, such as a volume that cannot be mounted, else the last event, such as an image that
+    is pulled; empty if there is none."""
+    reason, words = _newest(e for e in events if e.get("type") == "Warning")
+    if not reason:
+        reason, words = _newest(events)
+    return f"{reason}: {words}" if reason else ""
+
+
+def _newest(events: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+    """Reason and message of the newest event; empty if there is none."""
     newest = max(
-        (e for e in events if e.get("reason") == "FailedCreate"),
-        key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "",
-        default={"message": ""},
+        events, key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "", default={}
     )
-    words = " ".join((newest.get("message") or "").split())
-    return words.removeprefix("Error creating: ")[:MESSAGE_LENGTH]
+    return newest.get("reason") or "", one_line(newest.get("message") or "", MESSAGE_LENGTH)
+
+
+def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The end of a container; empty if it has not ended."""
+    return (container.get("state") or {}).get("terminated") or {}
+
+
+def _problem(body: Mapping[str, Any], trainer_code: int | None) -> tuple[str, str | None]:
+    """How a failed pod ended, unless its trainer's exit code says it, else empty; and when."""
+    status, spec = body.get("status") or {}, body.get("spec") or {}
+    if status.get("phase") != "Failed":
+        return "", None
+    if reason := status.get("reason"):
+        words = one_line(f"{reason}: {status.get('message') or ''}", MESSAGE_LENGTH)
+        return words, status.get("startTime")
+    if trainer_code:
+        return "", None
+    # They are stopped when the pod ends, whatever their code.
+    sidecars = {c["name"] for c in spec.get("initContainers") or () if c.get("restartPolicy")}
+    for group, what in (("initContainer", "init container"), ("container", "container")):
+        for container in status.get(f"{group}Statuses") or ():
+            ended = _ended(container)
+            if container["name"] in sidecars or not ended.get("exitCode"):
+                continue
+            why = ended.get("message") or ended.get("reason") or ""
+            after = " after the trainer had ended with 0" if trainer_code == 0 else ""
+            words = f"{what} {container['name']} exited with code {ended['exitCode']}{after}: {why}"
+            return one_line(words, MESSAGE_LENGTH), ended.get("finishedAt")
+    return "the pod has failed, and Kubernetes reports no reason", status.get("startTime")
 
 
 def _stuck(status: Mapping[str, Any]) -> str:

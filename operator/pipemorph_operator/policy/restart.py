@@ -2,8 +2,8 @@
 
 All ranks restart together, since a pipeline cannot run with a rank missing. Failures of the user's
 program count against ``failurePolicy.maxRestarts``; disruptions by the cluster (eviction,
-preemption, a lost node), and ranks that saved and ended as they were asked to, do not. A job with
-invalid input is not restarted.
+preemption, a lost node, a node that rejects the pod), and ranks that saved and ended as they were
+asked to, do not. A job with invalid input is not restarted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
 from pipemorph.api.running import Places, Running
 from pipemorph.api.sections.parallelism import Parallelism
@@ -34,6 +33,10 @@ EXIT_TOLD = re.compile(r"failed with exit code (\d+) ")
 
 LOST_SECONDS = 5.0
 """A pod that exists this long after its grace period is on a node that does not respond."""
+
+MOST_REJECTED = 8
+"""Attempts that end because nodes reject pods, one after the other, before the next such end
+counts: the template asks for what no node gives. The delays between them add up to minutes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def classify(
             where = f"{ranks_of(disrupted.index, parallelism, places)} on node {disrupted.node}"
         return Cause(names.R_DISRUPTED, where, counted=False)
     failed = sorted(
-        (p for p in pods if p.exit_code not in (None, 0)),
+        (p for p in pods if p.problem or p.exit_code not in (None, 0)),
         key=lambda p: (p.finished_at is None, p.finished_at, p.index),
     )
     if not failed:
@@ -80,9 +83,14 @@ def classify(
         (names.EXIT_INVALID_INPUT, first),
         (EXIT_SAVED, first),
     )
-    told = (p for code, pods in ranked for p in pods if p.exit_code == code)
+    told = (p for code, pods in ranked for p in pods if p.exit_code == code and not p.problem)
     pod = next(told, failed[0])
-    return _by_code(pod.exit_code, describe(pod, parallelism, places), saves)
+    message = describe(pod, parallelism, places)
+    if pod.problem:
+        return Cause(
+            names.R_REJECTED if pod.rejected else names.R_RANK_FAILED, message, not pod.rejected
+        )
+    return _by_code(pod.exit_code, message, saves)
 
 
 def _by_code(code: int | None, message: str, saves: bool) -> Cause:
@@ -98,19 +106,34 @@ def _by_code(code: int | None, message: str, saves: bool) -> Cause:
     return Cause(names.R_RANK_FAILED, message, retry=code != EXIT_NO_MORE)
 
 
-def lost(pods: Sequence[PodFacts], now: datetime, parallelism: Parallelism) -> Cause | None:
+def lost(pods: Sequence[PodFacts], parallelism: Parallelism) -> Cause | None:
     """The cause, if a rank's node no longer responds; else None. Kubernetes then waits forever for
     the node to report the end of the pod, so the Job never fails by itself.
 
     Ignores pods without a node, which the control plane deletes itself.
     """
     for pod in pods:
-        if pod.node is None or pod.gone_by is None:
-            continue
-        if now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
+        if seconds_until_lost(pod) == 0.0:
             where = f"{ranks_of(pod.index, parallelism)} on node {pod.node}"
             return Cause(names.R_DISRUPTED, f"{where}: the node does not respond", counted=False)
     return None
+
+
+def seconds_until_lost(pod: PodFacts) -> float | None:
+    """Seconds until a pod that is being deleted has to be gone; 0 if its node does not respond;
+    None for all others."""
+    if pod.node is None or pod.gone_by is None:
+        return None
+    return max(0.0, pod.grace + LOST_SECONDS - pod.sighted)
+
+
+def bounded(cause: Cause, records: Sequence[AttemptRecord]) -> Cause:
+    """``cause``, which counts if nodes have rejected pods too often in a row."""
+    last = [record.reason for record in records[-MOST_REJECTED:]]
+    if cause.reason != names.R_REJECTED or last != [names.R_REJECTED] * MOST_REJECTED:
+        return cause
+    message = f"{cause.message}; so ended the last {MOST_REJECTED} attempts, too"
+    return Cause(cause.reason, message, counted=True)
 
 
 def short_attempts(records: Sequence[AttemptRecord]) -> int:
@@ -148,4 +171,6 @@ def describe(pod: PodFacts, parallelism: Parallelism, places: Places = ()) -> st
     where = f" on node {pod.node}" if pod.node else ""
     suffix = f": {pod.message}" if pod.message else ""
     which = ranks_of(pod.index, parallelism, places)
+    if pod.problem:
+        return f"{which}{where}: {pod.problem}"
     return f"{which}{where} exited with code {pod.exit_code}{suffix}"

@@ -18,6 +18,7 @@ from pipemorph_operator.children import (
     Attempt,
     Unbuildable,
     idle_gpus,
+    lasting_objects,
     objects,
     shares_small_memory,
 )
@@ -123,10 +124,17 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     if current is None and draft.status.job_uid is not None:
         name = draft.status.job_name
         return _ended(
-            draft, job, restart.Cause(names.R_JOB_LOST, f"Job {name} was deleted by another client")
+            draft,
+            job,
+            restart.Cause(
+                names.R_JOB_LOST, f"Job {name} was deleted by another client", counted=False
+            ),
         )
     if current is None:
         return _unplanned(draft, job) or _start(draft, job, config)
+    draft.out.restore = lasting_objects(
+        Attempt(job, draft.metadata["uid"], current.attempt), config
+    )
     return _follow(draft, job, current)
 
 
@@ -288,9 +296,13 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         draft.created(current.attempt, current.name)
     if current.uid != status.job_uid or current.deleting:
         return _ended(
-            draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
+            draft,
+            job,
+            restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted", counted=False),
         )
-    pods = current.ready + current.succeeded
+    # A pod with a container that runs on beside its trainer is neither ready nor has it succeeded.
+    running_on = len(finishing.finished(draft, current) - current.completed)
+    pods = current.ready + current.succeeded + running_on
     ready = min(ranks, pods * per_pod)
     status.pods = PodCounts(
         wanted=job.spec.parallelism.pods,
@@ -302,10 +314,15 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if current.complete:
         return _complete(draft, ranks)
     ended = current.failed or current.failing
-    if ended is not None:
-        if draft.seen.pods is None:
-            draft.out.needs_pods = True
-            return draft.out
+    if ended is not None and draft.seen.pods is None:
+        draft.out.needs_pods = True
+        return draft.out
+    late = finishing.look(draft, job, current)
+    if draft.out.needs_pods:
+        return draft.out
+    if late is not None:
+        return _complete(draft, ranks, late)
+    if ended is not None and draft.seen.pods is not None:
         saves = job.spec.checkpoint is not None and job.spec.checkpoint.resume
         cause = restart.classify(
             ended, draft.seen.pods, job.spec.parallelism, places=draft.places, saves=saves
@@ -328,15 +345,12 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
     if current.succeeded >= job.spec.parallelism.pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
-    late = finishing.never_ran(draft, job, current)
-    if draft.out.needs_pods:
-        return draft.out
-    if late:
-        return _complete(draft, ranks, f"; not waited for: {'; '.join(late)}")
     note_nodes(draft, job)
     replacements.look(draft, job, current)
     if draft.out.needs_pods:
         return draft.out
+    if len(finishing.finished(draft, current)) == job.spec.parallelism.pods:
+        return draft.done()  # See finishing: other containers have some time to end.
     if ready >= ranks:
         _running(draft, ranks)
     else:
@@ -348,9 +362,10 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     return draft.done()
 
 
-def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:
+def _complete(draft: Draft, ranks: int, without: Sequence[str] = ()) -> Decision:
     """``without``: which pods were not waited for."""
-    message = one_line(f"all {ranks} ranks finished{without}", MESSAGE_LENGTH)
+    missing = f"; not waited for: {'; '.join(without)}" if without else ""
+    message = one_line(f"all {ranks} ranks finished{missing}", MESSAGE_LENGTH)
     reason = names.R_WITHOUT_PODS if without else names.R_COMPLETED
     draft.mark(names.COMPLETE, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job is complete")
@@ -363,6 +378,7 @@ def _complete(draft: Draft, ranks: int, without: str = "") -> Decision:
 
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     """End the attempt in status, which did not succeed: restart or fail the job."""
+    cause = restart.bounded(cause, draft.status.attempts)
     if cause.reason not in restart.NOT_A_CRASH:
         if draft.seen.current is not None:
             note_nodes(draft, job)

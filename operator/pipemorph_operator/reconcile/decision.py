@@ -56,6 +56,8 @@ class Decision:
     """Lost pods that the Job controller must not count, so that it makes others at once."""
     forget_pods: list[PodFacts] = field(default_factory=list)
     """Of those, the ones whose node does not answer: nobody else removes them."""
+    restore: list[dict[str, Any]] = field(default_factory=list)
+    """Objects that a running attempt needs, and that somebody may have deleted."""
     delete_self: bool = False
     needs_pods: bool = False
     needs_plan: JobSpec | None = None
@@ -109,6 +111,11 @@ class Draft:
     def emit(self, kind: Kind, reason: str, message: str) -> None:
         """Emit a Kubernetes event."""
         self.out.events.append(Event(kind, reason, message))
+
+    def emit_new(self, kind: Kind, reason: str, message: str) -> None:
+        """Emit an event, unless a condition has the message already."""
+        if not any(c.message == message for c in self.status.conditions):
+            self.emit(kind, reason, message)
 
     def created(self, number: int, name: str) -> None:
         """Emit the event of a created Job."""

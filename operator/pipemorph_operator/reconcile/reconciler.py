@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,8 +21,14 @@ from pipemorph_operator.children import gang
 from pipemorph_operator.children.naming import page_secret as page_secret_name
 from pipemorph_operator.children.objects import page_secret, secret
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
-from pipemorph_operator.cluster.events import emit
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, made_by, why_no_pod
+from pipemorph_operator.cluster.events import Event, emit
+from pipemorph_operator.cluster.facts import (
+    JobFacts,
+    PodFacts,
+    made_by,
+    why_creating,
+    why_no_pod,
+)
 from pipemorph_operator.cluster.job import current_name, dump, operator_part
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.metrics import JOBS
@@ -32,6 +39,8 @@ from pipemorph_operator.reconcile.plans import Plans
 
 log = logging.getLogger("pipemorph.operator")
 
+Key = tuple[str, str]
+
 OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Returns the known Jobs, by namespace and the PipeMorphJob's UID."""
 
@@ -41,6 +50,8 @@ TOO_MANY, SERVER_FAULT = 429, 500
 CONFLICT = 409
 """Another client wrote at the same time; the request itself is valid."""
 SECRET_BYTES = 32
+RESTORE_SECONDS = 60.0
+"""Least time between two tries to make a job's lasting objects again: most find them there."""
 NAMESPACE_ENDS_SECONDS = 60.0
 """Delay before the next reconcile of a job whose namespace is being deleted."""
 
@@ -68,6 +79,10 @@ class Reconciler:
         self._plans = plans
         self._failed = failed
         self.accusations = NodeAccusations()
+        self._sighted: dict[Key, dict[str, float]] = {}
+        """When pods of a job were first seen to end, by job and UID."""
+        self._restored: dict[Key, float] = {}
+        """When the lasting objects of a job may be made again."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Reconcile one job. Returns the seconds until the next reconcile at the latest, if any.
@@ -77,6 +92,8 @@ class Reconciler:
         """
         body = await self._cluster.get(path("PipeMorphJob", namespace, name))
         if body is None:
+            self._sighted.pop((namespace, name), None)
+            self._restored.pop((namespace, name), None)
             if self._plans is not None:
                 self._plans.forget((namespace, name))
             return None
@@ -132,22 +149,45 @@ class Reconciler:
         no_pod = ""
         if current is not None and current.missing:
             about = f"involvedObject.uid={current.uid},reason=FailedCreate"
-            url = path("Event", metadata["namespace"])
-            try:
-                no_pod = why_no_pod(await self._cluster.list(url, fields=about))
-            except ApiRefused as refused:
-                if refused.status != FORBIDDEN:
-                    raise
-                # Custom roles of an installation may not include reading events.
-                no_pod = f"see the events of Job {current.name}; {refused.message}"
+            no_pod = await self._explained(
+                metadata["namespace"], about, why_no_pod, f"Job {current.name}"
+            )
         # Anybody who may create pods in the namespace can set these labels.
         facts = [PodFacts.of(pod) for pod in pods if current is None or made_by(pod) == current.uid]
+        facts = self._with_times((metadata["namespace"], metadata["name"]), facts)
+        creating = min((p for p in facts if p.creating), key=lambda p: p.index, default=None)
+        if creating is not None:
+            about = f"involvedObject.uid={creating.uid}"
+            why = await self._explained(
+                metadata["namespace"], about, why_creating, f"pod {creating.name}"
+            )
+            why = why or f"its containers are being created on node {creating.node}"
+            facts = [replace(p, stuck=why) if p is creating else p for p in facts]
         return replace(
             seen,
             pods=[pod for pod in facts if not pod.replaced],
             leaving=[pod for pod in facts if pod.replaced and pod.gone_by is not None],
             no_pod=no_pod,
         )
+
+    async def _explained(
+        self, namespace: str, about: str, why: Callable[[list[Any]], str], whose: str
+    ) -> str:
+        """What the events that match the field selector ``about`` explain."""
+        try:
+            return why(await self._cluster.list(path("Event", namespace), fields=about))
+        except ApiRefused as refused:
+            if refused.status != FORBIDDEN:
+                raise
+            # Custom roles of an installation may not include reading events.
+            return f"see the events of {whose}; {refused.message}"
+
+    def _with_times(self, key: Key, pods: Sequence[PodFacts]) -> list[PodFacts]:
+        """The pods, with how long this process has seen those that end to end."""
+        now, before = time.monotonic(), self._sighted.get(key, {})
+        ending = [p.uid for p in pods if p.gone_by is not None or p.exit_code is not None]
+        self._sighted[key] = times = {uid: before.get(uid, now) for uid in ending}
+        return [replace(p, sighted=now - times.get(p.uid, now)) for p in pods]
 
     # --- write ----------------------------------------------------------------------------
 
@@ -158,6 +198,7 @@ class Reconciler:
             decision = await self._create(seen, decision)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
+        await self._restore(seen.body, decision)
         for pod in decision.replace_pods:
             await self._uncount(path("Pod", namespace, pod.name), pod)
         for pod in decision.forget_pods:
@@ -177,6 +218,25 @@ class Reconciler:
             await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
         await self._accuse_nodes(f"{namespace}/{metadata['name']}", decision.accused)
         return decision.again_in
+
+    async def _restore(self, body: Mapping[str, Any], decision: Decision) -> None:
+        """Create the lasting objects of a running attempt again if somebody has deleted them."""
+        key = body["metadata"]["namespace"], body["metadata"]["name"]
+        now = time.monotonic()
+        if not decision.restore or now < self._restored.get(key, now):
+            return
+        self._restored[key] = now + RESTORE_SECONDS
+        for obj in decision.restore:
+            what = f"{obj['kind']} {obj['metadata']['name']}"
+            try:
+                made = await self._cluster.create(obj, names.OPERATOR_OWNER)
+            except ApiRefused as refused:
+                # The ranks that run may need what this reconcile does besides.
+                log.warning("%s/%s: %s cannot be made again: %s", *key, what, refused.message)
+                continue
+            if made is not None:
+                said = f"{what} had been deleted; it is made again"
+                decision.events.append(Event("Warning", names.R_RESTORED, said))
 
     async def _accuse_nodes(self, job: str, measured: Mapping[str, str]) -> None:
         """Emit the events of nodes that several jobs accuse now."""

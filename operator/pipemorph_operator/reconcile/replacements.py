@@ -3,22 +3,26 @@
 The Job controller makes a lost index again by itself, but waits 10 s, then 20 s, once it has
 counted the end of a pod. It does not count a pod without its finalizer. So the operator takes that
 off a pod that is being deleted, or has failed and is not counted yet. Where it comes too late, the
-Job controller waits, as often as the Job's ``backoffLimitPerIndex`` says.
+Job controller waits, as often as the Job's ``backoffLimitPerIndex`` says. So it does for pods that
+never ran their trainer (rejected by a node, a failed init container), and for one that was replaced
+:data:`AT_ONCE` times within a few minutes: what ends it ends the next one, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import MAX_REPLACEMENTS_KEPT
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph_operator import names
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time, parse_time
 from pipemorph_operator.policy import conditions, restart
 from pipemorph_operator.reconcile.decision import Draft
+
+AT_ONCE, WITHIN_SECONDS = 3, 300.0
+"""Most replacements of one pod without a delay, within that time."""
 
 
 def look(draft: Draft, job: PipeMorphJob, current: JobFacts) -> None:
@@ -30,15 +34,14 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts) -> None:
         draft.out.needs_pods = True
         return
     for pod in lost(seen.pods):
-        _replace(draft, job, pod)
+        if _replaced_lately(draft, pod) < AT_ONCE:
+            _replace(draft, job, pod)
     for pod in (*seen.leaving, *seen.pods):
-        if pod.gone_by is None or pod.node is None:
-            continue
-        left = pod.gone_by + timedelta(seconds=restart.LOST_SECONDS) - seen.now
-        if left <= timedelta():
+        left = restart.seconds_until_lost(pod)
+        if left == 0.0:
             draft.out.forget_pods.append(pod)
-        else:
-            draft.requeue_within(left.total_seconds() + 0.1)
+        elif left is not None:
+            draft.requeue_within(left + 0.1)
 
 
 def lost(pods: Sequence[PodFacts]) -> list[PodFacts]:
@@ -47,7 +50,17 @@ def lost(pods: Sequence[PodFacts]) -> list[PodFacts]:
 
 
 def _died(pod: PodFacts) -> bool:
-    return pod.failed and (pod.disrupted or pod.exit_code in (None, *EXITS_LOST))
+    return pod.failed and (pod.disrupted or (not pod.problem and pod.exit_code in EXITS_LOST))
+
+
+def _replaced_lately(draft: Draft, pod: PodFacts) -> int:
+    since = draft.now.timestamp() - WITHIN_SECONDS
+    return sum(
+        (record.pod, record.attempt) == (pod.index, draft.status.attempt or 0)
+        and record.uid != pod.uid
+        and (parse_time(record.at) or draft.now).timestamp() > since
+        for record in draft.status.replacements
+    )
 
 
 def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
@@ -57,7 +70,7 @@ def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
     if pod.failed and pod.exit_code is not None and not pod.disrupted:
         cause = restart.describe(pod, cut, places)
     elif pod.disrupted:
-        cause = f"{where}{on}: evicted or preempted, or its node is lost"
+        cause = f"{where}{on}: {pod.problem or 'evicted or preempted, or its node is lost'}"
     else:
         cause = f"{where}{on}: the pod is being deleted"
     by_cluster = pod.disrupted or pod.gone_by is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
@@ -28,7 +30,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
     nobody = current.missing == job.spec.parallelism.pods
     patience = MISSING_SECONDS if nobody else STUCK_SECONDS
-    if age < patience:
+    if age < patience and not seen.pods:
         draft.requeue_within(patience - age + 0.1)
         draft.waiting(message)
         return None
@@ -38,21 +40,34 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     # A Job that replaces them has its own way.
     lost = None
     if not current.replaces:
-        lost = restart.lost(seen.pods, draft.now, job.spec.parallelism)
+        lost = restart.lost(seen.pods, job.spec.parallelism)
     if lost is not None:
         return lost
-    leaving = any(p.gone_by is not None for p in seen.pods)
-    again = min(LONGEST_SECONDS, max(LOOK_AGAIN_SECONDS, age / 4))
-    draft.requeue_within(restart.LOST_SECONDS if leaving else again)
+    for pod in seen.pods:
+        draft.requeue_within(restart.seconds_until_lost(pod))
+    draft.requeue_within(min(LONGEST_SECONDS, max(LOOK_AGAIN_SECONDS, age / 4)))
     if seen.no_pod:
         problem = f"{current.missing} pods cannot be created: {seen.no_pod}"
         _refused(draft, current, f"{message}; {problem}")
         return None
     stuck = [p for p in seen.pods if p.stuck]
-    if stuck:
-        first = min(stuck, key=lambda p: p.index)
-        where = restart.ranks_of(first.index, job.spec.parallelism, draft.places)
-        message += f"; {where}: {first.stuck}"
+    for pod in stuck:
+        if found := re.search(rf'(\w+) "{current.name}(-page)?" not found', pod.stuck):
+            # The engine's Secret is random, and the other ranks have theirs: it cannot be restored.
+            gone = f"{found[1]} {current.name}{found[2] or ''} of the attempt was deleted"
+            return restart.Cause(names.R_OBJECT_LOST, gone, counted=False)
+    replaced = {p.index for p in draft.out.replace_pods}
+    other = replaced | {p.index for p in seen.pods if not p.failed}
+    failed = [p for p in seen.pods if p.failed and p.index not in other]
+    if waiting := [*stuck, *failed]:
+        first = min(waiting, key=lambda p: p.index)
+        if first.stuck:
+            where = restart.ranks_of(first.index, job.spec.parallelism, draft.places)
+            message += f"; {where}: {first.stuck}"
+        else:
+            ended = restart.describe(first, job.spec.parallelism, draft.places)
+            message += f"; {ended}; Kubernetes makes another pod after a delay"
+            draft.emit_new("Warning", names.R_POD_FAILED, message)
         if any(p.unschedulable for p in stuck):
             message += _advice(job)
     draft.waiting(message)

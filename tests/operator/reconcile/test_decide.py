@@ -141,12 +141,17 @@ def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
 
 
 def test_what_an_attempt_had_goes_also_when_its_job_went_before() -> None:
+    """Who deletes a Job is not the program: that counts against no limit."""
     world = World(body())
     world.running()
     world.jobs.clear()
-    decision = world.turn()
-    assert world.condition("Failed") == ("True", "JobDeleted")
+    world.turn()
+    assert world.condition("PodsReady") == ("False", "Restarting")
+    (record,) = world.status["attempts"]
+    assert (record["reason"], record["counted"]) == ("JobDeleted", False)
+    decision = world.settle()
     assert decision.delete_attempts == [job_facts().name]
+    assert (world.status["attempt"], world.status["state"]) == (1, "Starting")
 
 
 @pytest.mark.parametrize("terminal", ["Complete", "Failed"])

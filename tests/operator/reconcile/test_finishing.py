@@ -32,6 +32,7 @@ def finished(**recoveries: Any) -> World:
 
 def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
     world = finished()
+    world.turn()
     world.later(LATE_POD_SECONDS - 1.0)
     decision = world.settle()
     assert world.status["state"] != "Complete" and decision.again_in == pytest.approx(1.1)
@@ -49,6 +50,7 @@ def test_a_job_that_has_finished_ends_without_pods_that_never_run() -> None:
 
 def test_an_operator_that_dies_before_it_deletes_such_a_job_deletes_it() -> None:
     world = finished()
+    world.turn()
     world.later(LATE_POD_SECONDS + 10.0)
     left = world.jobs[0]
     world.turn()

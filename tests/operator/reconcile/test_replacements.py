@@ -87,15 +87,17 @@ def test_a_job_that_ends_with_a_pod_replaces_none() -> None:
 
 def test_a_pod_whose_node_does_not_answer_is_removed_once_its_time_is_over() -> None:
     world = running()
-    leaving = pod(1, uid="u1", node="n1", replaced=True, counts=False, gone_by=T0)
+    leaving = pod(1, uid="u1", node="n1", replaced=True, counts=False, gone_by=T0, grace=30.0)
 
-    def looked(after: float) -> list[str]:
-        world.now = T0 + timedelta(seconds=after)
-        seen: Observed = replace(world.observe(), pods=[pod(0)], leaving=[leaving])
+    def looked(sighted: float) -> list[str]:
+        # Whatever the times in the pod and the operator's clock are.
+        world.now = T0 + timedelta(days=1)
+        late = replace(leaving, sighted=sighted)
+        seen: Observed = replace(world.observe(), pods=[pod(0)], leaving=[late])
         return [each.uid for each in decide(seen, CONFIG).forget_pods]
 
-    assert looked(LOST_SECONDS - 1) == []
-    assert looked(LOST_SECONDS + 1) == ["u1"]
+    assert looked(0.0) == [] == looked(30.0 + LOST_SECONDS - 1)
+    assert looked(30.0 + LOST_SECONDS) == ["u1"]
 
 
 def test_the_job_bounds_what_its_controller_replaces_by_itself() -> None:

@@ -1,0 +1,353 @@
+"""Pods that end otherwise than by an exit code of their trainer: named, counted as what they are,
+made again with delays, and not for ever. Bodies are as kubelets 1.31 to 1.37 write them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_objects import CONFIG, World, attempt, body, failed, job_facts
+
+from pipemorph_operator import names
+from pipemorph_operator.children.objects import batch_job
+from pipemorph_operator.cluster.facts import PodFacts, why_creating
+from pipemorph_operator.policy import restart
+from pipemorph_operator.reconcile.finishing import LATE_POD_SECONDS
+from pipemorph_operator.reconcile.reconciler import Reconciler
+from pipemorph_operator.reconcile.waits import STUCK_SECONDS
+
+GPU = "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu"
+RUNS: dict[str, Any] = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+
+
+def ended(code: int, message: str = "") -> Any:
+    return {
+        "terminated": {"exitCode": code, "finishedAt": "2026-01-01T00:01:00Z", "message": message}
+    }
+
+
+def pod(
+    index: int, phase: str = "Failed", *, copy: int = 0, spec: Any = None, **status: Any
+) -> PodFacts:
+    """A pod with ``status``; ``trainer``, ``beside`` and ``init`` are states of containers."""
+    found = {name: status.pop(name) for name in ("init", "trainer", "beside") if name in status}
+    groups = {"initContainerStatuses": ["init"], "containerStatuses": ["trainer", "beside"]}
+    for group, members in groups.items():
+        states = [{"name": name, "state": found[name]} for name in members if name in found]
+        status |= {group: states} if states else {}
+    metadata = {
+        "name": f"p{index}-{copy}",
+        "uid": f"u{index}-{copy}",
+        "annotations": {names.COMPLETION_INDEX: str(index)},
+        "finalizers": [names.JOB_FINALIZER],
+    }
+    about = {"metadata": metadata, "spec": {"nodeName": "n1"} | (spec or {})}
+    return PodFacts.of(about | {"status": {"phase": phase} | status})
+
+
+def rejected(reason: str = "UnexpectedAdmissionError", **more: Any) -> PodFacts:
+    return pod(1, reason=reason, message=f"Pod was rejected: {GPU}", **more)
+
+
+def running(**policy: Any) -> World:
+    world = World(body(failurePolicy=policy))
+    world.running()
+    world.jobs[0] = replace(world.jobs[0], replaces=bool(policy), ready=1)
+    world.pods = [pod(0, "Running", trainer=RUNS)]
+    return world
+
+
+REJECTED = {"reason": "UnexpectedAdmissionError", "message": GPU}
+FETCH = {"init": ended(1, "403 no such bucket")}
+DEADLINE = {"reason": "DeadlineExceeded", "message": "active for long", "trainer": ended(143)}
+USAGE = 'Usage of EmptyDir volume "x" exceeds the limit "1Gi"'
+EVICTED = {"reason": "Evicted", "message": USAGE, "trainer": ended(137)}
+FLUSH = {"trainer": ended(0), "beside": ended(1, "flush")}
+NATIVE = {"initContainers": [{"name": "init", "restartPolicy": "Always"}]}
+NODES = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "counted", "words"),
+    [
+        (REJECTED, "PodRejected", False, GPU),
+        ({"reason": "OutOfcpu", "message": "too little"}, "PodRejected", False, "OutOfcpu: too"),
+        ({"reason": "NodeAffinity"}, "PodRejected", False, "NodeAffinity"),
+        ({"reason": "TopologyAffinityError"}, "PodRejected", False, "TopologyAffinityError"),
+        (FETCH, "RankFailed", True, "init container init exited with code 1: 403 no such bucket"),
+        ({"init": ended(137)}, "RankFailed", True, "init container init exited with code 137"),
+        (DEADLINE, "RankFailed", True, "DeadlineExceeded: active"),
+        (EVICTED, "RankFailed", True, "Evicted: Usage of EmptyDir"),
+        (EVICTED | NODES, "Disrupted", False, "rank 1 (stage 1) on node n1"),
+        (FLUSH, "RankFailed", True, "container beside exited with code 1 after the trainer had"),
+        ({}, "RankFailed", True, "Kubernetes reports no reason"),
+        # A native sidecar is stopped with the pod: its code is nobody's.
+        ({"spec": NATIVE, "init": ended(143), "trainer": ended(3)}, "RankFailed", True, "code 3"),
+    ],
+)  # fmt: skip
+def test_the_end_of_an_attempt_names_what_failed_and_counts_it_as_that(
+    status: Any, reason: str, counted: bool, words: str
+) -> None:
+    world = World(body(failurePolicy={"maxRestarts": 0}))
+    world.running()
+    world.jobs[0] = job_facts(
+        active=0, failed=failed("Job has reached the specified backoff limit")
+    )
+    world.pods = [pod(0, "Running", trainer=RUNS), pod(1, **status)]
+    world.turn()
+    (record,) = world.status["attempts"]
+    assert (record["reason"], record["counted"]) == (reason, counted)
+    assert words in record["message"] and "rank 1 (stage 1)" in record["message"]
+    assert world.status["state"] == ("Failed" if counted else "Restarting")
+
+
+@pytest.mark.parametrize("status", [REJECTED, FETCH, DEADLINE, EVICTED])
+def test_what_never_trained_is_left_to_the_job_controller_and_named(status: Any) -> None:
+    """It waits 10 s, then 20 s, and then the Job fails."""
+    world = running(maxRestarts=2)
+    world.pods.append(pod(1, **status))
+    for _ in range(3):
+        assert world.turn().replace_pods == []
+    said = world.message("PodsReady")
+    assert (
+        "1 of 2 ranks are ready; rank 1 (stage 1) on node n1: " in said and "after a delay" in said
+    )
+    assert world.events.count("PodFailed") == 1 and "PodReplaced" not in world.events
+    world.pods.append(pod(1, "Running", copy=1, trainer=RUNS))
+    world.turn()
+    assert "after a delay" not in world.message("PodsReady"), "another one runs in its place"
+
+
+@pytest.mark.parametrize("status", [NODES, {"trainer": ended(137)}, EVICTED | NODES])
+def test_a_pod_that_is_lost_again_and_again_is_not_replaced_without_end(status: Any) -> None:
+    world, replaced = running(maxRestarts=2), 0
+    for copy in range(12):
+        world.pods = [world.pods[0], pod(1, copy=copy, **status)]
+        replaced += len(world.turn().replace_pods)
+        world.later(2.0)
+    assert replaced == 3
+    world.later(600.0)
+    assert len(world.turn().replace_pods) == 1, "that was long ago"
+
+
+def test_nodes_that_reject_every_pod_end_the_job_at_last() -> None:
+    world, started, waited = World(body(failurePolicy={"maxRestarts": 0})), [], 0.0
+    while world.status.get("state") != "Failed":
+        world.settle()
+        number = world.status["attempt"]
+        if number not in world.jobs:
+            world.later(1.0)
+            waited += 1.0
+            continue
+        started.append(number)
+        world.jobs[number] = job_facts(number, active=0, failed=failed())
+        world.pods = [rejected(copy=number)]
+        world.turn()
+    assert started == list(range(restart.MOST_REJECTED + 1)) and waited > 60.0
+    assert world.condition("Failed") == ("True", "PodRejected")
+    assert "so ended the last 8 attempts, too" in world.message("Failed") and GPU in world.message(
+        "Failed"
+    )
+    assert (world.status["restarts"], world.status["disruptions"]) == (0, restart.MOST_REJECTED)
+
+
+# --- containers beside the trainer ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [{}, {"maxRestarts": 2}])
+def test_a_sidecar_that_never_ends_keeps_no_finished_job(policy: Any) -> None:
+    world = running(**policy)
+    world.jobs[0] = replace(world.jobs[0], ready=0)
+    world.pods = [pod(i, "Running", trainer=ended(0), beside=RUNS) for i in range(2)]
+    world.later(STUCK_SECONDS + 1)
+    decision = world.turn()
+    assert world.status["state"] == "Running", "all ranks have finished; nothing starts"
+    assert "rank 0 (stage 0): container beside still runs" in world.message("PodsReady")
+    assert 0 < (decision.again_in or 0) <= LATE_POD_SECONDS + 1
+    world.later(LATE_POD_SECONDS)
+    world.settle()
+    assert world.condition("Complete") == ("True", "FinishedWithoutPods")
+    assert "rank 1 (stage 1): container beside still runs" in world.message("Complete")
+    assert world.jobs == {}, "its pods hold devices"
+
+
+@pytest.mark.parametrize("policy", [{}, {"maxRestarts": 2}])
+@pytest.mark.parametrize("job", [{}, {"failing": failed()}, {"active": 0, "failed": failed()}])
+@pytest.mark.parametrize("other", [ended(1), ended(137), RUNS])
+def test_the_code_of_a_sidecar_repeats_no_finished_training(
+    policy: Any, job: Any, other: Any
+) -> None:
+    world = running(**policy)
+    world.jobs[0] = replace(world.jobs[0], ready=0, **job)
+    world.later(STUCK_SECONDS + 1)
+    world.pods = [
+        pod(0, trainer=ended(0), beside=ended(1)),
+        pod(1, "Running" if other is RUNS else "Failed", trainer=ended(0), beside=other),
+        # The Job controller has made the first one again.
+        pod(0, "Pending", copy=1),
+    ]
+    world.settle()
+    if other is RUNS and not job:
+        assert world.status["state"] == "Running"
+        return
+    assert world.status["state"] == "Complete" and world.status["attempt"] == 0
+    assert "container beside" in world.message("Complete")
+
+
+def test_a_rank_that_has_finished_beside_one_that_trains_is_ready() -> None:
+    world = running(maxRestarts=2)
+    world.pods.append(pod(1, "Running", trainer=ended(0), beside=RUNS))
+    world.later(STUCK_SECONDS + 1)
+    world.turn()
+    assert (world.status["state"], world.condition("PodsReady")[0]) == ("Running", "True")
+
+
+def test_a_failing_sidecar_of_the_template_does_not_end_the_others() -> None:
+    containers = [{"name": name, "image": "i"} for name in ("trainer", "log", "proxy")]
+    given = {"template": {"spec": {"containers": containers}}}
+    world = World(body(**given))
+    made = world.turn().create
+    assert made is not None
+    rules = batch_job(made, world.config)["spec"]["podFailurePolicy"]["rules"]
+    named = [(r["action"], r.get("onExitCodes", {}).get("containerName")) for r in rules]
+    ignored = [("Ignore", "log"), ("Ignore", "proxy")]
+    assert named == [("FailJob", None), ("FailJob", "trainer"), *ignored]
+
+
+# --- pods that do not run yet ---------------------------------------------------------------------
+
+
+def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> None:
+    def event(at: str, kind: str, reason: str, message: str = "x") -> Any:
+        return {"type": kind, "reason": reason, "lastTimestamp": at, "message": message}
+
+    scheduled = event("2026-01-01T00:00:01Z", "Normal", "Scheduled")
+    mount = event("2026-01-01T00:00:03Z", "Warning", "FailedMount", 'secret "a"\n not found')
+    older = event("2026-01-01T00:00:02Z", "Warning", "FailedCreatePodSandBox")
+    pulling = event("2026-01-01T00:00:09Z", "Normal", "Pulling", "Pulling image i")
+    assert why_creating([scheduled, mount, older, pulling]) == 'FailedMount: secret "a" not found'
+    assert why_creating([scheduled, pulling]) == "Pulling: Pulling image i"
+    assert why_creating([]) == ""
+    waits = {"waiting": {"reason": "ContainerCreating"}}
+    assert pod(0, "Pending", trainer=waits).creating
+    assert not pod(0, "Pending", trainer={"waiting": {"reason": "ErrImagePull"}}).creating
+    assert (
+        not pod(0, "Pending", spec={"nodeName": None}).creating and not pod(0, "Running").creating
+    )
+
+
+@pytest.mark.parametrize("kind", ["secret", "configmap"])
+@pytest.mark.parametrize("suffix", ["", "-page"])
+def test_an_object_of_the_attempt_that_is_gone_ends_it_when_a_pod_needs_it(
+    kind: str, suffix: str
+) -> None:
+    world = running(maxRestarts=2)
+    name = f"{world.jobs[0].name}{suffix}"
+    said = f'FailedMount: MountVolume.SetUp failed for volume "a" : {kind} "{name}" not found'
+    world.pods.append(replace(pod(1, "Pending"), stuck=said.replace(name, "users-own")))
+    world.later(STUCK_SECONDS + 1)
+    world.turn()
+    assert world.status["attempt"] == 0 and "users-own" in world.message("PodsReady")
+    world.pods[1] = replace(world.pods[1], stuck=said)
+    world.turn()
+    (record,) = world.status["attempts"]
+    assert (record["reason"], record["counted"]) == ("ObjectDeleted", False)
+    assert record["message"] == f"{kind} {name} of the attempt was deleted"
+
+
+class Api:
+    """The API server of a job whose second pod does not start, or is being deleted."""
+
+    def __init__(self, **metadata: Any) -> None:
+        self.world = running(maxRestarts=2)
+        self.world.status["jobStartTime"] = "2026-01-01T00:00:00Z"
+        self.metadata = metadata
+        self.asked: list[Any] = []
+        self.deleted: list[Any] = []
+
+    async def get(self, url: str) -> Any:
+        if "pipemorphjobs" in url:
+            return self.world.body
+        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
+        made["metadata"]["uid"] = "job-0"
+        status = {"active": 1, "ready": 1, "terminating": 1, "startTime": "2026-01-01T00:00:00Z"}
+        return made | {"status": status}
+
+    async def list(self, url: str, *, fields: str = "", **_: Any) -> Any:
+        if url.endswith("/events"):
+            self.asked.append(fields)
+            said = {"type": "Warning", "reason": "FailedMount", "message": "no volume"}
+            return [said | {"lastTimestamp": "2026-01-01T00:00:00Z"}]
+        owner = {"kind": "Job", "controller": True, "uid": "job-0"}
+        metadata = {"name": "p1", "uid": "u1", "annotations": {names.COMPLETION_INDEX: "1"}}
+        metadata |= {"ownerReferences": [owner], **self.metadata}
+        return [{"metadata": metadata, "spec": {"nodeName": "n"}, "status": {"phase": "Pending"}}]
+
+    async def apply(self, obj: Any, owner: str, *, subresource: str = "") -> Any:
+        self.world.body["status"] |= obj["status"]
+        return obj
+
+    async def patch(self, *_: Any) -> None:
+        """Taken."""
+
+    async def create(self, obj: Any, owner: str) -> Any:
+        return obj
+
+    async def delete(self, url: str, **more: Any) -> None:
+        self.deleted.append((url.rsplit("/", 1)[-1], more.get("grace")))
+
+
+def test_a_pod_that_does_not_start_is_explained_by_its_events() -> None:
+    api: Any = Api()
+    asyncio.run(Reconciler(api, lambda: CONFIG, lambda *_: []).reconcile("team", "gpt"))
+    assert api.asked == ["involvedObject.uid=u1"]
+    assert "rank 1 (stage 1): FailedMount: no volume" in api.world.message("PodsReady")
+
+
+@pytest.mark.parametrize("deletion", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"])
+def test_grace_is_counted_from_first_sight_whatever_the_clocks_say(
+    deletion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api: Any = Api(deletionTimestamp=deletion, deletionGracePeriodSeconds=30)
+    reconciler, clock = Reconciler(api, lambda: CONFIG, lambda *_: []), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    gone = []
+    for clock[0] in (500.0, 529.0, 534.9, 535.0):
+        asyncio.run(reconciler.reconcile("team", "gpt"))
+        gone.append(list(api.deleted))
+    assert gone == [[], [], [], [("p1", 0)]], "at its own clock's 30 s, and 5 s for its node"
+
+
+def test_a_service_or_policy_that_somebody_deleted_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To create what is there changes nothing: so nobody needs the right to read it."""
+    api: Any = Api()
+    there, events, clock = {"Service", "NetworkPolicy"}, [], [0.0]
+
+    async def create(obj: Any, owner: str) -> Any:
+        if obj["kind"] == "Event":
+            events.append(obj["message"])
+            return obj
+        found = obj["kind"] in there
+        there.add(obj["kind"])
+        return None if found else obj
+
+    api.create = create
+    config = replace(CONFIG, network_policies=True)
+    reconciler = Reconciler(api, lambda: config, lambda *_: [])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    made = []
+    for clock[0], gone in (
+        (0.0, {"Service"}),
+        (59.0, {"NetworkPolicy"}),
+        (60.0, set()),
+        (120.0, set()),
+    ):
+        there -= gone
+        events.clear()
+        asyncio.run(reconciler.reconcile("team", "gpt"))
+        made.append([message.split()[0] for message in events if "made again" in message])
+    assert made == [["Service"], [], ["NetworkPolicy"], []]
