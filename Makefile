@@ -106,7 +106,7 @@ setup: $(STAMP)
 # Imported once, what every rank and the operator import is compiled. uv compiles nothing, all of it
 # would take minutes, and the tests' pods and guests see the environment read-only.
 IMPORTED := import pipemorph_trainer.pipeline, torch._dynamo, torch.distributed.checkpoint, \
-  torch.fx.experimental.symbolic_shapes, pipemorph.local, pipemorph_operator, kubernetes
+  torch.fx.experimental.symbolic_shapes, pipemorph.local, pipemorph_operator, kopf, kubernetes
 # Editable: Python sources are used in place, the engine is compiled once and again when
 # its sources change.
 $(STAMP): pyproject.toml $(PACKAGES) $(ENGINE_SOURCES) | check-host

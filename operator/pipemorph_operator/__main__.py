@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,19 @@ from pipemorph.errors import InputError
 from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server, names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, reason_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
 from pipemorph_operator.cluster.election import Election, add_options
 from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.cluster.informer import Informer, Informers
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.health_server import LoopMonitor
+from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.options import port, whole_number
-from pipemorph_operator.reconcile.owned_jobs import FailedPods, Key, OwnedJobs, WatchedJobs
+from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
+from pipemorph_operator.reconcile.watches import LOOK_SECONDS, Key, Watched, watch
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.operator")
@@ -37,8 +39,8 @@ log = logging.getLogger("pipemorph.operator")
 WORKERS = 16
 GAP_SECONDS = 0.25
 """Minimum time between two reconciles of a job, so that 1000 starting pods cause only a few."""
-RESYNC_SECONDS = 600.0
-"""Time between two reconciles of a job that does not change."""
+RESYNC_LOOKS = 5
+"""Every fifth resync reconciles all jobs, in case a watch missed a change."""
 
 
 async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
@@ -82,12 +84,34 @@ async def lead(
         reconciler.accusations.clear()  # The next leader holds its own.
 
 
-async def resync(queue: WorkQueue[Key], jobs: Callable[[], list[Key]]) -> None:
-    """Queue all jobs periodically."""
-    while True:
-        await asyncio.sleep(RESYNC_SECONDS)
-        for key in jobs():
-            queue.add(key)
+async def resync(
+    queue: WorkQueue[Key],
+    cluster: Cluster,
+    namespaces: Sequence[str | None],
+    watched: Watched,
+    looked: Heartbeat,
+) -> None:
+    """Queue jobs whose changes kopf's watch has missed, and periodically all jobs."""
+    for look in count(1):
+        await asyncio.sleep(LOOK_SECONDS)
+        looked.beat()
+        listed: list[dict[str, Any]] = []
+        refused: set[str] = set()
+        for namespace in namespaces:
+            try:
+                listed += [m async for m in cluster.metadata(path(KIND, namespace))]
+            except REQUEST_ERRORS as error:
+                where = f"the jobs of namespace {namespace}" if namespace else "the jobs"
+                log.warning("resync could not list %s: %s", where, reason_of(error))
+                refused.add(namespace or "")
+                if namespace is None or not isinstance(error, ApiRefused):
+                    break  # Not an error of one namespace.
+        else:
+            keys = watched.look(listed, refused)
+            if look % RESYNC_LOOKS == 0:
+                keys |= {(m["namespace"], m["name"]) for m in listed}
+            for key in keys:
+                queue.add(key)
 
 
 def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
@@ -114,7 +138,9 @@ async def run(options: argparse.Namespace) -> None:
 
     config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
-    watched, owned, failed = WatchedJobs(queue), OwnedJobs(queue), FailedPods(queue)
+    watched, owned, failed = Watched(), OwnedJobs(queue), FailedPods(queue)
+    everywhere: list[str | None] = [None]
+    namespaces = options.namespace or everywhere
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -125,9 +151,8 @@ async def run(options: argparse.Namespace) -> None:
         pods = partial(Informer, label=failed.LABELS, fields=failed.FIELDS)
         all_informers = [
             informer
-            for namespace in options.namespace or [None]
+            for namespace in namespaces
             for informer in (
-                Informer(cluster, KIND, watched.changed, namespace=namespace),
                 Informer(cluster, "Job", owned.changed, namespace=namespace, label=LABEL_JOB),
                 pods(cluster, "Pod", failed.changed, namespace=namespace),
             )
@@ -149,17 +174,27 @@ async def run(options: argparse.Namespace) -> None:
                 partial(lead, queue, reconciler, watched.jobs, options.workers), stop
             )
 
-        loop_monitor = LoopMonitor()
+        def problems() -> list[str]:
+            return [*watched.refused.values(), *informers.problems()]
+
+        loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watch", 5 * LOOK_SECONDS)
         http = await health_server.start(
             options.host,
             options.metrics_port,
-            lambda: informers.unready() or ("" if election.known else "the Lease is not read yet"),
-            (loop_monitor, queue.overdue, *informers.checks()),
-            lambda: "\n".join([election.state(), *informers.problems()]),
+            lambda: (
+                informers.unready()
+                or watched.unready()
+                or ("" if election.known else "the Lease is not read yet")
+            ),
+            (loop_monitor, looked, queue.overdue, watched.trouble, *informers.checks()),
+            lambda: "\n".join([election.state(), *problems()]),
         )
         electing = asyncio.create_task(elect())
         tasks = [asyncio.create_task(each.run()) for each in all_informers]
-        tasks.append(asyncio.create_task(resync(queue, watched.jobs)))
+        tasks += [
+            asyncio.create_task(watch(each, queue, watched, cluster, stop)) for each in namespaces
+        ]
+        tasks.append(asyncio.create_task(resync(queue, cluster, namespaces, watched, looked)))
         tasks.append(asyncio.create_task(loop_monitor.run()))
         for task in (electing, *tasks):
             task.add_done_callback(partial(_end, stop))
@@ -224,6 +259,7 @@ def main() -> None:
     except InputError as error:
         parser().error(str(error))
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     asyncio.run(run(options))
 
 

@@ -1,5 +1,6 @@
 """What users meet first: the chart, `kubectl explain`, good manifests taken, bad ones refused."""
 
+import asyncio
 import base64
 import copy
 import json
@@ -26,6 +27,8 @@ from testbed import ApiError, TestbedError, wait_for
 
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph_operator.children import Attempt, objects
+from pipemorph_operator.cluster.client import METADATA_ONLY, Cluster
+from pipemorph_operator.cluster.client import path as api_path
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.names import LABEL_LEADER
@@ -128,6 +131,27 @@ def test_a_job_that_is_too_large_to_plan_is_refused(jobs: Jobs) -> None:
     large["spec"]["schedule"] = {"microbatches": MAX_CELLS // 512 + 1}
     with pytest.raises(TestbedError, match=f"microbatches must be at most {MAX_CELLS}"):
         jobs.apply(large)
+
+
+def test_jobs_are_listed_without_what_makes_them_large(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the operator's own client: pages of metadata, and no more."""
+    jobs.apply(manifest("one", stages=1, suspend=True))
+    jobs.apply(manifest("two", stages=1, suspend=True))
+    monkeypatch.setenv("KUBECONFIG", str(jobs.cluster.admin))
+    url = api_path("PipeMorphJob", jobs.namespace)
+
+    async def ask() -> tuple[list[Any], list[Any]]:
+        async with await Cluster.configured() as api:
+            pages = [p async for p in api.pages(url, limit=1, accept=METADATA_ONLY)]
+            return [m async for m in api.metadata(url)], pages
+
+    listed, pages = asyncio.run(ask())
+    assert [found["name"] for found in listed] == ["one", "two"]
+    assert [set(item) & {"spec", "status"} for page in pages for item in page["items"]] == [
+        set()
+    ] * 2
 
 
 def test_a_name_that_is_no_label_is_refused(jobs: Jobs) -> None:

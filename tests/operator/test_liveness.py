@@ -12,6 +12,7 @@ import pytest
 
 from pipemorph_operator import __main__ as operator
 from pipemorph_operator import health_server
+from pipemorph_operator.cluster.client import METADATA_ONLY, ApiRefused, Cluster
 from pipemorph_operator.health_server import (
     BEAT_SECONDS,
     FAULT_SECONDS,
@@ -20,6 +21,7 @@ from pipemorph_operator.health_server import (
     LoopMonitor,
 )
 from pipemorph_operator.ingest.__main__ import tick
+from pipemorph_operator.reconcile.watches import Watched
 from pipemorph_operator.reconcile.workqueue import RECONCILE_SECONDS, WorkQueue
 
 PATIENCE = 15.0
@@ -124,17 +126,158 @@ def test_a_turn_that_does_not_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
     run(test)
 
 
-def test_all_jobs_are_reconciled_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "RESYNC_SECONDS", 0.0)
-    jobs = [("team", f"j{i}") for i in range(100)]
+# --- watches --------------------------------------------------------------------------------------
+
+
+def thing(name: str, version: int) -> dict[str, Any]:
+    """Metadata of an object."""
+    return {"namespace": "team", "name": name, "resourceVersion": str(version)}
+
+
+def deliver(watched: Watched, name: str, version: int, kind: str = "MODIFIED") -> None:
+    watched.delivered(("team", name), kind, {"metadata": thing(name, version)})
+
+
+def test_a_change_that_the_watch_does_not_bring_until_the_next_look_is_missed() -> None:
+    watched = Watched()
+    listed = [thing("gpt", 7), thing("bert", 8)]
+    assert (watched.look(listed), watched.trouble()) == (set(), ""), "they may be on their way"
+    deliver(watched, "gpt", 7)
+    deliver(watched, "bert", 6)
+    assert watched.look(listed) == {("team", "bert")}
+    assert watched.trouble() == (
+        "the watch has not delivered changes of 1 jobs for 120 s, such as team/bert"
+    )
+    deliver(watched, "bert", 9)
+    assert (watched.look(listed), watched.trouble()) == (set(), "")
+
+
+def test_what_changes_all_the_time_and_what_goes_is_no_fault_of_the_watch() -> None:
+    watched = Watched()
+    for version in range(10, 100, 10):
+        deliver(watched, "gpt", version + 1)
+        assert watched.look([thing("gpt", version + 5)]) == set()
+    watched.look([thing("gone", 5)])
+    deliver(watched, "gone", 6, "DELETED")
+    assert (watched.look([]), watched.trouble()) == (set(), "")
+
+
+def test_a_job_that_went_without_a_word_is_not_kept() -> None:
+    """kopf lists again after a 410, and does not say what is gone."""
+    watched = Watched()
+    for name in ("ghost", "alive", "again"):
+        deliver(watched, name, 5)
+    listed = [thing("alive", 5)]
+    assert watched.look([*listed, thing("again", 5), thing("ghost", 5)]) == set()
+    # A job that was listed too early to be among those: it has come since.
+    deliver(watched, "new", 8, "ADDED")
+    deliver(watched, "again", 9, "ADDED")
+    assert watched.look(listed) == {("team", "ghost")}
+    assert sorted(watched.jobs()) == [("team", name) for name in ("again", "alive", "new")]
+
+
+def test_jobs_of_a_namespace_that_is_refused_are_neither_gone_nor_missed() -> None:
+    watched = Watched()
+    deliver(watched, "gpt", 5)
+    here, there = thing("gpt", 5), thing("x", 5) | {"namespace": "other"}
+    for _ in range(2):
+        assert (watched.look([here]), watched.trouble()) == (set(), "")
+    for _ in range(3):
+        assert (watched.look([], {"team"}), watched.trouble()) == (set(), "")
+    assert watched.jobs() == [("team", "gpt")]
+    watched.look([here, there])
+    assert watched.look([there]) == {("team", "gpt"), ("other", "x")}
+
+
+class Listed(Cluster):
+    """An API server's lists, and what was asked for."""
+
+    def __init__(self, kinds: dict[str, list[dict[str, Any]]]) -> None:
+        self.kinds = kinds
+        self.asked: list[tuple[str, dict[str, str], str]] = []
+        self.down = False
+
+    async def _json(
+        self, method: str, url: str, query: Any = None, *_: Any, accept: str = "application/json"
+    ) -> dict[str, Any]:
+        self.asked.append((url, dict(query), accept))
+        if "/namespaces/gone/" in url:
+            raise ApiRefused(403, "Forbidden", "no rights")
+        if self.down:
+            raise ApiRefused(503, "", "later")
+        start, limit = int(query.get("continue", 0)), int(query["limit"])
+        items = self.kinds[url.rsplit("/", 1)[1]]
+        more = {"continue": str(start + limit)} if start + limit < len(items) else {}
+        return {
+            "metadata": {"resourceVersion": "99", **more},
+            "items": items[start : start + limit],
+        }
+
+
+def test_all_jobs_get_a_turn_now_and_then_without_being_read_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
+    jobs = [{"metadata": thing(f"j{i}", i)} for i in range(1001)]
+    cluster = Listed({"pipemorphjobs": jobs})
+    clock = Clock()
+    watched, sign = Watched(), Heartbeat("looks", 1.0, clock)
+    for i in range(1001):
+        deliver(watched, f"j{i}", i - (i == 7))
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    clock.now += 2.0
+
+    async def test() -> None:
+        looking = asyncio.create_task(operator.resync(queue, cluster, [None], watched, sign))
+        first = await queue.get()
+        found = {first, *[await queue.get() for _ in range(1000)]}
+        looking.cancel()
+        assert first == ("team", "j7"), "the watch owes a change of it"
+        assert len(found) == 1001
+        assert watched.trouble().endswith("such as team/j7")
+        assert sign() == ""
+
+    run(test)
+    pages = [query for _, query, _ in cluster.asked[:3]]
+    assert [page.get("continue") for page in pages] == [None, "500", "1000"]
+    assert {accept for _, _, accept in cluster.asked} == {METADATA_ONLY}
+
+
+def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
+    clock = Clock()
+    cluster, watched, sign = Listed({}), Watched(), Heartbeat("looks", 1.0, clock)
+    cluster.down = True
+    clock.now += 2.0
+
+    async def test() -> None:
+        looking = asyncio.create_task(operator.resync(WorkQueue(), cluster, [None], watched, sign))
+        while len(cluster.asked) < 3:
+            await asyncio.sleep(0)
+        looking.cancel()
+
+    run(test)
+    assert (sign(), watched.trouble()) == ("", "")
+    assert "resync could not list the jobs: 503" in caplog.text
+
+
+def test_a_namespace_that_is_refused_keeps_no_other_one_from_being_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
+    cluster = Listed({"pipemorphjobs": [{"metadata": thing("gpt", 3)}]})
 
     async def test() -> None:
         queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        syncing = asyncio.create_task(operator.resync(queue, lambda: jobs))
-        assert [await queue.get() for _ in jobs] == jobs
-        syncing.cancel()
+        namespaces, sign = ["gone", "team"], Heartbeat("looks", 1.0)
+        looking = asyncio.create_task(operator.resync(queue, cluster, namespaces, Watched(), sign))
+        assert await queue.get() == ("team", "gpt")
+        looking.cancel()
 
     run(test)
+    assert "resync could not list the jobs of namespace gone: 403" in caplog.text
 
 
 def test_the_ingest_gives_signs_of_its_rounds() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FORBIDDEN_IN_CORE = {"torch", "kubernetes", "pipemorph_trainer", "pipemorph_operator"}
+FORBIDDEN_IN_CORE = {"torch", "kubernetes", "kopf", "pipemorph_trainer", "pipemorph_operator"}
 
 
 def imported_packages(path: Path) -> set[str]:

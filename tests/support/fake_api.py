@@ -109,6 +109,11 @@ class FakeCluster(Cluster):
             each.pop("kind"), each.pop("apiVersion")
         return found
 
+    async def metadata(self, url: str) -> AsyncIterator[Object]:
+        await self._arrives("list", url)
+        for each in self._in(url):
+            yield copy.deepcopy(each["metadata"])
+
     def _in(self, url: str) -> list[Object]:
         """Objects of a list, of one namespace or of all."""
         root, _, plural = url.rpartition("/")

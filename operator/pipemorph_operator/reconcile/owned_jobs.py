@@ -1,82 +1,17 @@
-"""PipeMorphJobs, their Jobs and their failed pods, as informers report them. Each change that a
-decision may depend on queues the PipeMorphJob."""
+"""The Jobs of every PipeMorphJob, and its failed pods, as informers tell of them. Each change
+queues the owner."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipemorph_operator.cluster.facts import JobFacts
-from pipemorph_operator.names import (
-    INGEST_CONDITIONS,
-    LABEL_ATTEMPT,
-    LABEL_JOB,
-    LABEL_REPLACED,
-    LINKS_HEALTHY,
-)
+from pipemorph_operator.names import LABEL_ATTEMPT, LABEL_JOB, LABEL_REPLACED
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 Key = tuple[str, str]
-
-_OTHERS = frozenset({"training", "control", "conditions", "attemptNodes"})
-
-
-class _Known(NamedTuple):
-    """A hash of a job's relevant fields, and its slow links (stage and replica) whose nodes are not
-    noted."""
-
-    fields: int
-    unnoted: frozenset[tuple[int, int]]
-
-
-class WatchedJobs:
-    """The PipeMorphJobs that exist. They only queue reconciles, which read the job."""
-
-    def __init__(self, queue: WorkQueue[Key]) -> None:
-        self._queue = queue
-        self._known: dict[Key, _Known] = {}
-
-    def jobs(self) -> list[Key]:
-        return [*self._known]
-
-    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
-        """Process a change of a job; None: it is gone."""
-        if body is None:
-            del self._known[key]
-            self._queue.add(key)
-            return
-        known = self._known.get(key)
-        fields = hash(json.dumps(relevant_fields(body), sort_keys=True))
-        self._known[key] = now = _Known(fields, _unnoted(body))
-        if known is None or now.fields != known.fields or not now.unnoted <= known.unnoted:
-            self._queue.add(key)
-
-
-def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job that a decision may depend on, without the ingest's figures and the nodes
-    that are noted for slow links."""
-    metadata, status = body["metadata"], body.get("status") or {}
-    training, conditions = status.get("training") or {}, status.get("conditions") or ()
-    return {
-        "metadata": {k: metadata.get(k) for k in ("uid", "generation", "labels")},
-        "deleting": "deletionTimestamp" in metadata,
-        "status": {k: v for k, v in status.items() if k not in _OTHERS},
-        "conditions": [c for c in conditions if c.get("type") not in INGEST_CONDITIONS],
-        "training": {k: training.get(k) for k in ("attempt", "state")},
-        "reports": [c.get("reason") for c in conditions if c.get("type") == LINKS_HEALTHY],
-    }
-
-
-def _unnoted(body: Mapping[str, Any]) -> frozenset[tuple[int, int]]:
-    """The slow links whose nodes a reconcile has to note. That they are noted needs none."""
-    status = body.get("status") or {}
-    slow = (status.get("training") or {}).get("slowLinks") or ()
-    noted = (status.get("attemptNodes") or {}).get("links") or ()
-    return frozenset((at["link"], at["replica"]) for at in slow) - frozenset(
-        (at["link"], at["replica"]) for at in noted
-    )
 
 
 class OwnedJobs:

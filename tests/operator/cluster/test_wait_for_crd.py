@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -33,6 +34,8 @@ class Api:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.established = False
+        self.forbidden: set[str] = set()
+        """Namespaces of which everything is refused."""
         self.changed = threading.Condition()
 
     def answer(self, path: str) -> Any:
@@ -44,15 +47,25 @@ class Api:
             "/api/v1": [resource("namespaces", "Namespace")],
             "/apis/batch/v1": [resource("jobs", "Job")],
         }
+        if path == "/api":
+            return {"versions": ["v1"]}
+        if path == "/apis":
+            found = [kind.split("/")[2:] for kind in kinds if kind.count("/") == 3]
+            return {"groups": [_group(*names) for names in found]}
         if path in kinds:
             return {"resources": kinds[path]}
-        if path.rpartition("/")[0] in kinds:
+        if re.sub("/namespaces/[^/]*", "", path).rpartition("/")[0] in kinds:
             return {"metadata": {"resourceVersion": "1"}, "items": []}
         return None
 
     def wait_for(self, what: str, done: Any) -> None:
         with self.changed:
-            assert self.changed.wait_for(done, DEADLINE), f"{what}: it asked {self.asked}"
+            assert self.changed.wait_for(done, DEADLINE), f"{what}: it asked {self.asked[-20:]}"
+
+
+def _group(name: str, version: str) -> dict[str, Any]:
+    told = {"groupVersion": f"{name}/{version}", "version": version}
+    return {"name": name, "versions": [told], "preferredVersion": told}
 
 
 @pytest.fixture
@@ -67,11 +80,12 @@ def api() -> Iterator[tuple[Api, str]]:
                 played.asked.append(self.path)
                 found = played.answer(path)
                 played.changed.notify_all()
-            if "watch=true" in query:
+            refused = any(f"/namespaces/{name}/" in path for name in played.forbidden)
+            if "watch=true" in query and not refused:
                 time.sleep(0.2)  # Nothing changes.
                 found = found and ""
             body = b"" if found == "" else json.dumps(found or {"code": 404}).encode()
-            self.send_response(404 if found is None else 200)
+            self.send_response(403 if refused else 404 if found is None else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             with suppress(ConnectionError):  # It may have been asked to end.
@@ -90,7 +104,7 @@ def api() -> Iterator[tuple[Api, str]]:
 
 
 @contextmanager
-def operator(folder: Path, server: str) -> Iterator[Path]:
+def operator(folder: Path, server: str, *options: str) -> Iterator[Path]:
     """The process, and its log. Its own port does not matter here, so any will do."""
     kubeconfig = folder / "kubeconfig"
     context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
@@ -105,7 +119,7 @@ def operator(folder: Path, server: str) -> Iterator[Path]:
         )
     )
     command = ["-m", "pipemorph_operator", "--ingest-url=https://i", "--host=127.0.0.1"]
-    command.append("--lease=system/operator")
+    command += ["--lease=system/operator", *options]
     path = os.pathsep.join(str(ROOT / part) for part in ("operator", "trainer", "."))
     log = folder / "log"
     with (
@@ -131,22 +145,47 @@ def operator(folder: Path, server: str) -> Iterator[Path]:
 def test_a_kind_that_is_listed_late_is_served(api: tuple[Api, str], tmp_path: Path) -> None:
     played, server = api
     with operator(tmp_path, server) as log:
-        played.wait_for("it looks again", lambda: _count(played.asked, JOBS) >= 2)
+        played.wait_for("it looks more than once", lambda: played.asked.count("/apis") >= 2)
+        assert not any(path.startswith(JOBS) for path in played.asked)
         with played.changed:
             played.established = True
         played.wait_for(
             "it watches jobs",
             lambda: any(path.startswith(JOBS) and "watch=true" in path for path in played.asked),
         )
-        assert "PipeMorphJobs failed: 404 : ; is the CRD installed?" in log.read_text()
+        assert "does not list pipemorphjobs.pipemorph.io; is its CRD installed?" in log.read_text()
 
 
 @pytest.mark.full
 def test_it_ends_when_asked_to_while_it_waits(api: tuple[Api, str], tmp_path: Path) -> None:
     played, server = api
     with operator(tmp_path, server):
-        played.wait_for("it looks", lambda: _count(played.asked, JOBS))
+        played.wait_for("it looks", lambda: "/apis" in played.asked)
 
 
-def _count(asked: list[str], start: str) -> int:
-    return sum(path.startswith(start) for path in asked)
+@pytest.mark.full
+def test_a_namespace_that_is_refused_ends_the_watch_of_no_other_one(
+    api: tuple[Api, str], tmp_path: Path
+) -> None:
+    """Its Role is gone, and comes back. kopf ends for it; the process does not."""
+    played, server = api
+    played.established = True
+
+    def watched(namespace: str) -> int:
+        where = JOBS.replace("/pipemorphjobs", f"/namespaces/{namespace}/pipemorphjobs")
+        return sum(path.startswith(where) and "watch=true" in path for path in played.asked)
+
+    with operator(tmp_path, server, "--namespace=a", "--namespace=b") as log:
+        played.wait_for("it watches both", lambda: watched("a") and watched("b"))
+        with played.changed:
+            played.forbidden.add("b")
+        played.wait_for(
+            "kopf ends for one",
+            lambda: "the watch of PipeMorphJobs of namespace b: 403" in log.read_text(),
+        )
+        before = watched("a")
+        played.wait_for("it watches the other one", lambda: watched("a") > before + 5)
+        with played.changed:
+            played.forbidden.clear()
+            ended = watched("b")
+        played.wait_for("it watches both again", lambda: watched("b") > ended + 5)

@@ -22,8 +22,7 @@ from pipemorph_operator.ingest.status.write_schedule import (
 )
 from pipemorph_operator.ingest.status.writer import MOST_WRITES
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.reconcile.owned_jobs import WatchedJobs
-from pipemorph_operator.reconcile.workqueue import WorkQueue
+from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
 BODY: dict[str, Any] = {
@@ -59,21 +58,6 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
     return body
 
 
-class Watch:
-    """What is known of one job, and whether a change of it asks for a reconcile."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
-        queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        queue.add = self.asked.append  # type: ignore[method-assign]
-        self.jobs = WatchedJobs(queue)
-
-    def asks(self, body: Any) -> bool:
-        self.asked.clear()
-        self.jobs.changed(KEY, body)
-        return self.asked == [KEY]
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -90,10 +74,10 @@ class Watch:
     ],
 )  # fmt: skip
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
-    watched = Watch()
-    assert watched.asks(BODY)
-    assert not watched.asks(BODY)
-    assert not watched.asks(body)
+    watched = Watched()
+    assert watched.delivered(KEY, None, BODY)
+    assert not watched.delivered(KEY, "MODIFIED", BODY)
+    assert not watched.delivered(KEY, "MODIFIED", body)
 
 
 @pytest.mark.parametrize(
@@ -108,38 +92,29 @@ def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -
         changed("status", "conditions", 1, "reason", to="ReportsStale"),
         changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}]),
     ],
-    ids=[
-        "spec",
-        "labels",
-        "deleted",
-        "ready",
-        "Running",
-        "trained",
-        "no reports",
-        "another slow link",
-    ],
+    ids=["spec", "labels", "deleted", "ready", "Running", "trained", "no reports", "slow"],
 )
 def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
-    watched = Watch()
-    watched.asks(BODY)
-    assert watched.asks(body)
-    assert not watched.asks(body)
+    watched = Watched()
+    watched.delivered(KEY, "ADDED", BODY)
+    assert watched.delivered(KEY, "MODIFIED", body)
+    assert not watched.delivered(KEY, "MODIFIED", body)
 
 
 def test_a_slow_link_costs_one_turn_however_it_is_told() -> None:
     slow = changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}])
     noted = copy.deepcopy(slow)
     noted["status"]["attemptNodes"]["links"].append({"link": 1, "replica": 0, "nodes": ["b", "c"]})
-    watched = Watch()
-    watched.asks(BODY)
-    turns = [watched.asks(body) for body in (slow, slow, noted, BODY, slow)]
+    watched = Watched()
+    watched.delivered(KEY, "ADDED", BODY)
+    turns = [watched.delivered(KEY, "MODIFIED", body) for body in (slow, slow, noted, BODY, slow)]
     assert turns == [True, False, False, False, True]
 
 
-def test_a_job_that_goes_and_comes_again_costs_a_turn_each() -> None:
-    watched = Watch()
-    for body in (BODY, None, BODY):
-        assert watched.asks(body)
+def test_a_list_and_a_deletion_always_cost_a_turn() -> None:
+    watched = Watched()
+    for kind in (None, "ADDED", None, "DELETED", "ADDED"):
+        assert watched.delivered(KEY, kind, BODY)
 
 
 def test_asyncio_still_calls_the_size_of_its_read_buffer_that() -> None:
