@@ -31,7 +31,7 @@ from pipemorph_trainer.state.reduction import Wait
 from pipemorph_trainer.state.tied import Forms, Holder, Tie
 from pipemorph_trainer.state.tied import check as check_tied
 from pipemorph_trainer.state.weights import Held, fingerprint
-from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.topology.groups import Groups, gather_values
 from pipemorph_trainer.topology.mesh import device_mesh, join_process_group
 from pipemorph_trainer.topology.placement import Placement, local
 from pipemorph_trainer.topology.world import World
@@ -74,9 +74,7 @@ def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
 
     Raises the same on every rank if the ranks cannot train together, see :func:`check_starts`.
     """
-    found: list[Start | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    starts = [start for start in found if start is not None]
+    starts = gather_values(mine, Start, group)
     check_starts(starts)
     return starts
 

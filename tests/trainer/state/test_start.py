@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from gate import same_bits
 from launch import Ranks, run_ranks
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,10 @@ from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, OF_SCRIPT, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
-from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
+from pipemorph_trainer.state.tied import Forms, Holder
+from pipemorph_trainer.state.weights import Dtype, check_stage, fingerprint, held_by
+from pipemorph_trainer.topology.groups import gather_values
+from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule
 
 State = dict[str, Tensor]
@@ -273,6 +277,49 @@ def test_a_pipeline_has_few_arguments_and_names_the_place_of_those_that_moved() 
                 call(context=context_of(None), **{name: 1})
         with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'micro'"):
             call(context=context_of(None), micro=1)
+
+
+def exchanged(context: TrainerContext) -> tuple[list[Start], list[str]]:
+    """The starts of all ranks as this one received them, and what it refused."""
+    mesh = MeshShape(2, 2, order=("dp_replicate", "pp"))
+    module = nn.Linear(3, 2).to(torch.bfloat16)
+    start = Start(
+        mesh=mesh, microbatches=4, held=held_by(module, mesh.coordinate(context.rank)),
+        ties=((Holder("a.weight", 0), Holder("b.weight", 1)),), tied={(0, context.rank): "f32[2]"},
+        secret=bytes(range(250, 256)), plan=str(context.rank),
+    )  # fmt: skip
+    join_process_group(context, torch.device("cpu"))
+    found = gather_values(start, Start, None)
+    assert found[context.rank] == start
+    refused = []
+    for value, kind in ((context.rank, bool), ({"mesh": {"stages": "x"}}, dict[str, MeshShape])):
+        own = value if context.rank == 3 else False if kind is bool else {}
+        with pytest.raises(PipelineError) as error:
+            gather_values(own, Any if context.rank == 3 else kind, None)
+            raise PipelineError("rank 3 does not check its own value")
+        refused.append(str(error.value))
+    return found, refused
+
+
+def test_ranks_exchange_values_and_run_no_code_of_others() -> None:
+    for rank, (starts, refused) in enumerate(run_ranks(4, exchanged)):
+        assert [start.plan for start in starts] == ["0", "1", "2", "3"]
+        assert {start.held[0].dtype for start in starts} == {torch.bfloat16}
+        if rank < 3:
+            assert refused[0].startswith("rank 3 sent a value that is not valid: the value: Input")
+            assert "mesh.stages: Input should be a valid integer" in refused[1]
+
+
+def test_a_tie_that_is_no_tie_is_refused() -> None:
+    kind: Any = TypeAdapter(Forms)
+    assert kind.validate_json(kind.dump_json({(0, 1): "x"})) == {(0, 1): "x"}
+    for damaged in (b"3", b"[3]", b"[[0, 1]]", b'{"a": 1}', b'[["x", 1, "y"]]'):
+        with pytest.raises(ValidationError):
+            kind.validate_json(damaged)
+    dtypes: Any = TypeAdapter(Dtype)
+    for damaged in (b'"Tensor"', b'"__class__"', b"null", b"[]"):
+        with pytest.raises(ValidationError, match="is not a dtype of torch"):
+            dtypes.validate_json(damaged)
 
 
 def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:

@@ -44,7 +44,7 @@ from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
 from pipemorph_trainer.topology.gpu_affinity import gpu_of
-from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.topology.groups import Groups, gather_values
 from pipemorph_trainer.topology.machine import Machine, this_machine
 
 if TYPE_CHECKING:
@@ -354,9 +354,7 @@ class Rendezvous:
         return "127.0.0.1" if self._mine.machine.shares_loopback(peer.machine) else peer.address
 
     def _gather(self, mine: _Peer) -> None:
-        found: list[Any] = [None] * self._coordinate.mesh.world_size
-        dist.all_gather_object(found, mine, group=self._control)
-        self._peers = found
+        self._peers = gather_values(mine, _Peer, self._control)
 
 
 def meet(

@@ -46,8 +46,9 @@ from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.extra import Extra
-from pipemorph_trainer.state.names import clash, own_names
+from pipemorph_trainer.state.names import Names, clash, own_names
 from pipemorph_trainer.state.tied import Holder
+from pipemorph_trainer.topology.groups import gather_values
 from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
@@ -101,11 +102,8 @@ class Checkpoints:
     def _share_names(self) -> bool:
         """Whether two stages of the pipeline have a tensor of the same name."""
         own = own_names(self._modules, self._aliases)
-        stages, names = self._world.group(("pp",)), [own]
-        if stages is not None:
-            names = [{}] * dist.get_world_size(stages)
-            dist.all_gather_object(names, own, group=stages)
-        found = clash(names)
+        stages = self._world.group(("pp",))
+        found = clash([own] if stages is None else gather_values(own, Names, stages))
         if found is not None and self._world.coordinate.rank == 0:
             log.warning(
                 "checkpoints: %s; names get the stage as a prefix, so these checkpoints resume with"
@@ -194,7 +192,7 @@ class Checkpoints:
         newest = None
         if self._world.coordinate.rank == 0 and (finished := self._finished()):
             newest = finished[-1]
-        folder = self._world.share(newest)
+        folder = self._world.share(newest, Path | None)
         if folder is None:
             return 0
         marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}

@@ -8,10 +8,11 @@ the weight, so that equal optimizers keep the copies equal to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor, nn
 
 from pipemorph.errors import InputError
@@ -37,7 +38,19 @@ class Holder(NamedTuple):
 
 Tie = tuple[Holder, ...]
 """The holders of one weight. Its name in checkpoints is that of the first one."""
-Forms = Mapping[tuple[int, int], str]
+
+
+def _forms_of(rows: Any) -> Any:
+    if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == 3 for r in rows):
+        raise ValueError("expected rows of a tie, a holder and a form")
+    return {(tie, holder): form for tie, holder, form in rows}
+
+
+Forms = Annotated[
+    Mapping[tuple[int, int], str],
+    PlainSerializer(lambda forms: [[*at, form] for at, form in forms.items()]),
+    BeforeValidator(_forms_of),
+]
 """Shape, dtypes and distribution of the tied parameters that a rank holds, by tie and holder."""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -21,6 +22,19 @@ _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 _63_BITS = (1 << 63) - 1
 
 
+def _dtype(name: object) -> torch.dtype:
+    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{str(name)[:40]!r} is not a dtype of torch")
+    return found
+
+
+Dtype = Annotated[
+    torch.dtype, PlainValidator(_dtype), PlainSerializer(lambda d: str(d).removeprefix("torch."))
+]
+"""A dtype that pydantic writes and reads by its name, as in ``float32``."""
+
+
 class Held(NamedTuple):
     """One parameter or buffer of a stage.
 
@@ -33,7 +47,7 @@ class Held(NamedTuple):
     name: str
     kind: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     trainable: bool
     fingerprint: int | None
     matrix: bool

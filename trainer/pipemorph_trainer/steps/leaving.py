@@ -94,7 +94,7 @@ class Leaving:
             return None
         world = self._parts.world
         # Each pod has a host, and some may not have asked yet.
-        layers = max(world.tell_all(self._asked_layers()))
+        layers = max(world.tell_all(self._asked_layers(), int))
         if layers and (why := self._parts.why_fixed(layers)):
             self._stay(f"{PARTS_STAY}{why}")
             return None
@@ -103,7 +103,7 @@ class Leaving:
         # A replica that joins has nothing of its own.
         exact = job is None or job.spec.parallelism.min_replicas is None
         why = "it keeps no state" if keeper is None else keeper.seal(iteration, exact=exact)
-        lacks = [f"rank {r}: {w}" for r, w in enumerate(world.tell_all(why)) if w]
+        lacks = [f"rank {r}: {w}" for r, w in enumerate(world.tell_all(why, str)) if w]
         if lacks:
             self._stay(lacks[0])
             return None

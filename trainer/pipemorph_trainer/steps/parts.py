@@ -47,7 +47,7 @@ from pipemorph_trainer.state.kept.keeper import Keeper
 from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.kept.values import Values
-from pipemorph_trainer.state.names import clash, own_names
+from pipemorph_trainer.state.names import Names, clash, own_names
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
@@ -345,7 +345,7 @@ class Parts:
         if not why and self.keeper is not None:
             why = self.keeper.why_fixed()
         aliases = self.tied.aliases if self.tied is not None else {}
-        told = self.world.tell_all((why, own_names(modules, aliases)))
+        told = self.world.tell_all((why, own_names(modules, aliases)), tuple[str, Names])
         for rank, (each, _) in enumerate(told):
             if each:
                 return f"rank {rank}: {each}"

@@ -202,17 +202,17 @@ def join_agent(
     it; with ``part_ranks`` above 0, so does the first rank of every other part with the part's."""
     if context.ingest_url is None:
         return NoControl(), None
-    agent = where = None
+    agent, where = None, ("", 0)  # Ranks that have not started an agent have no address of one.
     if world.coordinate.rank == 0:
         agent = start_agent(context, world.coordinate.mesh, part_ranks=part_ranks)
         where = (agent.host, agent.port)
-    host, port = world.share(where)
+    host, port = world.share(where, tuple[str, int])
     if part_ranks:
         first = context.rank % part_ranks == 0
         if first and agent is None:
             agent = start_part_agent(
                 context, world.coordinate.mesh, part_ranks=part_ranks, upstream=(host, port)
             )
-        mine = (agent.host, agent.port) if agent is not None else None
-        host, port = world.tell_all(mine)[context.rank - context.rank % part_ranks]
+        mine = (agent.host, agent.port) if agent is not None else ("", 0)
+        host, port = world.tell_all(mine, tuple[str, int])[context.rank - context.rank % part_ranks]
     return connect(context, host, port), agent

@@ -14,13 +14,60 @@ import atexit
 import contextlib
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from pipemorph.errors import one_line
+from pipemorph_trainer.errors import PipelineError
 
 _ABANDON_TAG = 1 << 20
 """A tag that no message has."""
+MOST_BYTES = 256 << 20
+"""Most bytes of a value that a rank sends to the others at the start."""
+
+T = TypeVar("T")
+_JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+
+
+def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks of ``group``, in its order; None: the default group. Collective.
+
+    Values travel as JSON and are validated as ``kind``, a type that pydantic knows. torch's
+    ``all_gather_object`` unpickles what it receives: whoever answers at an address of the group's
+    could run code in this process.
+
+    Raises :class:`PipelineError`, on the ranks that received it, if a value is of another kind.
+    """
+    adapter = TypeAdapter(list[kind], config=_JSON)
+    body = adapter.dump_json([value])
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(body)]), group=group)
+    most = max(int(size) for size in sizes)
+    if most > MOST_BYTES or any(int(size) < 0 for size in sizes):
+        raise PipelineError(
+            f"a rank wants to send {most} bytes to the others at the start; expected at most"
+            f" {MOST_BYTES}"
+        )
+    own = torch.zeros(most, dtype=torch.uint8)
+    own[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    bodies = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(bodies, own, group=group)
+    found: list[T] = []
+    for number, (received, size) in enumerate(zip(bodies, sizes, strict=True)):
+        try:
+            found += adapter.validate_json(bytes(received[: int(size)].numpy()))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"][1:])) or "the value"
+            sender = number if group is None else dist.get_global_rank(group, number)
+            raise PipelineError(
+                f"rank {sender} sent a value that is not valid: {where}: {one_line(first['msg'])};"
+                " start all ranks with the same version of PipeMorph"
+            ) from None
+    return found
 
 
 class Groups:

@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
 from pipemorph.api.mesh import DIMENSIONS, LOCKSTEP, Coordinate, Dimension
-from pipemorph_trainer.topology.groups import Groups, carries_cpu
+from pipemorph_trainer.topology.groups import Groups, carries_cpu, gather_values
 from pipemorph_trainer.topology.hierarchy import Hierarchy, groups_of
 
+T = TypeVar("T")
 IN_ROUNDS = TorchVersion(torch.__version__) >= "2.15"
 """Whether ranks can make a group without the others. torch before it may name it differently on
 each, if the script has made groups that some ranks have and others have not: they would wait for
@@ -143,27 +144,19 @@ class World:
             else:
                 self.together = made
 
-    def share(self, value: Any) -> Any:
-        """The value of rank 0, on every rank. Only at the start."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+    def share(self, value: T, kind: Any) -> T:
+        """The value of rank 0, of the type ``kind``, on every rank. Only at the start."""
+        return self.tell_all(value, kind)[0]
 
-    def tell_all(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Only at the start."""
-        found: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+    def tell_all(self, value: T, kind: Any) -> list[T]:
+        """The values of all ranks, in rank order, see :func:`gather_values`. Only at the start."""
+        return gather_values(value, kind, self.control)
 
-    def agree(self, value: Any) -> list[Any]:
+    def agree(self, value: T, kind: Any = Any) -> list[T]:
         """The values of all ranks that run collectives inside this stage, in rank order. Only at
-        the start."""
+        the start. By default a plain value of JSON."""
         group = self.group(LOCKSTEP)
-        if group is None:
-            return [value]
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, value, group=group)
-        return found
+        return [value] if group is None else gather_values(value, kind, group)
 
     def leave(self, *, clean: bool) -> None:
         """Destroy the groups of this world; see :meth:`Groups.destroy`.

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from pipemorph.errors import one_line
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.state.kept.copies import Copy, form_of
 from pipemorph_trainer.state.reduction import Wait
+from pipemorph_trainer.topology.groups import MOST_BYTES
 
 PIECE_BYTES = 16 << 20
 """Bytes per message."""
@@ -37,19 +40,33 @@ class Head(NamedTuple):
         return copy.fits(form_of(self.entries), self.length)
 
 
+_HEAD: TypeAdapter[Head | None] = TypeAdapter(Head | None)
+
+
 def send_head(copy: Copy | None, to: int, group: dist.ProcessGroup) -> None:
     """``copy``: the one to be sent; None: there is none."""
     head = None
     if copy is not None:
         head = Head([list(entry) for entry in copy.form], len(copy.object), copy.mark)
-    dist.send_object_list([head], to, group=group)
+    body = bytearray(_HEAD.dump_json(head))
+    dist.send(torch.tensor([len(body)]), to, group=group)
+    dist.send(torch.frombuffer(body, dtype=torch.uint8), to, group=group)
 
 
 def receive_head(source: int, group: dist.ProcessGroup) -> Head | None:
-    box: list[Any] = [None]
-    dist.recv_object_list(box, source, group=group)
-    head: Head | None = box[0]
-    return head
+    """Raises :class:`PipelineError` if what comes is no head."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source, group=group)
+    if not 0 < int(size) <= MOST_BYTES:
+        raise PipelineError(f"rank {source} sends {int(size)} bytes about its copy; expected fewer")
+    body = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(body, source, group=group)
+    try:
+        return _HEAD.validate_json(body.numpy().tobytes())
+    except ValidationError as error:
+        raise PipelineError(
+            f"rank {source} sent no head of a copy: {one_line(str(error))}"
+        ) from None
 
 
 def send_body(

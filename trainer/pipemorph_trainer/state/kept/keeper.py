@@ -127,7 +127,7 @@ class Keeper:
         """Begin to send copies to another pod, if the job has several, from the next one on.
         Collective over all ranks. ``deadline``: longest wait for a message, seconds."""
         pod = "" if self._why else memory_of(self._folder)
-        told = self._world.tell_all(pod)
+        told = self._world.tell_all(pod, str)
         ring = Ring(told)
         if ring.pods < 2 or not all(told):
             if ring.pods > 1 and self._world.coordinate.rank == 0:
@@ -425,7 +425,7 @@ class Keeper:
             self._write(slot, values, content, Offer(iteration))
             self._slots.keep_only(old, slot)
             self._before, self.counts_from = old, iteration + TRIAL_ITERATIONS
-        for rank, each in enumerate(self._world.tell_all(why)):
+        for rank, each in enumerate(self._world.tell_all(why, str)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")
 

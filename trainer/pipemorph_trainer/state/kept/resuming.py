@@ -84,7 +84,7 @@ class Resuming:
         Raises :class:`PipelineError` on all ranks if some have just moved and not all have their
         own copy.
         """
-        told = self._world.tell_all(self._told(saved, why))
+        told = self._world.tell_all(self._told(saved, why), _Told)
         found = self._choose(told)
         self._moved = any(each.moved for each in told)
         if self._moved and (isinstance(found, str) or not found.exact):
@@ -130,7 +130,7 @@ class Resuming:
         """Tell all ranks why the state of this one does not fit, if so. Returns that of the first
         such rank, the same on all. Raises :class:`PipelineError` instead if ranks have just moved:
         then rank 0 says that the parts stay, if other parts (``relaid``) would be no better."""
-        for each, told in enumerate(self._world.tell_all(why)):
+        for each, told in enumerate(self._world.tell_all(why, str)):
             if told:
                 text = f"the kept state of rank {each} does not fit its stage: {told}"
                 if self._moved and relaid and self._world.coordinate.rank == 0:
@@ -150,7 +150,7 @@ class Resuming:
         needs = Needs(memory_of(self._folder), room(path))
         if place.column == 0:
             needs = replace(needs, held=own.sizes, wanted=self._values.wanted().names)
-        told, waiting = world.tell_all(needs), self._wait.waiting
+        told, waiting = world.tell_all(needs, Needs), self._wait.waiting
         found = loans(told, place.mesh)
         if why := no_room(found, told):
             raise PipelineError(why)
