@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ssl
 import sys
-import time
-import urllib.error
-import urllib.request
+
+from tenacity import Retrying
+
+from pipemorph.http_client import HttpClient, NoAnswer, retries
 
 ATTEMPT_SECONDS = 10.0
 WAIT_SECONDS = 60.0
 """Right after an installation the ingest is still starting, and its Service takes a moment to
 become reachable from every node."""
-PAUSE_SECONDS = 1.0
 
 
 def main() -> None:
@@ -24,31 +23,22 @@ def main() -> None:
         "--wait", type=float, default=WAIT_SECONDS, help="seconds to wait for an answer"
     )
     options = parser.parse_args()
-    trust = ssl.create_default_context(cafile=options.ingest_ca)
-    url = f"{options.ingest_url}/v1/jobs/helm/test/directive?attempt=0"
-    end = time.monotonic() + options.wait
-    while True:
-        try:
-            found = _answer(url, trust)
-            break
-        except OSError as error:
-            # A retry does not fix a certificate.
-            untrusted = isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)
-            if untrusted or time.monotonic() >= end:
-                sys.exit(f"{options.ingest_url} cannot be reached: {error}")
-        time.sleep(PAUSE_SECONDS)
+    client = HttpClient(options.ingest_url, authority=options.ingest_ca)
+    path = "/v1/jobs/helm/test/directive"
+
+    def check(error: BaseException, _: float) -> None:
+        # A retry does not fix a certificate.
+        if isinstance(error, NoAnswer) and error.untrusted:
+            raise error
+
+    tries = Retrying(**retries(seconds=options.wait, before=check))
+    try:
+        found = tries(client.ask, path, query={"attempt": "0"}, seconds=ATTEMPT_SECONDS).status
+    except NoAnswer as error:
+        sys.exit(f"{options.ingest_url} cannot be reached: {error}")
     if found != 401:
         sys.exit(f"{options.ingest_url} returned {found} to a request without token; expected 401")
     sys.stdout.write(f"{options.ingest_url} answers and requires a token\n")
-
-
-def _answer(url: str, trust: ssl.SSLContext) -> int:
-    """HTTP status of the response. Raises OSError if there is no response."""
-    try:
-        with urllib.request.urlopen(url, timeout=ATTEMPT_SECONDS, context=trust) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from testbed import NotYet, wait_for
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
+from pipemorph.http_client import FIRST_PAUSE
 from pipemorph.planning import Plan, Route, StageTimes, problem_for, simulate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
@@ -26,7 +27,6 @@ from pipemorph.wire import (
     WireTime,
     revision_of,
 )
-from pipemorph_trainer.agent.uplinks.to_ingest import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
 
 REPORT_INTERVAL = 0.05
 STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
@@ -255,7 +255,7 @@ class Followers(Ranks):
 
     def deliver(self, now: float) -> None:
         began = time.monotonic()
-        backoff, deadline = FIRST_BACKOFF_SECONDS, began + DEADLINE
+        backoff, deadline = FIRST_PAUSE, began + DEADLINE
         while True:
             self.refused: Object = {}
             try:
@@ -269,7 +269,7 @@ class Followers(Ranks):
                     self.sequence = max(self.sequence, last)
                 assert time.monotonic() < deadline, f"{self.name}: {error!r} {self.refused}"
             time.sleep(backoff)
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+            backoff = min(2 * backoff, 1.0)
         self.delivered.append(time.monotonic() - began)
         directive = self.newest
         if directive is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import http.client
 import re
 import select
 import subprocess
@@ -17,16 +16,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
 
 from pipemorph.api.running import Running
 from pipemorph.commands.cluster import kubectl
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import read_job
+from pipemorph.http_client import HttpClient, NoAnswer
 
 START_SECONDS, FIRST_SECONDS = 30.0, 30.0
 """Until kubectl port-forward listens; and until the page, which starts, has a first document."""
 ANSWER_SECONDS = 30.0
+MOST_PAGE_BYTES = 64 << 20
+"""Of a document: it has every op of an iteration."""
 VOLUME, PORT_VARIABLE = "pipemorph-page", "PIPEMORPH_PAGE_PORT"
 """By what a pod names the Secret and the port of its page."""
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
@@ -167,18 +168,17 @@ class Forward:
 
     def ask(self, query: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of a document. Raises :class:`InputError` once kubectl has ended."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
+        client = HttpClient(self.url)
         try:
-            connection.request("GET", f"/{self._token}/view?{urlencode(query)}")
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
+            answer = client.ask(
+                "view", query=query, seconds=ANSWER_SECONDS, most_bytes=MOST_PAGE_BYTES
+            )
+        except NoAnswer as error:
             assert self._process is not None
             if self._process.poll() is not None:
                 raise InputError(f"{self._page.job}: {self._why()}") from None
             return 503, str(error).encode()
-        finally:
-            connection.close()
+        return answer.status, answer.body
 
     def first(self) -> tuple[int, bytes]:
         """The first document that the page answers with, once it has started."""

@@ -35,7 +35,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-class _Stopped(Exception):
+class _Stopped(KeyboardInterrupt):
     """A signal asked this command to end."""
 
 

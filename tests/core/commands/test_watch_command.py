@@ -227,7 +227,7 @@ def test_a_timeline_has_the_iterations_that_were_seen(
     ops = [each for each in json.loads(out.read_text())["traceEvents"] if each["ph"] == "X"]
     assert {(event["pid"], event["tid"]) for event in ops} == {(0, stage) for stage in range(4)}
     requests = kubectl.lines("requests")
-    assert requests[0] == f"/{TOKEN}/view?" and requests[2] == f"/{TOKEN}/view?after=1"
+    assert requests[0] == f"/{TOKEN}/view" and requests[2] == f"/{TOKEN}/view?after=1"
 
 
 def test_a_timeline_of_a_column_that_is_not_there(

@@ -7,8 +7,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from observing import Agent
@@ -18,7 +16,6 @@ from waiting import until_async
 
 from pipemorph.wire import DirectiveEnvelope
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.uplinks import to_ingest
 from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
 
 ANSWER: dict[str, object] = DirectiveEnvelope(memory="m").model_dump(mode="json")
@@ -62,25 +59,6 @@ def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
     asyncio.run(test())
     assert "report failed" in caplog.text
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
-
-
-@pytest.mark.parametrize(
-    ("status", "header", "pause"),
-    [
-        (503, "1", 1.0),
-        (503, "3600", 5.0),
-        (503, "", None),
-        (503, "-1", None),
-        (503, "Fri, 31 Dec 1999 23:59:59 GMT", None),
-        (429, "1", None),
-        (500, "1", None),
-    ],
-)
-def test_only_a_standby_says_when_to_try_again(
-    status: int, header: str, pause: float | None
-) -> None:
-    answer: Any = SimpleNamespace(status=status, headers={"Retry-After": header})
-    assert to_ingest._retry_after(answer) == pause
 
 
 def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import threading
@@ -14,7 +13,6 @@ from queue import SimpleQueue
 
 import pytest
 from launch import free_port
-from played_ingest import PlayedIngest, certificate
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.exits import leave_file, stay_file
@@ -24,7 +22,7 @@ from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.wire import GenerationState, Loss, ResumedFrom
 from pipemorph_trainer.launcher import meeting as meeting_module
-from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite
 
@@ -77,11 +75,11 @@ def meeting(
 ) -> Meeting:
     (tmp_path / "token").write_text("secret\n")
     url = f"http://127.0.0.1:{port}"
-    endpoint = Endpoint.from_env(
+    client = ingest_client(
         {"PIPEMORPH_INGEST_URL": url, "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token")}, "a", "b"
     )
-    assert endpoint.path == "/v1/jobs/a/b/generation"
-    return Meeting(endpoint, 1, 0, notes.append, runs)
+    assert client.base == f"{url}/v1/jobs/a/b/generation"
+    return Meeting(client, 1, 0, notes.append, runs)
 
 
 def test_without_an_ingest_the_wait_has_an_end_and_says_so(
@@ -109,10 +107,7 @@ def test_a_pod_that_is_refused_does_not_ask_again(tmp_path: Path, notes: list[st
     assert token == "Bearer secret" and json.loads(asked)["event"] == "gone"
 
 
-def test_what_nobody_says_again_is_said_until_it_is_heard(
-    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(meeting_module, "SAY_PAUSES", (0.01, 0.01, 0.01))
+def test_what_nobody_says_again_is_said_until_it_is_heard(tmp_path: Path, notes: list[str]) -> None:
     host = Answers(500, {"error": "internal error"})
     pod = meeting(tmp_path, host.server_address[1], notes)
     pod.resumed(3, ResumedFrom(iteration=7, rung="kept"))
@@ -319,11 +314,12 @@ def test_that_a_pod_has_finished_is_said_until_it_is_heard(
     tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pods of replicas that are left out would wait forever."""
-    monkeypatch.setattr(meeting_module, "SAY_PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(meeting_module, "SAY_SECONDS", 0.2)
     host = Answers(500, {"error": "internal error"})
     meeting(tmp_path, host.server_address[1], notes).completed(3, lambda: False)
     told = [json.loads(text) for _, text in host.asked]
-    assert [(each["event"], each["generation"]) for each in told] == [("completed", 3)] * 3
+    assert {(each["event"], each["generation"]) for each in told} == {("completed", 3)}
+    assert len(told) > 1
 
 
 def test_a_new_pod_waits_for_the_others_longer_than_for_an_ingest(
@@ -342,41 +338,3 @@ def test_a_new_pod_waits_for_the_others_longer_than_for_an_ingest(
 
     met = pod.join(0.05, turns, meets=NEVER)
     assert isinstance(met, GenerationState) and met.generation == 4, met
-
-
-def test_a_launcher_sends_its_token_to_the_ingest_alone_and_tries_a_standby_again(
-    tmp_path: Path,
-) -> None:
-    made = certificate(tmp_path, "localhost")
-    (tmp_path / "stranger").mkdir()
-    ingest = PlayedIngest(made)
-    strangers = PlayedIngest(certificate(tmp_path / "stranger", "localhost")), PlayedIngest(None)
-    ingest.says = GenerationState(attempt=0, generation=4).model_dump()
-    (tmp_path / "token").write_text("secret")
-
-    async def asks(port: int) -> int:
-        endpoint = Endpoint.from_env(
-            {
-                "PIPEMORPH_INGEST_URL": f"https://localhost:{port}",
-                "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token"),
-                "PIPEMORPH_CA_FILE": str(made[0]),
-            },
-            "a",
-            "b",
-        )
-        state = await asyncio.to_thread(endpoint.ask, {}, b"{}", 5.0)
-        return state.generation
-
-    async def work() -> None:
-        async with ingest.running(), strangers[0].running(), strangers[1].running():
-            for each in strangers:
-                with pytest.raises(OSError):
-                    await asks(each.port)
-                assert each.asked == [], "the token is for the ingest alone"
-            ingest.status = 503
-            with pytest.raises(OSError, match="answered 503"):
-                await asks(ingest.port)
-            ingest.status = 200
-            assert await asks(ingest.port) == 4
-
-    asyncio.run(asyncio.wait_for(work(), 30.0))

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
 from pods import DEADLINE, Job
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.http_client import HttpClient
 from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph_trainer import Part, TrainerContext
 from pipemorph_trainer.examples import gpt
-from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite
 
@@ -210,7 +210,7 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
 
     # What it kept is of no use once others have gone on without it.
     (tmp_path / "rank-4.generation-0").mkdir()
-    site.meeting = Meeting(Endpoint(urlsplit("http://127.0.0.1:1"), "", None, None), 4, 0, print)
+    site.meeting = Meeting(HttpClient("http://127.0.0.1:1"), 4, 0, print)
     site._forget_what_is_old()
     assert (tmp_path / "rank-4.generation-0").exists()
     site.meeting.missed = True

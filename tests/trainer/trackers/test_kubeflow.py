@@ -187,7 +187,7 @@ def test_what_cannot_be_reached_or_read_is_one_line(controller: Controller) -> N
     controller.token.write_text("se\ncret")
     tell = TrainJobStatus.from_env(environ)
     assert tell is not None
-    with pytest.raises(PipeMorphError, match="is no token") as told:
+    with pytest.raises(PipeMorphError, match="holds no token") as told:
         tell(finished(0))
     assert "cret" not in str(told.value)
     assert controller.posts == []

@@ -3,24 +3,21 @@ of other pods have, and waits for the next generation."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
 import secrets
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from math import inf
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlencode, urlsplit
 
 from pydantic import ValidationError
+from tenacity import Retrying
 
-from pipemorph.errors import InputError, one_line
+from pipemorph.errors import PipeMorphError, one_line
+from pipemorph.http_client import HttpClient, NoAnswer, checked_url, retries
 from pipemorph.local.processes.supervise import Told
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, Loss, PodReport, ResumedFrom
 from pipemorph.wire.generations import LONGEST_LINE
@@ -31,10 +28,9 @@ POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 MEET_POLL_SECONDS = 5.0
 """Shorter: an ingest that is replaced meanwhile has to hear again that this pod waits."""
 REQUEST_SECONDS = 5.0
-FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 5.0
-LAST_MEET_BACKOFF_SECONDS = 1.0
-SAY_PAUSES = (0.2, 1.0, 2.0, 4.0, 0.0)
-"""Seconds after each try to say what others wait for, or what nobody says again."""
+LONGEST_PAUSE_SECONDS, LONGEST_POLL_PAUSE_SECONDS = 1.0, 5.0
+SAY_SECONDS, LONGEST_SAY_PAUSE_SECONDS = 7.0, 4.0
+"""How long to try to say what others wait for, or what nobody says again."""
 LOOK_SECONDS = 0.05
 TELL_SECONDS = 5.0
 """How long an ingest may need to learn of a pod that has begun, before its log says so."""
@@ -50,91 +46,23 @@ FINAL = frozenset(
 """Answers that another try does not change: this pod does not belong to the attempt in progress."""
 
 
-class Refused(Exception):
+class Refused(PipeMorphError):
     """The ingest does not take this pod's word."""
 
 
-_NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
+def ingest_client(environ: Mapping[str, str], namespace: str, job: str) -> HttpClient:
+    """Client of the job's generations, at the Service that leads to the leader of the ingest.
 
-
-@dataclass
-class Endpoint:
-    """Where the ingest answers launchers of the job, and how they prove to be some. For any thread.
-
-    ``base`` is the address of the Service, which leads to the leader.
+    Raises :class:`InputError` if the operator's variable is missing.
     """
-
-    base: SplitResult
-    path: str
-    token_file: Path | None
-    authority: str | None
-    """PEM file with the authority of the ingest's certificate; None: the system's."""
-
-    @staticmethod
-    def from_env(environ: Mapping[str, str], namespace: str, job: str) -> Endpoint:
-        """Raises :class:`InputError` if the operator's variable is missing."""
-        text = environ.get("PIPEMORPH_INGEST_URL", "")
-        try:
-            base = urlsplit(text.rstrip("/"))
-            known = base.scheme in ("http", "https") and base.hostname and base.port != 0
-        except ValueError:
-            known = False
-        if not known:
-            raise InputError(
-                f"PIPEMORPH_INGEST_URL is {one_line(text)!r}; expected http(s)://HOST:PORT"
-            )
-        token = environ.get("PIPEMORPH_TOKEN_FILE")
-        return Endpoint(
-            base,
-            f"{base.path}/v1/jobs/{namespace}/{job}/generation",
-            Path(token) if token else None,
-            environ.get("PIPEMORPH_CA_FILE") or None,
-        )
-
-    def ask(self, query: Mapping[str, str], body: bytes | None, seconds: float) -> GenerationState:
-        """One request: POST with a ``body``, else GET. Raises OSError, ValueError or
-        http.client.HTTPException if there is no answer, and :class:`Refused`."""
-        status, said = self._request(query, body, seconds)
-        if status == HTTPStatus.OK:
-            try:
-                return GenerationState.model_validate_json(said)
-            except ValidationError as error:
-                raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
-        why = f"the ingest answered {status}: {_reason(said)}"
-        if status in FINAL:
-            raise Refused(why)
-        raise OSError(why)
-
-    def _request(
-        self, query: Mapping[str, str], body: bytes | None, seconds: float
-    ) -> tuple[int, bytes]:
-        """The status and the body of an answer. Without proxies, as the agent."""
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        if self.token_file is not None:
-            # Projected tokens are renewed in place.
-            headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
-        connection = self._connection(seconds)
-        try:
-            where = f"{self.path}?{urlencode(query)}"
-            connection.request("GET" if body is None else "POST", where, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read(MOST_ANSWER_BYTES)
-        finally:
-            connection.close()
-
-    def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        name = self.base.hostname or ""
-        if self.base.scheme == "http":
-            return http.client.HTTPConnection(name, self.base.port, timeout=seconds)
-        trust = ssl.create_default_context(cafile=self.authority)
-        return http.client.HTTPSConnection(name, self.base.port, context=trust, timeout=seconds)
-
-
-def _reason(said: bytes) -> str:
-    try:
-        return one_line(str(json.loads(said)["error"]))
-    except (ValueError, TypeError, KeyError):
-        return "without a reason"
+    name = "PIPEMORPH_INGEST_URL"
+    base = checked_url(environ.get(name, ""), name)
+    token = environ.get("PIPEMORPH_TOKEN_FILE")
+    return HttpClient(
+        f"{base}/v1/jobs/{namespace}/{job}/generation",
+        Path(token) if token else None,
+        environ.get("PIPEMORPH_CA_FILE") or None,
+    )
 
 
 class Meeting:
@@ -146,14 +74,14 @@ class Meeting:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        client: HttpClient,
         pod: int,
         attempt: int,
         note: Callable[[str], None],
         runs: Callable[[GenerationState], bool] = lambda _: True,
     ) -> None:
-        self._endpoint, self._pod, self._attempt, self._note = endpoint, pod, attempt, note
-        self.url = endpoint.base.geturl()
+        self._client, self._pod, self._attempt, self._note = client, pod, attempt, note
+        self.url = client.base.partition("/v1/")[0]
         """Where an ingest is asked."""
         self._runs = runs
         self.missed = False
@@ -268,27 +196,28 @@ class Meeting:
     def _join(
         self, patience: float, meets: float, cancelled: threading.Event
     ) -> GenerationState | str:
-        end, backoff = time.monotonic() + patience, FIRST_BACKOFF_SECONDS
-        why, tell_at = "the ingest has not answered", time.monotonic() + TELL_SECONDS
-        while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
-            try:
-                state = self._ask({}, self._report(0, "joined"), REQUEST_SECONDS)
-            except (*_NO_ANSWER, Refused) as error:
-                # Refused: the ingest may learn of this pod later than the pod begins.
-                why = one_line(str(error))
-                if time.monotonic() >= tell_at:
-                    told = f"no ingest knows this pod: {why}; asking again for {left:.0f} s"
-                    self._note(told.replace("inf s", "ever"))
-                    tell_at = inf
-                cancelled.wait(min(backoff, left))
-                backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
-                continue
-            self._told = state
-            if state.verdict or not (state.over and self._runs(state)):
-                return state
-            self._note(f"waiting for the generation after {state.generation}: {state.reason}")
-            return self._wait(state.generation, {}, 0, meets, cancelled)
-        return f"no ingest knows this pod: {why} (waited {patience:.0f} s)"
+        end, tell_at = time.monotonic() + patience, time.monotonic() + TELL_SECONDS
+
+        def tell(error: BaseException, _: float) -> None:
+            nonlocal tell_at
+            if time.monotonic() >= tell_at:
+                self._note(f"no ingest knows this pod: {error}; {_again(end)}")
+                tell_at = inf
+
+        # Refused: the ingest may learn of this pod later than the pod begins.
+        policy = retries(
+            seconds=patience, longest_pause=LONGEST_PAUSE_SECONDS, stopped=cancelled.is_set,
+            sleep=cancelled.wait, on=(NoAnswer, Refused), before=tell,
+        )  # fmt: skip
+        try:
+            state = Retrying(**policy)(self._ask, {}, self._report(0, "joined"), REQUEST_SECONDS)
+        except (NoAnswer, Refused) as error:
+            return f"no ingest knows this pod: {error} (waited {patience:.0f} s)"
+        self._told = state
+        if state.verdict or not (state.over and self._runs(state)):
+            return state
+        self._note(f"waiting for the generation after {state.generation}: {state.reason}")
+        return self._wait(state.generation, {}, 0, meets, cancelled)
 
     def _wait(
         self,
@@ -300,24 +229,31 @@ class Meeting:
     ) -> GenerationState | str:
         """``gone``: how the ranks of ``generation`` have ended."""
         end = time.monotonic() + patience
-        why, backoff = "the ingest has not answered", FIRST_BACKOFF_SECONDS
-        told = False
-        while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
-            wait = max(0.0, min(MEET_POLL_SECONDS, left))
+        why, told = "the ingest has not answered", False
+
+        def ask() -> GenerationState:
+            wait = max(0.0, min(MEET_POLL_SECONDS, end - time.monotonic()))
             report = self._report(generation, "gone", finished=finished, **gone)
+            return self._ask({"wait": f"{wait:.3f}"}, report, wait + REQUEST_SECONDS)
+
+        def tell(error: BaseException, _: float) -> None:
+            nonlocal told
+            if not told:
+                self._note(f"no ingest has answered: {error}; {_again(end)}")
+                told = True
+
+        while (left := end - time.monotonic()) > 0 and not cancelled.is_set():
+            policy = retries(
+                seconds=None if left == inf else left, longest_pause=LONGEST_PAUSE_SECONDS,
+                stopped=cancelled.is_set, sleep=cancelled.wait, before=tell,
+            )  # fmt: skip
             try:
-                state = self._ask({"wait": f"{wait:.3f}"}, report, wait + REQUEST_SECONDS)
+                state = Retrying(**policy)(ask)
             except Refused as refusal:
                 return f"the ingest refuses this pod: {refusal}"
-            except _NO_ANSWER as error:
-                why = f"no ingest has answered: {one_line(str(error))}"
-                if not told:
-                    self._note(f"{why}; asking again for {left:.0f} s".replace("inf s", "ever"))
-                    told = True
-                cancelled.wait(min(backoff, left))
-                backoff = min(2 * backoff, LAST_MEET_BACKOFF_SECONDS)
+            except NoAnswer as error:
+                why = f"no ingest has answered: {error}"
                 continue
-            backoff = FIRST_BACKOFF_SECONDS
             why = f"other pods have not ended their ranks of generation {generation}"
             if state.awaits is not None:
                 why = f"no other pod has come in the place of pod {state.awaits}"
@@ -351,7 +287,6 @@ class Meeting:
             )
 
     def _watch(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._watched is not None)
@@ -365,18 +300,11 @@ class Meeting:
             if self._asked_of(generation) is not None:
                 query["leaving"] = "1"
             try:
-                state = self._ask(query, None, POLL_SECONDS + REQUEST_SECONDS)
-            except Refused as refusal:
-                # This pod is about to be ended, or cannot recover: its ranks tell.
-                log.warning("generations: %s", refusal)
-                self._pause(generation, LAST_BACKOFF_SECONDS)
-                continue
-            except _NO_ANSWER as error:
-                log.info("generations: no ingest answers: %s", error)
-                self._pause(generation, backoff)
-                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
-                continue
-            backoff = FIRST_BACKOFF_SECONDS
+                state = self._polling(generation)(
+                    self._ask, query, None, POLL_SECONDS + REQUEST_SECONDS
+                )
+            except (NoAnswer, Refused):
+                continue  # Another generation runs meanwhile.
             if state.generation > generation or state.over:
                 with self._changed:
                     why = state.reason or "another pod's ranks have ended"
@@ -395,6 +323,21 @@ class Meeting:
             elif state.again:
                 self._pause(generation, state.again)
 
+    def _polling(self, generation: int) -> Retrying:
+        """Tries as long as no other generation runs here."""
+
+        def tell(error: BaseException, _: float) -> None:
+            # Refused: this pod is about to be ended, or cannot recover: its ranks tell.
+            level = logging.WARNING if isinstance(error, Refused) else logging.INFO
+            log.log(level, "generations: %s", error)
+
+        policy = retries(
+            longest_pause=LONGEST_POLL_PAUSE_SECONDS, on=(NoAnswer, Refused), before=tell,
+            stopped=lambda: self._watched not in (None, generation),
+            sleep=lambda seconds: self._pause(generation, seconds),
+        )  # fmt: skip
+        return Retrying(**policy)
+
     def _pause(self, generation: int, seconds: float) -> None:
         """Wait, unless another generation runs meanwhile."""
         with self._changed:
@@ -407,28 +350,34 @@ class Meeting:
 
     def _insist(self, report: PodReport, cancelled: threading.Event) -> str:
         """Say something until it is heard. Returns why it was not; empty if it was."""
-        why = "the wait was interrupted"
-        for pause in SAY_PAUSES:
-            if cancelled.is_set():
-                break
-            try:
-                self._ask({}, report, REQUEST_SECONDS)
-                return ""
-            except Refused as refusal:
-                log.warning("the ingest was not told (%s): %s", report.event, refusal)
-                return str(refusal)
-            except _NO_ANSWER as error:
-                why = one_line(str(error))
-                log.info("the ingest was not told (%s): %s", report.event, why)
-                cancelled.wait(pause)
-        return why
+        policy = retries(
+            seconds=SAY_SECONDS, longest_pause=LONGEST_SAY_PAUSE_SECONDS,
+            stopped=cancelled.is_set, sleep=cancelled.wait,
+        )  # fmt: skip
+        try:
+            Retrying(**policy)(self._ask, {}, report, REQUEST_SECONDS)
+        except (NoAnswer, Refused) as error:
+            log.warning("the ingest was not told (%s): %s", report.event, error)
+            return str(error)
+        return ""
 
     def _ask(
         self, query: Mapping[str, str], report: PodReport | None, seconds: float
     ) -> GenerationState:
+        """The ingest's state. Raises :class:`NoAnswer` and :class:`Refused`."""
         body = report.body() if report is not None else None
         whole = query if report is not None else {"attempt": str(self._attempt), **query}
-        return self._endpoint.ask(whole, body, seconds)
+        answer = self._client.ask(
+            query=whole, body=body, seconds=seconds, most_bytes=MOST_ANSWER_BYTES
+        )
+        if answer.status in FINAL:
+            raise Refused(str(answer.failed()))
+        if answer.status != HTTPStatus.OK:
+            raise answer.failed()
+        try:
+            return GenerationState.model_validate_json(answer.body)
+        except ValidationError as error:
+            raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
 
     def _report(self, generation: int, event: str, *, why: str = "", **fields: Any) -> PodReport:
         return PodReport.model_validate(
@@ -446,3 +395,7 @@ class Meeting:
                 **fields,
             }
         )
+
+
+def _again(end: float) -> str:
+    return f"asking again for {max(0.0, end - time.monotonic()):.0f} s".replace("inf s", "ever")

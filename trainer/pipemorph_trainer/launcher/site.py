@@ -27,7 +27,7 @@ from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, supervise
 from pipemorph.wire import GenerationState, Loss, ResumedFrom
 from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
-from pipemorph_trainer.launcher.meeting import Endpoint, Meeting
+from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
 from pipemorph_trainer.launcher.page.gate import PageGate
 from pipemorph_trainer.launcher.pod import Pod
 
@@ -345,8 +345,8 @@ def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = F
     modules = pod.job.spec.trainer.preload if pod.size > 1 or generations else []
     meeting = None
     if generations:
-        endpoint = Endpoint.from_env(os.environ, pod.namespace, pod.job.metadata.name)
-        meeting = Meeting(endpoint, pod.index, pod.attempt, note, pod.runs_in)
+        client = ingest_client(os.environ, pod.namespace, pod.job.metadata.name)
+        meeting = Meeting(client, pod.index, pod.attempt, note, pod.runs_in)
     events, reaper = Events(), Reaper()
     page, ending = PageGate.from_env(os.environ, note), Ending(End.INTERRUPTED)
     environ = {**os.environ, **(page.environ if page is not None else {})}

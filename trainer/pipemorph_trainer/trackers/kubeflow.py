@@ -7,21 +7,20 @@ changes from time to time.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import math
-import ssl
 import time
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipemorph.errors import PipeMorphError, one_line
+from pipemorph.errors import InputError, PipeMorphError, one_line
+from pipemorph.http_client import HttpClient, NoAnswer, checked_url
 from pipemorph_trainer.trackers.finished import FinishedIteration
 
 log = logging.getLogger("pipemorph.trackers")
@@ -49,7 +48,7 @@ class TrainJobStatus:
     def __init__(
         self, url: str, authority: Path, token: Path, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._url, self._authority, self._token = urllib.parse.urlsplit(url), authority, token
+        self._client = HttpClient(url, token, str(authority))
         self._clock = clock
         self._next = -math.inf
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -61,17 +60,10 @@ class TrainJobStatus:
         found = {name: environ.get(name, "") for name in (URL, AUTHORITY, TOKEN)}
         if not all(found.values()):
             return None
-        url = found[URL]
         try:
-            parts = urllib.parse.urlsplit(url)
-            usable = parts.scheme == "https" and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable:
-            log.warning(
-                "no progress for the TrainJob: %s is %r; expected https://HOST:PORT/PATH",
-                URL, one_line(url),
-            )  # fmt: skip
+            url = checked_url(found[URL], URL, ("https",))
+        except InputError as error:
+            log.warning("no progress for the TrainJob: %s/PATH", error)
             return None
         return TrainJobStatus(url, Path(found[AUTHORITY]), Path(found[TOKEN]))
 
@@ -101,30 +93,12 @@ class TrainJobStatus:
         return {"trainerStatus": status}
 
     def _post(self, body: Mapping[str, Any]) -> None:
-        url = self._url
+        where = f"{URL} {one_line(self._client.base)}"
         try:
-            token = self._token.read_text().strip()
-            if not (token.isascii() and token.isprintable()):
-                # http.client would name it.
-                raise ValueError(f"{self._token} is no token")
-            trust = ssl.create_default_context(cafile=str(self._authority))
-            # Neither proxies nor redirects: the token is for this server.
-            line = http.client.HTTPSConnection(
-                url.hostname or "", url.port, timeout=REQUEST_SECONDS, context=trust
+            answer = self._client.ask(
+                body=json.dumps(body).encode(), seconds=REQUEST_SECONDS, most_bytes=4096
             )
-            try:
-                headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-                target = url._replace(scheme="", netloc="", fragment="").geturl() or "/"
-                line.request("POST", target, json.dumps(body), headers)
-                answer = line.getresponse()
-                told = answer.read(4096)
-            finally:
-                line.close()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise PipeMorphError(f"{URL} {one_line(url.geturl())}: {one_line(why)}") from None
-        if answer.status != http.HTTPStatus.OK:
-            why = one_line(told.decode(errors="replace"))
-            raise PipeMorphError(
-                f"{URL} {one_line(url.geturl())} answers {answer.status}: {why}; expected 200"
-            )
+        except NoAnswer as error:
+            raise PipeMorphError(f"{where}: {error}") from None
+        if answer.status != HTTPStatus.OK:
+            raise PipeMorphError(f"{where} answers {answer.status}: {answer.reason}; expected 200")

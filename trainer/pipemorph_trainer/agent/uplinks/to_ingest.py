@@ -18,19 +18,17 @@ import contextlib
 import json
 import logging
 import os
-import random
-import re
-import ssl
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 
-import aiohttp
 from pydantic import ValidationError
+from tenacity import AsyncRetrying
 
 from pipemorph.control.observe.observer import Observer
+from pipemorph.errors import PipeMorphError, one_line
+from pipemorph.http_client import Answer, HttpClient, NoAnswer, retries
 from pipemorph.wire import (
     MAX_SEQUENCE,
     MAX_SNAPSHOT_BYTES,
@@ -49,22 +47,16 @@ log = logging.getLogger("pipemorph.agent")
 REPORT_INTERVAL_SECONDS = 0.05
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
-FIRST_BACKOFF_SECONDS = 0.1
-LAST_BACKOFF_SECONDS = 1.0
-"""The standby leads seconds after the leader is lost."""
-LONGEST_RETRY_AFTER_SECONDS = 5.0
-"""Limit of the pause for which a standby asks."""
-CONNECT_SECONDS = 5.0
-"""Limit of connecting, also where an answer may take longer. A lost node refuses no connection."""
+MOST_ANSWER_BYTES = 64 << 20
+"""A plan names every op of every stage."""
 
 
-class Refused(Exception):
-    """The ingest answered with an error. ``retry_after``: seconds after which a standby asks for
-    another try, else None."""
+class Refused(PipeMorphError):
+    """The ingest answered with something that cannot be used."""
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+
+FAILURES = (NoAnswer, Refused)
+"""What another try may mend."""
 
 
 class Uplink:
@@ -86,9 +78,10 @@ class Uplink:
         on_observed: Callable[[], None] = lambda: None,
         on_report: Callable[[LinkHealthReport], None] = lambda _: None,
     ) -> None:
-        self._url = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
+        url = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
+        # On a cluster, it trusts the authority of the ingest's certificate.
+        self._client = HttpClient(url, token_file, os.environ.get("PIPEMORPH_CA_FILE") or None)
         self._namespace, self._job, self._attempt = namespace, job, attempt
-        self._token_file = token_file
         self._observer = observer
         self._observing = Observing(merger, observer, self.observed)
         self._on_directive, self._on_observed = on_directive, on_observed
@@ -123,84 +116,73 @@ class Uplink:
 
     async def run(self) -> None:
         """Report and poll until cancelled."""
-        async with _session() as session, asyncio.TaskGroup() as tasks:
+        async with self._client, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._observing.run())
-            tasks.create_task(self._with_backoff("report", self._report_loop, session))
-            tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
+            tasks.create_task(self._report_loop())
+            tasks.create_task(self._poll_loop())
 
     async def flush(self, timeout: float) -> bool:
         """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
         of it was sent."""
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
-            async with asyncio.timeout(timeout), _session() as session:
+        with contextlib.suppress(TimeoutError, *FAILURES):
+            async with asyncio.timeout(timeout), self._client:
                 self._observing.observe(refresh=True)
-                await self._post(session)
+                await self._post()
                 while self._observer.has_news:
-                    await self._post(session)
+                    await self._post()
             return True
         return False
 
-    async def _with_backoff(
-        self,
-        what: str,
-        loop: Callable[[aiohttp.ClientSession, Callable[[], None]], Coroutine[None, None, None]],
-        session: aiohttp.ClientSession,
-    ) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
+    async def _until_done(self, what: str, send: Callable[[], Awaitable[None]]) -> None:
+        """Call ``send`` again until it fails no more."""
         down_since: float | None = None
 
-        def worked() -> None:
-            nonlocal backoff, down_since
-            if down_since is not None:
-                log.info("%s works again after %.1f s", what, time.monotonic() - down_since)
-            backoff, down_since = FIRST_BACKOFF_SECONDS, None
+        def failed(error: BaseException, _: float) -> None:
+            nonlocal down_since
+            if down_since is None:
+                down_since = time.monotonic()
+                level = logging.WARNING if getattr(error, "pause", None) is None else logging.INFO
+                log.log(level, "%s failed (%s); trying again, training goes on", what, error)
+                # A poll that breaks tells it before the next report is due: the next host
+                # knows nothing yet.
+                self._due.set()
 
-        while True:
-            try:
-                await loop(session, worked)
-            except (aiohttp.ClientError, TimeoutError, OSError, Refused, ValidationError) as error:
-                pause = error.retry_after if isinstance(error, Refused) else None
-                if down_since is None:
-                    down_since = time.monotonic()
-                    why = str(error) or type(error).__name__
-                    level = logging.WARNING if pause is None else logging.INFO
-                    log.log(level, "%s failed (%s); trying again, training goes on", what, why)
-                    # A poll that breaks tells it before the next report is due: the next host
-                    # knows nothing yet.
-                    self._due.set()
-                if pause is None:
-                    pause, backoff = backoff, min(2 * backoff, LAST_BACKOFF_SECONDS)
-                await asyncio.sleep(pause * random.uniform(0.75, 1.25))
+        policy = retries(before=failed, on=FAILURES, sleep=asyncio.sleep)
+        await AsyncRetrying(**policy)(send)
+        if down_since is not None:
+            log.info("%s works again after %.1f s", what, time.monotonic() - down_since)
 
-    async def _report_loop(
-        self, session: aiohttp.ClientSession, worked: Callable[[], None]
-    ) -> None:
+    async def _report_loop(self) -> None:
         while True:
             await wait(self._due, self._observer.pause)
             started = time.monotonic()
-            await self._post(session)
-            worked()
+            await self._until_done("report", self._post)
             left = REPORT_INTERVAL_SECONDS - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, left))
 
-    async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
+    async def _poll_loop(self) -> None:
         while True:
-            query = {
-                "attempt": str(self._attempt),
-                "after": str(self._plan_version),
-                "wait": str(POLL_SECONDS),
-            }
-            async with session.get(
-                f"{self._url}/directive", params=query, headers=self._headers(),
-                timeout=_limit(POLL_SECONDS + REQUEST_SECONDS), allow_redirects=False,
-            ) as answer:  # fmt: skip
-                envelope = await _envelope(answer)
-            if envelope.directive is not None:
-                self._check_term(envelope)
-                self._take(envelope)
-            worked()
+            await self._until_done("directive poll", self._poll)
 
-    async def _post(self, session: aiohttp.ClientSession) -> None:
+    async def _poll(self) -> None:
+        query = {
+            "attempt": str(self._attempt),
+            "after": str(self._plan_version),
+            "wait": str(POLL_SECONDS),
+        }
+        envelope = _envelope(
+            await self._client.request(
+                "/directive",
+                query=query,
+                seconds=POLL_SECONDS + REQUEST_SECONDS,
+                most_bytes=MOST_ANSWER_BYTES,
+            )
+        )
+        if envelope.directive is not None:
+            self._check_term(envelope)
+            self._take(envelope)
+
+    async def _post(self) -> None:
         async with self._post_lock:
             self._due.clear()
             self._sequence += 1
@@ -214,42 +196,33 @@ class Uplink:
                 snapshot=revision_of(self._snapshot),
             )
             self._on_report(report)
-            async with self._post_to(session, "reports", report.body()) as answer:
-                if answer.status == HTTPStatus.CONFLICT:
-                    # The clock of an earlier agent was ahead. This report was refused; the next one
-                    # counts on from the highest accepted number.
-                    self._sequence = max(self._sequence, _last_taken(await answer.read()))
-                envelope = await _envelope(answer)
+            answer = await self._send("reports", report.body())
+            if answer.status == HTTPStatus.CONFLICT:
+                # The clock of an earlier agent was ahead. This report was refused; the next one
+                # counts on from the highest accepted number.
+                self._sequence = max(self._sequence, _last_taken(answer.body))
+            envelope = _envelope(answer)
             self._check_term(envelope)
             self._observer.delivered(report, envelope, time.time())
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
             if envelope.wants_snapshot and (message := self.message()) is not None:
-                await self._hand_in(session, message)
+                await self._hand_in(message)
 
-    async def _hand_in(self, session: aiohttp.ClientSession, message: HandIn) -> None:
+    async def _hand_in(self, message: HandIn) -> None:
         """Hand the snapshot to an ingest that does not know the job."""
-        async with self._post_to(session, "snapshot", message.body()) as answer:
-            try:
-                await _envelope(answer)
-            except Refused as refusal:
-                # The ingest decides without it.
-                log.warning("the snapshot was refused: %s", refusal)
-            else:
-                log.info("handed in the snapshot, plan v%d", self._plan_version)
+        answer = await self._send("snapshot", message.body())
+        if answer.status == HTTPStatus.OK:
+            log.info("handed in the snapshot, plan v%d", self._plan_version)
+        else:
+            # The ingest decides without it.
+            log.warning("the snapshot was refused: %s", answer.failed())
 
-    def _post_to(
-        self,
-        session: aiohttp.ClientSession,
-        what: str,
-        body: bytes,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = self._headers() | {"Content-Type": "application/json"}
-        return session.post(
-            f"{self._url}/{what}", data=body, headers=headers,
-            timeout=_limit(REQUEST_SECONDS), allow_redirects=False,
-        )  # fmt: skip
+    async def _send(self, what: str, body: bytes) -> Answer:
+        return await self._client.request(
+            f"/{what}", body=body, seconds=REQUEST_SECONDS, most_bytes=MOST_ANSWER_BYTES
+        )
 
     def message(self) -> HandIn | None:
         """What a host needs that does not know the job; None: there is no snapshot."""
@@ -289,26 +262,6 @@ class Uplink:
             self._newest = directive
             self._on_directive(directive)
 
-    def _headers(self) -> dict[str, str]:
-        """Headers with the token, which is read for every request since projected tokens rotate."""
-        if self._token_file is None:
-            return {}
-        return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
-
-
-def _session() -> aiohttp.ClientSession:
-    """An HTTP session. On a cluster, it trusts the authority of the ingest's certificate."""
-    authority = os.environ.get("PIPEMORPH_CA_FILE")
-    if not authority:
-        return aiohttp.ClientSession()
-    trust = ssl.create_default_context(cafile=authority)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust))
-
-
-def _limit(seconds: float) -> aiohttp.ClientTimeout:
-    """Time limit of a request."""
-    return aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-
 
 def _last_taken(refusal: bytes) -> int:
     """The highest sequence number that the ingest has accepted, from a refusal; 0 if missing."""
@@ -319,21 +272,11 @@ def _last_taken(refusal: bytes) -> int:
     return 0
 
 
-def _retry_after(answer: aiohttp.ClientResponse) -> float | None:
-    """Seconds after which a standby asks for another try; None for any other answer."""
-    text = answer.headers.get("Retry-After", "")
-    if answer.status != HTTPStatus.SERVICE_UNAVAILABLE or not re.fullmatch("[0-9]{1,9}", text):
-        return None
-    return min(float(text), LONGEST_RETRY_AFTER_SECONDS)
-
-
-async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
-    """Parse an answer. Raises :class:`Refused` with the server's message."""
-    body = await answer.read()
+def _envelope(answer: Answer) -> DirectiveEnvelope:
+    """Parse an answer. Raises :class:`NoAnswer` with the server's message, and :class:`Refused`."""
     if answer.status != HTTPStatus.OK:
-        said = body[:200].decode(errors="replace").strip()
-        raise Refused(
-            f"{answer.method} {answer.url.path} answered {answer.status}: {said}",
-            retry_after=_retry_after(answer),
-        )
-    return DirectiveEnvelope.model_validate_json(body)
+        raise answer.failed()
+    try:
+        return DirectiveEnvelope.model_validate_json(answer.body)
+    except ValidationError as error:
+        raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
