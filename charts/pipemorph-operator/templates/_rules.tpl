@@ -30,10 +30,11 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch, delete]
-# Those of an attempt's Job say why it cannot make its pods.
+# Those of an attempt's Job and pods say why these are not made or do not start. One that is emitted
+# again is counted up.
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, list]
+  verbs: [create, list, patch]
 {{- if .Values.rbac.volcano }}
 - apiGroups: [scheduling.volcano.sh]
   resources: [podgroups]
@@ -60,5 +61,5 @@
   verbs: [get]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, patch]
 {{- end -}}

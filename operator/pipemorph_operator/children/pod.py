@@ -70,6 +70,9 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     spec["subdomain"] = attempt.service
     spec.setdefault("enableServiceLinks", False)
     spec.setdefault("automountServiceAccountToken", False)
+    if spec.get("hostNetwork"):
+        # Kubernetes' default is the node's resolver, which knows neither the ranks nor the ingest.
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
     if _alone(spec):
         # Makes the pause container process 1. The kernel drops a SIGTERM that process 1 does not
         # handle: a rank deleted while it imports would run for the whole grace period.
@@ -150,8 +153,9 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
         if not config.trainer_image:
             raise Unbuildable(
                 names.R_NO_IMAGE,
-                "spec.template is missing and the operator has no default trainer image; give a "
-                f"pod template with a container named {CONTAINER}",
+                "spec.template is missing and the operator has no default trainer image; set the "
+                "value trainer.image of the Helm chart, or give a pod template with a container "
+                f"named {CONTAINER}",
             )
         container = {"name": CONTAINER, "image": config.trainer_image}
         if config.trainer_pull_policy:
@@ -174,7 +178,8 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     if "image" not in containers[0]:
         raise Unbuildable(
             names.R_NO_IMAGE,
-            f"spec.template: container {CONTAINER} has no image and the operator has no default",
+            f"spec.template: container {CONTAINER} has no image and the operator has no default; "
+            "give one, or set the value trainer.image of the Helm chart",
         )
     return out
 

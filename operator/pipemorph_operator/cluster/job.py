@@ -43,9 +43,29 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     return job
 
 
+_SHOWN = ("state", "ready", "pods", "training", "goodput", "goodputPercent", "usefulTime")
+"""Fields of status that only show something, or that their writer writes again."""
+
+
+def read_status(body: Mapping[str, Any]) -> JobStatus:
+    """The status of an API object. What another release has written and this one cannot read is
+    left out, where no decision rests on it. Raises :class:`pydantic.ValidationError`."""
+    raw = body.get("status") or {}
+    try:
+        return JobStatus.model_validate(raw)
+    except ValidationError as error:
+        found = [each["loc"] for each in error.errors()]
+    bad = {loc[0] for loc in found if loc[0] in _SHOWN}
+    items = {loc[:2] for loc in found if loc[0] in ("attempts", "nodes", "replacements")}
+    kept = {field: value for field, value in raw.items() if field not in bad}
+    for field in {loc[0] for loc in items}:
+        kept[field] = [each for i, each in enumerate(raw[field]) if (field, i) not in items]
+    return JobStatus.model_validate(kept)
+
+
 def operator_part(body: Mapping[str, Any]) -> JobStatus:
     """The part of a job's status that the operator writes, without the ingest's part."""
-    status = JobStatus.model_validate(body.get("status") or {})
+    status = read_status(body)
     own = [c for c in status.conditions if c.type in names.OPERATOR_CONDITIONS]
     return status.model_copy(
         update={"conditions": own, **dict.fromkeys(names.INGEST_FIELDS)}, deep=True

@@ -187,6 +187,10 @@ def _columns() -> list[dict[str, Any]]:
     return [
         column("State", "string", ".status.state", "The conditions in one word."),
         column("Ready", "string", ".status.ready", "Ready pods of all pods."),
+        column(
+            "Reason", "string", '.status.conditions[?(@.type=="Ready")].reason',
+            "Why it runs, or does not: describe has the message.",
+        ),
         column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
         column("Done", "string", ".status.training.done", "Part of the iterations that is done."),
         column(
@@ -234,6 +238,11 @@ def job_definition() -> dict[str, Any]:
     status_root = JobStatus.model_json_schema(by_alias=True, mode="validation")
     spec = structural(spec_root, spec_root, "spec")
     spec["properties"]["template"] = _template_schema()
+    for node in _nodes(spec):
+        # A list is compared, and applied, as a whole: what the API server adds to an item of it is
+        # a difference for ever to Argo CD, and a conflict between server-side managers.
+        for inner in _nodes(node.get("items") or {}):
+            inner.pop("default", None)
     status = structural(status_root, status_root, "status")
     for node in _nodes(status):
         node.pop("default", None)  # Status writers set every field themselves.

@@ -174,7 +174,8 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             rule="!has(self.faults)"
-            f" || self.faults.all(f, f.replica < {_product('self.parallelism', COLUMN_SIZES)})",
+            " || self.faults.all(f, !has(f.replica)"
+            f" || f.replica < {_product('self.parallelism', COLUMN_SIZES)})",
             message="faults: replica must be below the number of columns, replicas × shard ×"
             " context × tensor",
             field_path=".faults",

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import JobStatus, UsefulTime, condition
+from pipemorph.api.status import UsefulTime, condition
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
@@ -25,7 +25,7 @@ from pipemorph.ingest import ControlledJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.job import read_job
+from pipemorph_operator.cluster.job import read_job, read_status
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
 from pipemorph_operator.ingest.moving import JobMoves
@@ -227,7 +227,7 @@ class ClusterStore:
         spec = self._spec(key, body)
         if spec is None:
             return
-        status = JobStatus.model_validate(body.get("status") or {})
+        status = read_status(body)
         if self._coming.needs_first_plan(spec):
             self._coming.expect(key, body, spec)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipemorph.api.status import Condition, ConditionStatus, JobState
@@ -22,6 +22,12 @@ STALLS = frozenset(
 )
 """Reasons for which an unfinished job does not run, most likely until somebody changes something.
 The operator tries again all the same."""
+
+UNHEARD: Mapping[str, ConditionStatus] = {
+    names.R_NO_REPORTS: "False",
+    names.R_STALE: "Unknown",
+}
+"""``Ready`` of a job whose pods run while its ranks do not report."""
 
 
 def updated(
@@ -68,6 +74,10 @@ def for_kstatus(
     match state:
         case "Suspended":
             verdicts = {}
+        case "Running" if reason in UNHEARD:
+            verdicts = {names.READY: UNHEARD[reason], names.RECONCILING: "True"}
+        case "Running" if reason == names.R_INVALID_SPEC:
+            verdicts = {names.READY: "False", names.STALLED: "True"}
         case "Running" | "Complete":
             verdicts = {names.READY: "True"}
         case "Failed":

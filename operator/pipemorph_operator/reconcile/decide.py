@@ -49,7 +49,7 @@ def decide(seen: Observed, config: OperatorConfig) -> Decision:
     try:
         job = read_job(seen.body)
     except InputError as error:
-        return _fail(draft, names.R_INVALID_SPEC, str(error))
+        return _unreadable(draft, str(error), suspend=bool(spec.get("suspend")))
     return _unfinished(draft, job, config)
 
 
@@ -118,7 +118,7 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
         return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds ({limit}) exceeded")
     draft.requeue_within(left)
     if job.spec.suspend:
-        return _suspend(draft, job)
+        return _suspend(draft, job.spec.parallelism.pods)
     draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
     current = draft.seen.current
     if current is None and draft.status.job_uid is not None:
@@ -138,6 +138,20 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     return _follow(draft, job, current)
 
 
+def _unreadable(draft: Draft, problem: str, *, suspend: bool) -> Decision:
+    """Fail a job that nobody has accepted. One that a release has accepted before stalls: its ranks
+    go on, and it goes on with an edit or with the release that could read it."""
+    if draft.status.observed_generation is None and not draft.jobs():
+        return _fail(draft, names.R_INVALID_SPEC, problem)
+    if suspend:
+        return _suspend(draft, draft.status.pods.wanted if draft.status.pods else 0)
+    message = f"this release cannot read the spec, which was accepted before: {problem}"
+    draft.emit_new("Warning", names.R_INVALID_SPEC, message)
+    running = conditions.is_true(draft.status.conditions, names.RUNNING)
+    draft.mark(names.RUNNING, "True" if running else "False", names.R_INVALID_SPEC, message)
+    return draft.done()
+
+
 def _unplanned(draft: Draft, job: PipeMorphJob) -> Decision | None:
     """Wait for the job's first plan, or fail the job if its spec allows none; None if planned."""
     found = draft.seen.plan or plans.at_once(job.spec)
@@ -155,6 +169,9 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
     draft.mark(names.FAILED, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job has failed")
     draft.status.completion_time = format_time(draft.now)
+    if draft.status.pods is not None:
+        ended = {"active": 0, "ready": 0}
+        draft.status.pods = draft.status.pods.model_copy(update=ended)
     draft.emit("Warning", reason, message)
     draft.out.counts.append("failed")
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.drained and not j.deleting]
@@ -166,7 +183,7 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
 # --- suspend ------------------------------------------------------------------------------
 
 
-def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
+def _suspend(draft: Draft, pods: int) -> Decision:
     """Suspend by deleting the Job, which ensures that no rank runs. Resuming starts a new attempt,
     so that earlier ranks cannot report or connect to its ranks."""
     running = [j for j in draft.jobs() if not j.drained]
@@ -176,7 +193,7 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
     draft.end_attempts()
     draft.stop_clock()
-    draft.status.pods = PodCounts(wanted=job.spec.parallelism.pods)
+    draft.status.pods = PodCounts(wanted=pods)
     if running:
         draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
         draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
@@ -424,12 +441,23 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
 
 
 def _running(draft: Draft, ranks: int) -> None:
+    """Mark that all pods run; by the ingest's summary, whether all ranks train."""
     if not conditions.is_true(draft.status.conditions, names.RUNNING):
         draft.emit("Normal", names.RUNNING, f"all {ranks} ranks are ready")
     draft.mark(names.PODS_READY, "True", names.R_ALL_READY, f"{ranks} of {ranks} ranks")
-    draft.mark(names.RUNNING, "True", names.R_ALL_READY, f"all {ranks} ranks are ready")
-    training = (draft.seen.body.get("status") or {}).get("training") or {}
-    if training.get("state") == "training" and training.get("attempt") == draft.status.attempt:
+    training = draft.seen_status.training
+    if training is None or training.attempt != (draft.status.attempt or 0):
+        draft.unheard(names.R_NO_REPORTS, "no rank has reported yet")
+        return
+    links = condition(draft.seen_status, names.LINKS_HEALTHY)
+    if training.state == "starting":
+        draft.unheard(names.R_NO_REPORTS, one_line(training.message or "the ranks are starting"))
+    elif links is not None and links.reason == names.R_STALE:
+        since = f"since {training.last_report_time}" if training.last_report_time else "lately"
+        draft.unheard(names.R_STALE, f"the ranks have not reported {since}")
+    else:
+        draft.mark(names.RUNNING, "True", names.R_ALL_READY, f"all {ranks} ranks are ready")
+    if training.state == "training":
         draft.mark(
             names.PREFLIGHT_PASSED, "True", names.R_PREFLIGHT_PASSED, "the ranks are training"
         )

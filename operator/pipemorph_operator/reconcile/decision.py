@@ -15,7 +15,7 @@ from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.cluster.events import Event, Kind
 from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time, parse_time
-from pipemorph_operator.cluster.job import operator_part
+from pipemorph_operator.cluster.job import operator_part, read_status
 from pipemorph_operator.policy import conditions
 from pipemorph_operator.reconcile.plans import Plannable
 
@@ -78,6 +78,8 @@ class Draft:
         self.metadata = seen.body["metadata"]
         self.generation: int | None = self.metadata.get("generation")
         self.status = operator_part(seen.body)
+        self.seen_status = read_status(seen.body)
+        """As it was read, with the ingest's part."""
         self.out = Decision()
         self.passing = False
         """Whether what keeps the job from running is expected to pass by itself."""
@@ -85,7 +87,7 @@ class Draft:
     @property
     def recoveries(self) -> Recoveries | None:
         """Of the attempt in status, as the ingest has written them."""
-        found = JobStatus.model_validate(self.seen.body.get("status") or {}).recoveries
+        found = self.seen_status.recoveries
         if found is None or found.attempt != (self.status.attempt or 0):
             return None
         return found
@@ -135,6 +137,10 @@ class Draft:
         """Set PodsReady and Running to False."""
         self.mark(names.PODS_READY, "False", reason, message)
         self.mark(names.RUNNING, "False", reason, message)
+
+    def unheard(self, reason: str, message: str) -> None:
+        """Mark that all pods run, and why it is not known that their ranks train."""
+        self.mark(names.RUNNING, "True", reason, f"all pods run; {message}")
 
     def stop_clock(self) -> None:
         """Stop the clock of activeDeadlineSeconds until the job starts again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipemorph.api.running import Running
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import JobStatus
 from pipemorph.api.status_links import SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.policy import node_exclusion
@@ -81,7 +80,7 @@ def _measured(link: SlowLink) -> str:
 
 def _slow_links(draft: Draft) -> list[SlowLink]:
     """Slow links of the attempt in status, by the last summary of its ranks' reports."""
-    training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
+    training = draft.seen_status.training
     if training is None or training.attempt != draft.status.attempt:
         return []
     return training.slow_links

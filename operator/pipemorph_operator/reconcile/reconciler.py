@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipemorph.api.status import JobStatus
+from pipemorph.errors import one_line
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.naming import page_secret as page_secret_name
@@ -23,6 +24,7 @@ from pipemorph_operator.children.objects import page_secret, secret
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
 from pipemorph_operator.cluster.events import Event, emit
 from pipemorph_operator.cluster.facts import (
+    MESSAGE_LENGTH,
     JobFacts,
     PodFacts,
     made_by,
@@ -45,6 +47,7 @@ OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Returns the known Jobs, by namespace and the PipeMorphJob's UID."""
 
 FORBIDDEN, NOT_FOUND = 403, 404
+BAD, INVALID = 400, 422
 TOO_MANY, SERVER_FAULT = 429, 500
 """Errors that a retry may resolve. After a status of 500 or above the object may exist anyway."""
 CONFLICT = 409
@@ -265,9 +268,10 @@ class Reconciler:
     async def _report_error(self, seen: Observed, error: Exception) -> None:
         try:
             await self._carry_out(seen, internal_error(seen, error))
-        except Exception:
+        except Exception as second:
             # Not raised: the caller gets the first error.
             log.exception("the internal error could not be written to status")
+            await self._status_refused(seen.body, f"{error}; {second}")
 
     async def _create(self, seen: Observed, decision: Decision) -> Decision:
         """Create an attempt's objects. If the API server rejects one, returns the decision that
@@ -336,6 +340,15 @@ class Reconciler:
         try:
             await self._cluster.apply(written, names.OPERATOR_OWNER, subresource="status")
         except ApiRefused as refused:
-            if refused.status != CONFLICT:
-                raise
-            raise Overtaken(refused.message) from refused
+            if refused.status == CONFLICT:
+                raise Overtaken(refused.message) from refused
+            if refused.status in (INVALID, BAD, SERVER_FAULT):
+                await self._status_refused(body, refused.message)
+            raise
+
+    async def _status_refused(self, body: Mapping[str, Any], why: str) -> None:
+        """Emit why nothing can be written to status, as of an object that was stored under another
+        CRD: the event is all that people can see of it."""
+        message = one_line(f"status cannot be written; retrying: {why}", MESSAGE_LENGTH)
+        event = Event("Warning", names.R_STATUS_REFUSED, message)
+        await emit(self._cluster, body["metadata"], event, names.OPERATOR_OWNER)

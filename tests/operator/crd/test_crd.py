@@ -161,6 +161,7 @@ def test_printer_columns_and_short_names() -> None:
     assert columns == [
         "State",
         "Ready",
+        "Reason",
         "Iteration",
         "Done",
         "Slow-Links",

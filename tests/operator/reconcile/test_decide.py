@@ -373,7 +373,7 @@ def test_pods_of_several_ranks() -> None:
     assert world.message("Running") == "8 of 16 ranks are ready"
     world.jobs[0] = job_facts(0, stages=2, active=2, ready=2)
     world.settle()
-    assert world.condition("Running") == ("True", "AllRanksReady")
+    assert world.condition("Running") == ("True", "NoReportsYet")
     assert world.events.count("IdleGPUs") == world.events.count("SmallSharedMemory") == 1
 
 

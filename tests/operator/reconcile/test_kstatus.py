@@ -40,10 +40,63 @@ def queued() -> World:
     return world
 
 
-def running() -> World:
+def unheard(**training: Any) -> World:
     world = World(body(failurePolicy={"maxRestarts": 1}))
     world.turn()
     world.running()
+    if training:
+        world.body["status"]["training"] = training
+        world.turn()
+    return world
+
+
+def running() -> World:
+    return unheard(attempt=0, state="training")
+
+
+def ranks_start() -> World:
+    return unheard(attempt=0, state="starting", message="rank 1 is awaited")
+
+
+def heard_of_an_earlier_attempt() -> World:
+    world = restarting()
+    world.settle()
+    world.running(1)
+    return world
+
+
+def stale() -> World:
+    world = running()
+    silent = {"type": "LinksHealthy", "status": "Unknown", "reason": "ReportsStale", "message": ""}
+    silent["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    world.body["status"]["conditions"].append(silent)
+    world.turn()
+    return world
+
+
+def unreadable(world: World) -> World:
+    """A release that cannot read what one before it has accepted."""
+    world.body["spec"]["schedule"]["policy"] = "of-old"
+    world.turn()
+    return world
+
+
+def unreadable_while_running() -> World:
+    world = unreadable(running())
+    assert 0 in world.jobs and world.status["state"] == "Running" and "Failed" not in world.events
+    return world
+
+
+def unreadable_before_it_starts() -> World:
+    return unreadable(without_image())
+
+
+def unreadable_and_suspended() -> World:
+    world = unreadable(running())
+    edit(world, suspend=True)
+    world.turn()
+    world.settle()
+    assert world.jobs == {}
     return world
 
 
@@ -158,6 +211,13 @@ STATES = [
     (starting, "InProgress", "Reconciling", "WaitingForPods"),
     (queued, "InProgress", "Reconciling", "WaitingForAdmission"),
     (running, "Current", "Ready", "AllRanksReady"),
+    (unheard, "InProgress", "Reconciling", "NoReportsYet"),
+    (ranks_start, "InProgress", "Reconciling", "NoReportsYet"),
+    (heard_of_an_earlier_attempt, "InProgress", "Reconciling", "NoReportsYet"),
+    (stale, "InProgress", "Reconciling", "ReportsStale"),
+    (unreadable_while_running, "Failed", "Stalled", "InvalidSpec"),
+    (unreadable_before_it_starts, "Failed", "Stalled", "InvalidSpec"),
+    (unreadable_and_suspended, "Current", "", ""),
     (short_of_a_pod, "InProgress", "Reconciling", "WaitingForPods"),
     (restarting, "InProgress", "Reconciling", "Restarting"),
     (suspending, "InProgress", "Reconciling", "RanksStopping"),
@@ -184,7 +244,8 @@ def test_each_state(state: Callable[[], World], read: str, true: str, reason: st
     found = {kind: world.condition(kind) for kind in names.KSTATUS_CONDITIONS}
     expected = dict.fromkeys(names.KSTATUS_CONDITIONS, ("", ""))
     if true:
-        expected |= {"Ready": ("False", reason), true: ("True", reason)}
+        no = "Unknown" if reason == "ReportsStale" else "False"
+        expected |= {"Ready": (no, reason), true: ("True", reason)}
     assert found == expected
     for each in world.status["conditions"]:
         if each["type"] in names.KSTATUS_CONDITIONS:
@@ -232,9 +293,7 @@ def test_argo_cd_reads_each_state(
 ) -> None:
     world = state()
     told = {each["type"]: each["message"] for each in world.status["conditions"]}
-    wanted = (
-        ("Suspended", told["Suspended"]) if state is suspended else (ARGO[read], told.get(true))
-    )
+    wanted = (ARGO[read], told.get(true)) if true else ("Suspended", told["Suspended"])
     assert health(check, world.body) == wanted
     edit(world)
     assert health(check, world.body)[0] == "Progressing", "no operator has looked at the edit"
@@ -251,7 +310,7 @@ def test_what_is_the_same_is_not_written_again(state: Callable[[], World]) -> No
     world.settle()
     before = world.body["status"]
     world.later(1)
-    world.body["status"]["training"] = {"iteration": 99, "state": "starting"}
+    world.body["status"]["training"] = {"attempt": 0, "iteration": 99, "state": "training"}
     decision = world.turn()
     assert decision.status is not None
     assert dump(decision.status) == {k: v for k, v in before.items() if k != "training"}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
 
 import pytest
+from fake_api import FakeCluster
 from kstatus import kstatus
 from operator_objects import CONFIG, body
 from pydantic import ValidationError
 
 from pipemorph_operator.cluster.client import ApiRefused, _refusal
 from pipemorph_operator.cluster.events import Event, emit
+from pipemorph_operator.cluster.job import read_status
 from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
 from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
 
@@ -192,6 +195,7 @@ def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptur
     with pytest.raises(ValidationError, match="attempt"):
         reconcile(api)
     assert "the internal error could not be written to status" in caplog.text
+    assert "StatusRefused" in [event["reason"] for event in api.events]
 
 
 @pytest.mark.parametrize("gang", [{"volcano": {}}, {"coscheduling": {}}], ids=min)
@@ -244,6 +248,75 @@ def test_events_are_named_in_their_order() -> None:
     found = sorted(api.events, key=lambda event: str(event["metadata"]["name"]))
     assert [event["reason"] for event in found] == ["Running", "Complete"]
     assert all(event["metadata"]["name"].startswith("gpt.") for event in found)
+
+
+def test_an_event_that_is_emitted_again_is_counted_up() -> None:
+    """Also one that the API server has dropped meanwhile: that begins anew."""
+    api, job = FakeCluster(), body()["metadata"]
+    same, other = Event("Warning", "Failed", "no room"), Event("Warning", "Failed", "no device")
+
+    async def emitted(*events: Event) -> list[tuple[str, int]]:
+        for event in events:
+            await emit(api, job, event, "operator")
+        return sorted((each["message"], each["count"]) for each in api.objects.values())
+
+    assert asyncio.run(emitted(same, other, same, same)) == [("no device", 1), ("no room", 3)]
+    assert asyncio.run(emitted(other)) == [("no device", 2), ("no room", 3)]
+    api.objects.clear()
+    assert asyncio.run(emitted(same, same)) == [("no room", 2)]
+    assert len(api.made("create")) == 3
+
+
+class Older(Events):
+    """One that refuses to write what is stored under another CRD."""
+
+    def __init__(self, answer: ApiRefused) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        raise self.answer
+
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
+        return await super().create(obj, owner) if obj["kind"] == "Event" else None
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "told"),
+    [
+        (422, "no such key: microbatches", True),
+        (500, "failed to create typed live object", True),
+        (400, "strict decoding error", True),
+        (503, "try later", False),
+        (403, "namespace team is being terminated", False),
+    ],
+)
+def test_a_status_that_cannot_be_written_is_told_by_an_event(
+    status: int, message: str, told: bool
+) -> None:
+    api = Older(refusal(status, message, *(["NamespaceTerminating"] if status == 403 else [])))
+    api.status = {"state": "Pending"}
+    with contextlib.suppress(ApiRefused):
+        reconcile(api)
+    said = [event["message"] for event in api.events if event["reason"] == "StatusRefused"]
+    assert said == ([f"status cannot be written; retrying: {message}"] if told else [])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"state": "Hibernating"},
+        {"pods": {"wanted": "many"}, "training": {"iteration": -1}},
+        {"attempts": [{"attempt": "x"}, {"attempt": 1, "endedAt": "t", "reason": "Disrupted"}]},
+        {"nodes": [{"name": 5}]},
+    ],
+)
+def test_what_another_release_wrote_and_nothing_rests_on_is_left_out(written: Any) -> None:
+    status = read_status({"status": {"attempt": 3, "restarts": 2} | written})
+    assert (status.attempt, status.restarts) == (3, 2)
+    assert len(status.attempts) == (1 if "attempts" in written else 0)
+    with pytest.raises(ValidationError):
+        read_status({"status": written | {"restarts": "two"}})
 
 
 class Written(Taking):
