@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 
@@ -19,3 +21,9 @@ class OperatorConfig:
     trainer_pull_policy: str = ""
     network_policies: bool = False
     metrics_from: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def authorities(self) -> frozenset[str]:
+        """Fingerprints of the certificates in ``ca_pem``."""
+        found = re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END", self.ca_pem, re.DOTALL)
+        return frozenset(sha256("".join(each.split()).encode()).hexdigest()[:16] for each in found)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import copy
 import json
+import shutil
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -452,17 +453,17 @@ def test_events_may_be_written_where_there_are_jobs_and_of_nodes(jobs: Jobs) -> 
         }
 
     name = f"{FULL_NAME.replace(RELEASE, 'x')}"
-    leases = {("sys", f"{name}{part}-lease", "create") for part in ("", "-ingest")}
+    leases = {("sys", f"{name}{part}-lease", "create patch") for part in ("", "-ingest")}
     assert granted(watchNamespaces=["a"]) == {
         *leases,
-        ("default", f"{name}-sys-node-events", "create"),
-        ("a", f"{name}-sys", "create list"),
-        ("a", f"{name}-sys-ingest", "create"),
+        ("default", f"{name}-sys-node-events", "create patch"),
+        ("a", f"{name}-sys", "create list patch"),
+        ("a", f"{name}-sys-ingest", "create patch"),
     }
     assert granted() == {
         *leases,
-        ("everywhere", f"{name}-sys", "create list"),
-        ("everywhere", f"{name}-sys-ingest", "create"),
+        ("everywhere", f"{name}-sys", "create list patch"),
+        ("everywhere", f"{name}-sys-ingest", "create patch"),
     }
 
 
@@ -538,6 +539,74 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) 
         )
     assert len(found[0]) == 14, "roles of both programs, for TokenReviews and for people; policies"
     assert not found[0] & found[1]
+
+
+def test_the_pod_of_helm_test_runs_under_quotas_and_beside_meshes(jobs: Jobs) -> None:
+    values = {"podLabels.team": "a", "podAnnotations.note": "b", "test.labels.mesh": "off"}
+    made = rendered(jobs, **values)
+    (pod,) = [each for each in made if each["kind"] == "Pod"]
+    metadata, (container,) = pod["metadata"], pod["spec"]["containers"]
+    assert metadata["labels"].items() >= {"team": "a", "mesh": "off"}.items()
+    assert metadata["annotations"]["note"] == "b"
+    assert metadata["annotations"]["sidecar.istio.io/inject"] == "false"
+    assert metadata["annotations"]["helm.sh/hook"] == "test"
+    resources = container["resources"]
+    quota = {f"{side}.{name}": "9Gi" for side in resources for name in resources[side]}
+    assert len(quota) == 4
+    jobs.cluster.client.create(
+        "resourcequotas", {"metadata": {"name": "all"}, "spec": {"hard": quota}}, jobs.namespace
+    )
+    pod["metadata"] = {"name": "test", "namespace": jobs.namespace}
+    jobs.cluster.apply(pod, f"--namespace={jobs.namespace}")
+
+
+def test_the_chart_is_a_dependency_with_a_condition(jobs: Jobs, tmp_path: Path) -> None:
+    parent = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
+    own = {
+        "name": "pipemorph-operator",
+        "version": "0.1.0",
+        "condition": "pipemorph-operator.enabled",
+    }
+    (tmp_path / "Chart.yaml").write_text(json.dumps(parent | {"dependencies": [own]}))
+    shutil.copytree(CHART, tmp_path / "charts/pipemorph-operator")
+    for enabled in ("true", "false"):
+        sets = [f"--set=pipemorph-operator.enabled={enabled}", "--set=global.region=x"]
+        text = jobs.cluster.helm("template", "x", str(tmp_path), *sets)
+        assert ("kind: Deployment" in text) is (enabled == "true")
+
+
+def test_what_running_jobs_need_outlives_the_chart(jobs: Jobs) -> None:
+    def kept(**values: Any) -> set[str]:
+        keep = "helm.sh/resource-policy"
+        return {
+            each["kind"]
+            for each in rendered(jobs, **values)
+            if (each["metadata"].get("annotations") or {}).get(keep) == "keep"
+        }
+
+    assert kept() == {"CustomResourceDefinition", "Secret"}
+    assert kept(**{"crds.keep": False}) == set()
+    budgets = [e for e in rendered(jobs) if e["kind"] == "PodDisruptionBudget"]
+    assert [e["spec"]["unhealthyPodEvictionPolicy"] for e in budgets] == ["AlwaysAllow"] * 2
+
+
+@pytest.mark.parametrize("image", ["", "trainer:1"])
+def test_an_installation_without_a_trainer_image_says_what_is_missing(
+    jobs: Jobs, image: str
+) -> None:
+    where = ("--namespace", "sys", "--dry-run=client", f"--set=trainer.image={image}")
+    said = jobs.cluster.helm("install", "x", str(CHART), *where)
+    assert ("--set trainer.image=" in said) is (not image)
+
+
+def test_two_server_side_managers_apply_one_manifest(jobs: Jobs, tmp_path: Path) -> None:
+    """As Argo CD does beside a person: the API server must not add to what both say."""
+    for path in EXAMPLES:
+        for manager in ("argocd", "someone"):
+            how = ("apply", "--server-side", f"--field-manager={manager}", "-n", jobs.namespace)
+            jobs.cluster.kubectl(*how, "-f", str(path))
+        jobs.cluster.kubectl("diff", "--server-side", "-n", jobs.namespace, "-f", str(path))
+        jobs.cluster.kubectl("delete", "-n", jobs.namespace, "--wait=false", "-f", str(path))
 
 
 def test_values_that_do_not_exist_are_refused(jobs: Jobs) -> None:

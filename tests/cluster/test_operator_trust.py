@@ -193,3 +193,37 @@ def test_the_ingest_labels_its_own_pods_and_changes_nothing_else(jobs: Jobs) -> 
                     client.patch("pods", name, label, SYSTEM)
         finally:
             jobs.cluster.client.delete("pods", name, SYSTEM)
+
+
+def test_the_operator_changes_objects_of_its_jobs_and_no_others(jobs: Jobs) -> None:
+    """Its rights are to all of a kind; an admission policy limits them to those with a label."""
+    client, there = jobs.cluster.client, jobs.namespace
+    operator = ApiClient(jobs.installation.account())
+    spec = {"containers": [{"name": "a", "image": "none.invalid/i"}], "schedulerName": "nobody"}
+    template = {"spec": spec | {"restartPolicy": "Never"}}
+    made: dict[str, Object] = {
+        "pods": {"spec": spec},
+        "secrets": {},
+        "configmaps": {},
+        "jobs": {"spec": {"suspend": True, "template": template}},
+    }
+    for kind, extra in made.items():
+        client.create(kind, {"metadata": {"name": "users"}} | extra, there)
+        with pytest.raises(ApiError, match="objects of its jobs only"):
+            operator.delete(kind, "users", there)
+        if kind != "pods":  # Only the Job controller makes such pods.
+            ours = {"name": "ours", "labels": {JOB_UID: "u"}}
+            client.create(kind, {"metadata": ours} | extra, there)
+            operator.delete(kind, "ours", there)
+    label = {"metadata": {"labels": {"a": "b"}}}
+    with pytest.raises(ApiError, match="objects of its jobs only"):
+        operator.patch("pods", "users", label, there)
+    jobs.apply(manifest("own", stages=1))
+    (pod,) = jobs.pods("own", 1)
+    name = pod["metadata"]["name"]
+    operator.patch("pods", name, label, there)
+    containers = copy.deepcopy(pod["spec"]["containers"])
+    containers[0]["image"] = "none.invalid/other"
+    with pytest.raises(ApiError, match="labels and finalizers of pods only"):
+        operator.patch("pods", name, {"spec": {"containers": containers}}, there)
+    operator.delete("pods", name, there)

@@ -129,6 +129,8 @@ metadata:
   labels: {{- include "pipemorph.labels" $root | nindent 4 }}
 spec:
   maxUnavailable: 1
+  # A replica that is not ready, as while the API server refuses it, keeps no node from being drained.
+  unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
       {{- include "pipemorph.selector" $root | nindent 6 }}

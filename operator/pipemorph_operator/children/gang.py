@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
@@ -56,8 +59,9 @@ def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:
         spec.setdefault("schedulerName", gang.coscheduling.scheduler_name)
 
 
-def pod_group(attempt: Attempt) -> dict[str, Any] | None:
-    """The PodGroup of the attempt; None if the gang's scheduler needs none."""
+def pod_group(attempt: Attempt, template: dict[str, Any]) -> dict[str, Any] | None:
+    """The PodGroup of the attempt, whose pods are made of ``template``; None if the gang's
+    scheduler needs none."""
     placement = attempt.job.spec.placement
     gang = placement.gang if placement else None
     if gang is None:
@@ -66,6 +70,8 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
         spec: dict[str, Any] = {"minMember": attempt.pods, "queue": gang.volcano.queue}
         if gang.volcano.priority_class:
             spec["priorityClassName"] = gang.volcano.priority_class
+        if resources := _resources(template, attempt.pods):
+            spec["minResources"] = resources
         spec |= _network_topology(attempt)
         group = "scheduling.volcano.sh/v1beta1"
     elif gang.coscheduling is not None:
@@ -81,6 +87,27 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
         "kind": "PodGroup",
         "metadata": attempt.metadata(attempt.name),
         "spec": spec,
+    }
+
+
+def _resources(template: dict[str, Any], pods: int) -> dict[str, str]:
+    """Resources that all pods request together, by which Volcano's queues judge whether there is
+    room. Quantities that cannot be read are left to the API server, which refuses the Job."""
+    total: dict[str, Decimal] = {}
+    for container in template["spec"]["containers"]:
+        given = container.get("resources") or {}
+        for name, quantity in {
+            **(given.get("limits") or {}),
+            **(given.get("requests") or {}),
+        }.items():
+            try:
+                amount = parse_quantity(str(quantity))  # type: ignore[no-untyped-call]
+            except ValueError:
+                continue
+            total[name] = total.get(name, Decimal(0)) + amount * pods
+    return {
+        name: f"{int(amount * 1000)}m" if amount % 1 else str(int(amount))
+        for name, amount in total.items()
     }
 
 

@@ -26,9 +26,10 @@ def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
     Raises :class:`Unbuildable`.
     """
     out = [*lasting_objects(attempt, config), config_map(attempt, config)]
-    if (group := gang.pod_group(attempt)) is not None:
+    made = batch_job(attempt, config)
+    if (group := gang.pod_group(attempt, made["spec"]["template"])) is not None:
         out.append(group)
-    return [*out, batch_job(attempt, config)]
+    return [*out, made]
 
 
 def lasting_objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
@@ -135,12 +136,15 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         **(_replaces_pods() if pod.starts_again(template) else _ends_with_a_pod(template)),
         "template": template,
     }
+    metadata = attempt.metadata(attempt.name, labels)
+    if config.authorities:
+        metadata["annotations"] = {names.AUTHORITIES: ",".join(sorted(config.authorities))}
     if not gang.queued_by_kueue(attempt.job):
         spec["suspend"] = False
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": attempt.metadata(attempt.name, labels),
+        "metadata": metadata,
         "spec": spec,
     }
 

@@ -53,6 +53,9 @@ MARGIN_SECONDS = 2
 """Of that, what is left when the launcher has killed ranks that do not end."""
 SAVE_MARGIN_SECONDS = 3
 """And what is left when a rank that could not save ends by itself."""
+MOST_VARIABLE, MOST_ARGS = 100 * 1024, 512 * 1024
+"""Bytes of ``spec.trainer.args`` in a variable, for which Linux has room for 128 KiB with its name,
+and in the job's file, whose ConfigMap holds 1 MiB."""
 READABLE = 0o444
 """Readable by any user: the container's user may not own the files."""
 
@@ -249,7 +252,7 @@ def _environment(
         "MASTER_ADDR": attempt.master_address,
         "MASTER_PORT": str(MASTER_PORT),
         "PIPEMORPH_JOB_FILE": f"{FOLDER}/job/{JOB_FILE}",
-        "PIPEMORPH_ARGS": json.dumps(spec.trainer.args, sort_keys=True),
+        **_args(spec.trainer.args),
         "PIPEMORPH_NAMESPACE": attempt.namespace,
         "PIPEMORPH_ATTEMPT": str(attempt.number),
         "PIPEMORPH_SECRET_FILE": f"{FOLDER}/secret/{SECRET_FILE}",
@@ -283,6 +286,19 @@ def _environment(
         *theirs,
         *(_variable(k, v) for k, v in defaults.items() if k not in names_given),
     ]
+
+
+def _args(given: Object) -> dict[str, str | Object]:
+    """The arguments as a variable; none if they are too long for one: the ranks then read them in
+    the job's file. Raises :class:`Unbuildable` for more than a ConfigMap holds."""
+    text = json.dumps(given, sort_keys=True)
+    if len(text) > MOST_ARGS:
+        raise Unbuildable(
+            names.R_INVALID_SPEC,
+            f"spec.trainer.args is {len(text):,} bytes of JSON; expected at most {MOST_ARGS:,}: put"
+            " what is larger into a file that the template mounts, and name the file",
+        )
+    return {"PIPEMORPH_ARGS": text} if len(text) <= MOST_VARIABLE else {}
 
 
 def _open_metrics(attempt: Attempt, spec: Object, trainer: Object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from pipemorph.api.sections.template import TRAINER_CONTAINER
 from pipemorph.errors import one_line
 from pipemorph_operator.names import (
+    AUTHORITIES,
     COMPLETION_INDEX,
     JOB_FINALIZER,
     LABEL_ATTEMPT,
@@ -73,6 +74,8 @@ class JobFacts:
     """Whether it makes another pod in the place of a lost one."""
     started_at: datetime | None = None
     """When it was last started or resumed."""
+    authorities: frozenset[str] = frozenset()
+    """Fingerprints of the authorities that its ranks trust; empty if none are known."""
 
     @property
     def drained(self) -> bool:
@@ -97,7 +100,7 @@ class JobFacts:
     @staticmethod
     def of(body: Mapping[str, Any]) -> JobFacts:
         metadata, status = body["metadata"], body.get("status") or {}
-        labels = metadata.get("labels") or {}
+        labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
         conditions = {
             c["type"]: Ended(
                 c.get("reason", ""), c.get("message", ""), parse_time(c.get("lastTransitionTime"))
@@ -127,6 +130,7 @@ class JobFacts:
             wanted=(body.get("spec") or {}).get("parallelism") or 0,
             replaces="backoffLimitPerIndex" in (body.get("spec") or {}),
             started_at=parse_time(status.get("startTime")),
+            authorities=frozenset(filter(None, annotations.get(AUTHORITIES, "").split(","))),
         )
 
 

@@ -242,7 +242,8 @@ def job_definition() -> dict[str, Any]:
         # A list is compared, and applied, as a whole: what the API server adds to an item of it is
         # a difference for ever to Argo CD, and a conflict between server-side managers.
         for inner in _nodes(node.get("items") or {}):
-            inner.pop("default", None)
+            if (default := inner.pop("default", {})) != {}:
+                inner["description"] += f" Default: {default}."
     status = structural(status_root, status_root, "status")
     for node in _nodes(status):
         node.pop("default", None)  # Status writers set every field themselves.

@@ -76,7 +76,7 @@ def for_kstatus(
             verdicts = {}
         case "Running" if reason in UNHEARD:
             verdicts = {names.READY: UNHEARD[reason], names.RECONCILING: "True"}
-        case "Running" if reason == names.R_INVALID_SPEC:
+        case "Running" if reason in (names.R_INVALID_SPEC, names.R_OTHER_AUTHORITY):
             verdicts = {names.READY: "False", names.STALLED: "True"}
         case "Running" | "Complete":
             verdicts = {names.READY: "True"}

@@ -135,6 +135,9 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     draft.out.restore = lasting_objects(
         Attempt(job, draft.metadata["uid"], current.attempt), config
     )
+    # As after the chart was installed again elsewhere: they can never report.
+    ours, theirs = config.authorities, current.authorities
+    draft.strangers = bool(ours and theirs and not ours & theirs)
     return _follow(draft, job, current)
 
 
@@ -445,6 +448,10 @@ def _running(draft: Draft, ranks: int) -> None:
     if not conditions.is_true(draft.status.conditions, names.RUNNING):
         draft.emit("Normal", names.RUNNING, f"all {ranks} ranks are ready")
     draft.mark(names.PODS_READY, "True", names.R_ALL_READY, f"{ranks} of {ranks} ranks")
+    if draft.strangers:
+        message = "its ranks trust another authority than the ingest has; suspend and resume it"
+        draft.unheard(names.R_OTHER_AUTHORITY, message)
+        return
     training = draft.seen_status.training
     if training is None or training.attempt != (draft.status.attempt or 0):
         draft.unheard(names.R_NO_REPORTS, "no rank has reported yet")

@@ -81,6 +81,8 @@ class Draft:
         self.seen_status = read_status(seen.body)
         """As it was read, with the ingest's part."""
         self.out = Decision()
+        self.strangers = False
+        """Whether ranks of the current Job trust no authority of the ingest."""
         self.passing = False
         """Whether what keeps the job from running is expected to pass by itself."""
 
@@ -140,6 +142,8 @@ class Draft:
 
     def unheard(self, reason: str, message: str) -> None:
         """Mark that all pods run, and why it is not known that their ranks train."""
+        if reason == names.R_OTHER_AUTHORITY:
+            self.emit_new("Warning", reason, f"all pods run; {message}")
         self.mark(names.RUNNING, "True", reason, f"all pods run; {message}")
 
     def stop_clock(self) -> None:

@@ -37,7 +37,9 @@ class Trainer(SpecModel):
         "must start no thread and use no device. Empty: every rank is a program of its own.",
     )
     args: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments, passed as JSON in PIPEMORPH_ARGS."
+        default_factory=dict,
+        description="Arguments, passed as JSON in PIPEMORPH_ARGS, or in the job's file if they are"
+        " longer than 100 KiB; at most 512 KiB.",
     )
     iterations: int = Field(ge=1, description="Iterations to train.")
     seed: int = Field(default=0, ge=0)

@@ -44,6 +44,7 @@ from pipemorph_operator.children.objects import (
     service,
 )
 from pipemorph_operator.children.pod import memory_bytes
+from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.cluster.job import current_name, read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_trainer.context import TrainerContext
@@ -646,3 +647,66 @@ def test_a_wrong_type_in_a_template_is_named(where: str, value: Any, said: str) 
     assert caught.value.reason == "InvalidSpec"
     assert caught.value.message.startswith("spec.template.")
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
+        ({"hostNetwork": False}, None),
+        ({}, None),
+    ],
+)
+def test_pods_on_the_host_network_find_names_of_the_cluster(spec: Any, policy: str | None) -> None:
+    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]} | spec}
+    assert template(attempt(template=given))["spec"].get("dnsPolicy") == policy
+
+
+@pytest.mark.parametrize(("size", "variable"), [(10, True), (100_000, True), (200_000, False)])
+def test_arguments_that_no_variable_holds_are_in_the_file_alone(size: int, variable: bool) -> None:
+    """Linux gives a program no string of more than 128 KiB."""
+    module = {"module": "a.b", "iterations": 3, "args": {"text": "x" * size}}
+    made = attempt(trainer=module)
+    found = {each["name"] for each in trainer(made)["env"]}
+    assert ("PIPEMORPH_ARGS" in found) is variable
+    assert len(json.loads(job_file(made.job))["spec"]["trainer"]["args"]["text"]) == size
+
+
+def test_arguments_that_no_config_map_holds_are_refused_by_name() -> None:
+    module = {"module": "a.b", "iterations": 3, "args": {"text": "x" * 600_000}}
+    with pytest.raises(Unbuildable, match=r"spec.trainer.args is 600,012 bytes.*at most 524,288"):
+        template(attempt(trainer=module))
+
+
+def test_volcano_knows_what_all_pods_request() -> None:
+    one = {
+        "requests": {"cpu": "500m", "nvidia.com/gpu": 2},
+        "limits": {"memory": "1.5Gi", "cpu": 4},
+    }
+    two = {"requests": {"cpu": "1", "memory": "16e9"}, "limits": {"nonsense": "many"}}
+    containers = [
+        {"name": "trainer", "image": "i", "resources": one},
+        {"name": "log", "image": "i", "resources": two},
+    ]
+    volcano = {"gang": {"volcano": {}}}
+    made = attempt(stages=3, placement=volcano, template={"spec": {"containers": containers}})
+    group = next(each for each in objects(made, CONFIG) if each["kind"] == "PodGroup")
+    memory = str(3 * (1536 * 2**20 + 16 * 10**9))
+    assert group["spec"]["minResources"] == {
+        "cpu": "4500m",
+        "nvidia.com/gpu": "6",
+        "memory": memory,
+    }
+    group = next(e for e in objects(attempt(placement=volcano), CONFIG) if e["kind"] == "PodGroup")
+    assert "minResources" not in group["spec"]
+
+
+def test_a_job_names_the_authorities_that_its_ranks_trust() -> None:
+    pem = "-----BEGIN CERTIFICATE-----\nAA\nBB\n-----END CERTIFICATE-----\n"
+    config = replace(CONFIG, ca_pem=pem + pem.replace("AA", "CC"))
+    made = batch_job(attempt(), config)
+    made["metadata"]["uid"] = "u"
+    assert len(config.authorities) == 2 and JobFacts.of(made).authorities == config.authorities
+    assert replace(config, ca_pem=pem.replace("\nBB", "BB")).authorities < config.authorities
+    assert "annotations" not in batch_job(attempt(), CONFIG)["metadata"]

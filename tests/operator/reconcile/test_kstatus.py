@@ -74,6 +74,34 @@ def stale() -> World:
     return world
 
 
+def other_authority() -> World:
+    """The chart was installed again under another name while it ran."""
+    world = running()
+    world.config = replace(CONFIG, ca_pem=pem("NEW"))
+    world.jobs[0] = replace(
+        world.jobs[0], authorities=replace(CONFIG, ca_pem=pem("OLD")).authorities
+    )
+    world.turn()
+    assert "suspend and resume" in world.message("Running")
+    world.turn()
+    assert world.events.count("OtherAuthority") == 1
+    return world
+
+
+def rotated_authority() -> World:
+    world = running()
+    world.config = replace(CONFIG, ca_pem=pem("OLD") + pem("NEW"))
+    world.jobs[0] = replace(
+        world.jobs[0], authorities=replace(CONFIG, ca_pem=pem("OLD")).authorities
+    )
+    world.turn()
+    return world
+
+
+def pem(text: str) -> str:
+    return f"-----BEGIN CERTIFICATE-----\n{text}\n-----END CERTIFICATE-----\n"
+
+
 def unreadable(world: World) -> World:
     """A release that cannot read what one before it has accepted."""
     world.body["spec"]["schedule"]["policy"] = "of-old"
@@ -214,6 +242,8 @@ STATES = [
     (unheard, "InProgress", "Reconciling", "NoReportsYet"),
     (ranks_start, "InProgress", "Reconciling", "NoReportsYet"),
     (heard_of_an_earlier_attempt, "InProgress", "Reconciling", "NoReportsYet"),
+    (other_authority, "Failed", "Stalled", "OtherAuthority"),
+    (rotated_authority, "Current", "Ready", "AllRanksReady"),
     (stale, "InProgress", "Reconciling", "ReportsStale"),
     (unreadable_while_running, "Failed", "Stalled", "InvalidSpec"),
     (unreadable_before_it_starts, "Failed", "Stalled", "InvalidSpec"),
