@@ -7,6 +7,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@:/%-]{0,252}"
 """No first character of an option of the remote shell."""
 SHELL = "ssh -o BatchMode=yes {host}"
+HEAD = ("from", "to", "reachable", "path MTU", "round trip p50", "p99", "rate")
 FORMATS = {"": "text", ".txt": "text", ".json": "json"}
 
 
@@ -73,7 +75,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
     from pipemorph.fabric.hosts import LocalHost, serve
-    from pipemorph.fabric.report import HEAD, as_record, problems, rows, summary
     from pipemorph.terminal import render, table
 
     _validate(args)
@@ -134,3 +135,63 @@ def _open(name: str, args: argparse.Namespace, stack: ExitStack) -> Host:
     if args.gid_index is not None:
         command.append(f"--gid-index={args.gid_index}")
     return open_remote(name, args.shell, command, stack)
+
+
+def problems(result: CheckResult) -> list[str]:
+    """Hosts without a port, and directions that carry nothing or no packets of their ports' MTU."""
+    return [
+        *(
+            f"{host}: no active RDMA port"
+            for host, rails in result.rails.items()
+            if not any(rail.active for rail in rails)
+        ),
+        *(
+            f"{' '.join(each.source)} → {' '.join(each.target)}: {each.problem}"
+            for each in result.measured
+            if each.problem
+        ),
+    ]
+
+
+def summary(result: CheckResult) -> list[str]:
+    """A line of numbers, then the problems."""
+    found = problems(result)
+    numbers = f"{len(result.rails)} hosts, {len(result.measured)} directions between RDMA ports"
+    return [f"{numbers}; problems: {len(found)}", *found]
+
+
+def rows(result: CheckResult) -> list[list[str]]:
+    """The cells of :data:`HEAD` for each direction."""
+    return [
+        [
+            " ".join(each.source),
+            " ".join(each.target),
+            "no" if each.path_mtu is None else "yes",
+            str(each.path_mtu or "-"),
+            _time(each.p50),
+            _time(each.p99),
+            "-" if each.rate is None else f"{each.rate * 8e-9:.3g} Gb/s",
+        ]
+        for each in sorted(result.measured, key=lambda each: (each.source, each.target))
+    ]
+
+
+def as_record(result: CheckResult) -> dict[str, Any]:
+    """For JSON: times in seconds, rates in bytes a second, null for what is unknown."""
+    return {
+        "ok": not problems(result),
+        "problems": problems(result),
+        "hosts": {host: [asdict(rail) for rail in rails] for host, rails in result.rails.items()},
+        "measured": [
+            asdict(each)
+            | {"source": each.source._asdict(), "target": each.target._asdict()}
+            | {"reachable": each.path_mtu is not None, "problem": each.problem}
+            for each in result.measured
+        ],
+    }
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

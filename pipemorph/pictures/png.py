@@ -28,8 +28,6 @@ def render_png(timeline: Timeline) -> bytes:
     handles = _legend([timeline])
     figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False)
     _draw_in_flight(bottom, timeline, timeline.begin)
-    for time, _ in timeline.marks:
-        bottom.axvline((time - timeline.begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
     top.set_xlim(0, span)
     bottom.set_xlabel("ms")
     return _png(figure)
@@ -89,14 +87,10 @@ def _png(figure: Any) -> bytes:
 
 
 def _draw_panel(axes: Any, timeline: Timeline, span: float, rows: float) -> None:
-    """Draw ops, arrows, marks and title. ``span``: width of the panel in milliseconds."""
+    """Draw ops, arrows and title. ``span``: width of the panel in milliseconds."""
     begin = timeline.begin
     _draw_ops(axes, timeline, begin, span, rows)
     _draw_arrows(axes, timeline, begin)
-    for time, text in timeline.marks:
-        at = (time - begin) * 1e3
-        axes.axvline(at, color="black", linewidth=0.8, linestyle=":")
-        axes.annotate(text, (at, -0.55), fontsize=7, rotation=90, va="top", annotation_clip=True)
     axes.set_title(timeline.title, fontsize=11, loc="left")
 
 

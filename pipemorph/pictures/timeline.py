@@ -19,15 +19,13 @@ MILLISECOND = 1e-3
 class Timeline:
     """Ops of each stage in run order, in seconds from a common zero.
 
-    A measured timeline may have several iterations. ``marks``: moments to mark with a line (the end
-    of an iteration, a new plan). ``messages``: those whose delay to draw. ``bubbles`` and
-    ``limits`` (in-flight caps): per stage, empty if unknown.
+    ``messages``: those whose delay to draw. ``bubbles`` and ``limits`` (in-flight caps): per stage,
+    empty if unknown.
     """
 
     stages: Sequence[Sequence[TimedOp]]
     title: str = ""
     messages: Sequence[Message] = ()
-    marks: Sequence[tuple[float, str]] = ()
     bubbles: Sequence[Sequence[Bubble]] = ()
     limits: Sequence[int | None] = ()
     placement: Sequence[int] = ()

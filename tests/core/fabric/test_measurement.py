@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from simulated_rails import Plant, Way, rail, way
 
+from pipemorph.commands.fabric import as_record, problems, rows, summary
 from pipemorph.fabric.measurement import check, paired, rounds
-from pipemorph.fabric.report import as_record, problems, rows, summary
 
 
 def test_every_direction_is_measured():
