@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import io
 import shutil
 import sys
 import tempfile
@@ -24,10 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
 
 from browser import Browser as WebBrowser  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 from told_jobs import Fate, replayed, report_of, told_job  # noqa: E402
 from watched_jobs import Case, Trace, watched  # noqa: E402
 
-from pipemorph.explain import explain_report  # noqa: E402
+from pipemorph.explain import explain_job  # noqa: E402
 from pipemorph.explain.job_table import job_table  # noqa: E402
 from pipemorph.explain.of_status import story_of  # noqa: E402
 from pipemorph.replay.page import render_page as render_replay  # noqa: E402
@@ -79,6 +82,13 @@ class Drawer:
         print(name, flush=True)
 
 
+def page(table: Table) -> str:
+    """The text of a terminal of :data:`WIDE` columns."""
+    written = io.StringIO()
+    Console(file=written, width=WIDE, color_system=None).print(table)
+    return written.getvalue()
+
+
 def live_page(known: Watched, traces: Sequence[Trace]) -> str:
     column = worst_column(known)
     return render_page(watch_view(known, traces, column=column, live=False))
@@ -96,9 +106,9 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
         job = told_job(known)
         told = {
             f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
-            "pipemorph explain out": explain_report(report_of(known)),
+            "pipemorph explain out": explain_job(report_of(known)),
         }
-        texts = [f"$ {command}\n{story.text(WIDE)}" for command, story in told.items()]
+        texts = [f"$ {command}\n{page(story.page())}" for command, story in told.items()]
         to.terminal(f"explain-{name}", "\n".join(texts))
         yield case, known
     for fate in get_args(Fate):
@@ -132,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stages in options.stages:
             for case, known in draw(to, stages):
                 jobs.append(told_job(known, namespace=case))
-        to.terminal("top", job_table(jobs))
+        to.terminal("top", page(job_table(jobs)))
         if 64 in options.stages:
             known, traces = watched(64, 64, "adapted", replicas=REPLICAS)
             to.page(f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from pipemorph.api.spec import API_GROUP, API_VERSION, KIND
+from pipemorph.status.names import *  # noqa: F403  # Conditions that the ingest makes.
 
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
 
@@ -71,23 +72,6 @@ OPERATOR_CONDITIONS = (
     FAILED,
     *KSTATUS_CONDITIONS,
 )
-
-LINKS_HEALTHY = "LinksHealthy"
-SCHEDULE_ADAPTED = "ScheduleAdapted"
-LINKS_DELEGATED = "LinksDelegated"
-RAILS_HEALTHY = "RailsHealthy"
-STAGES_EVEN = "StagesEven"
-REDUCTIONS_HEALTHY = "ReductionsHealthy"
-REPLICAS_COMPLETE = "ReplicasComplete"
-INGEST_CONDITIONS = (
-    LINKS_HEALTHY,
-    SCHEDULE_ADAPTED,
-    LINKS_DELEGATED,
-    RAILS_HEALTHY,
-    STAGES_EVEN,
-    REDUCTIONS_HEALTHY,
-    REPLICAS_COMPLETE,
-)
 INGEST_FIELDS = (
     "training",
     "control",
@@ -115,7 +99,6 @@ R_FINISHING = "ContainersRunOn"
 R_COMPLETED = "AllRanksFinished"
 R_WITHOUT_PODS = "FinishedWithoutPods"
 """All ranks have finished, and some pods never ran: the Job would wait for them."""
-R_FINISHED = "JobFinished"
 
 R_INVALID_SPEC = "InvalidSpec"
 R_PLANNING = "Planning"
@@ -149,34 +132,7 @@ R_POD_REPLACED = "PodReplaced"
 R_RANKS_RESTARTED = "RanksRestarted"
 R_RECOVERED = "Recovered"
 R_LAYERS_MOVED = "LayersMoved"
-
-R_LINKS_OK = "AllLinksHealthy"
-R_LINKS_SLOW = "SlowLinks"
-R_REDUCTIONS_OK = "ReductionsAsUsual"
-R_REPLICAS_ALL = "AllReplicas"
-R_REPLICAS_FEWER = "FewerReplicas"
-R_REDUCTIONS_SLOW = "SlowReductions"
-R_NO_REPORTS = "NoReportsYet"
-R_STALE = "ReportsStale"
 R_OTHER_AUTHORITY = "OtherAuthority"
-R_LINKS_UNKNOWN = "NoRecentSamples"
-R_STAGES_EVEN = "NoStageSlow"
-R_STAGES_SLOW = "SlowStages"
-R_STAGES_UNMEASURED = "StagesNotMeasured"
-R_RAILS_OK = "PortsActive"
-R_RAILS_SICK = "SickPorts"
-R_RAILS_CONGESTED = "NetworkCongested"
-R_FELL_BACK = "LinksFellBack"
-R_NO_RDMA = "NoRdmaDevices"
-R_PORTS_UNREPORTED = "PortsNotReported"
-R_PORTS_UNSEEN = "CountersUnavailable"
-R_ADAPTED = "PlanInEffect"
-R_ADAPTING = "PlanPending"
-R_INITIAL_PLAN = "InitialPlan"
-R_RETURNED = "ReturnedToInitialPlan"
-R_DELEGATED = "LinksDelegated"
-R_DIRECT = "AllLinksDirect"
-R_FIXED_ROUTE = "RouteFixedBySpec"
 
 # --- exit codes of a rank -----------------------------------------------------------------
 

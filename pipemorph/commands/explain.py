@@ -12,7 +12,7 @@ from pipemorph.commands.cluster import kubectl
 from pipemorph.commands.emit import emit
 from pipemorph.document import named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.explain import MOST_LINES, explain_job, explain_report
+from pipemorph.explain import MOST_LINES, explain_job
 from pipemorph.terminal import render
 
 MAX_BYTES = 1 << 30
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
             path /= "report.json"
         content, source = _from_file(path if name != "-" else "-"), named(str(path))
     try:
-        explain = explain_job if "kind" in content else explain_report
-        story = explain(content)
+        story = explain_job(content)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     emit(render(story.page()).encode(), None)

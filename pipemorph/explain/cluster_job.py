@@ -1,18 +1,56 @@
-"""A PipeMorphJob of a cluster as ``kubectl get -o json`` prints it, read leniently."""
+"""A PipeMorphJob with its status, as ``kubectl get -o json`` prints it, and the report of a run,
+which is one with its history. What a later release has added is ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.sections.template import gpus
 from pipemorph.api.status import JobStatus
 from pipemorph.errors import InputError, one_line
-from pipemorph.explain.lenient import Adaptation, Lenient, Trainer
 from pipemorph.explain.story import seconds_left
+from pipemorph.wire import AdaptationRecord, IterationSample
+
+
+class Lenient(BaseModel):
+    """Takes what it knows of an object that a later release may have written."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Trainer(Lenient):
+    iterations: int = 0
+
+
+class _Adaptation(Lenient):
+    enabled: bool = True
+
+
+class SlowTime(Lenient):
+    """See :class:`~pipemorph.watch.lanes.SlowTime`."""
+
+    link: int
+    begin: int
+    end: int | None = None
+    delay: float
+    column: int = 0
+
+
+class Relayout(Lenient):
+    """A change of the ranks' places and layers in a run. ``measured``: fraction of an iteration."""
+
+    iteration: int | None = None
+    measured: float | None = None
+    layers: list[int] | None = None
+    layers_before: list[int] | None = None
+
+
+class _Links(Lenient):
+    slow: list[SlowTime] = Field(default_factory=list)
 
 
 class _Metadata(Lenient):
@@ -22,8 +60,8 @@ class _Metadata(Lenient):
 
 class _Spec(Lenient):
     parallelism: Parallelism
-    trainer: Trainer = Field(default_factory=Trainer)
-    adaptation: Adaptation = Field(default_factory=Adaptation)
+    trainer: _Trainer = Field(default_factory=_Trainer)
+    adaptation: _Adaptation = Field(default_factory=_Adaptation)
     emulation: dict[str, Any] | None = None
     template: Any = None
 
@@ -35,6 +73,11 @@ class ClusterJob(Lenient):
     metadata: _Metadata
     spec: _Spec
     status: JobStatus | None = None
+    iterations: list[IterationSample] | None = None
+    """History of a run, with the following; None: the job is of a cluster."""
+    adaptations: list[AdaptationRecord] = Field(default_factory=list)
+    relayouts: list[Relayout] = Field(default_factory=list)
+    links: _Links = Field(default_factory=_Links)
 
     @property
     def name(self) -> str:
@@ -69,6 +112,11 @@ class ClusterJob(Lenient):
 def read_job(content: Mapping[str, Any]) -> ClusterJob:
     """The job of an object. Raises :class:`InputError`, one line, if the object is none."""
     kind = content.get("kind")
+    if kind is None and "iterations" in content:
+        raise InputError(
+            "kind: is missing, as in reports of earlier releases; expected a report with the job's"
+            " status: run the job again, or read it with the release that wrote it"
+        )
     if kind != "PipeMorphJob":
         raise InputError(one_line(f"kind: is {kind}; expected PipeMorphJob"))
     try:
@@ -76,4 +124,5 @@ def read_job(content: Mapping[str, Any]) -> ClusterJob:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(one_line(f"{where}: {first['msg']}; expected a PipeMorphJob")) from None
+        said = f"{where}: {first['msg']}; expected a PipeMorphJob, or a run's report"
+        raise InputError(one_line(said)) from None

@@ -1,17 +1,29 @@
-"""Explains a job of a cluster from its object, as ``kubectl get -o json`` prints it."""
+"""Explains a job of a cluster, or a run, from its status; of a run also from its history."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
 from pipemorph.errors import InputError
-from pipemorph.explain.advice import advice, undelivered
-from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.explain.story import Story, brought, duration, few, plural, warmups, worth_line
+from pipemorph.explain.cluster_job import ClusterJob, SlowTime, read_job
+from pipemorph.explain.story import (
+    Story,
+    brought,
+    duration,
+    few,
+    link_name,
+    plural,
+    warmups,
+    what_changed,
+    worth_line,
+)
 from pipemorph.planning.ir import dashed
+from pipemorph.wire import AdaptationRecord
 
 SEEN = (
     "LinksHealthy",
@@ -21,6 +33,8 @@ SEEN = (
     "ReplicasComplete",
 )
 """Conditions that are False if something is wrong."""
+NEWEST = 8
+"""Iterations in the median of what an iteration takes at the end of a run."""
 NAMED = 4
 """Most links that are named in one line."""
 CAUSES = {
@@ -34,9 +48,48 @@ CAUSES = {
 """What to look at, by the reason of a condition."""
 
 
+ADVICE = {
+    "failed": "read the last lines of the rank that failed first, fix their cause and start the"
+    " job again; with spec.checkpoint it goes on with the newest checkpoint",
+    "pending": "kubectl describe the job's pods: an event says what they wait for",
+    "silent": "look at the log of rank 0, whose agent reports for all ranks, and at the operator's",
+    "port": "check cable, optics and switch port of each port named, or take its node out of use",
+    "fell-back": "run pipemorph doctor in a pod at one end of the link: it says what keeps the"
+    " agreed transport from being used",
+    "reduction": "check the network between the replicas of that stage with pipemorph fabric check",
+    "link": "check the network between the hosts of the slow link: pipemorph fabric check, or"
+    " pipemorph bench between two of them",
+    "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
+    " says what another split of the layers would give",
+    "undelivered": "a plan brought less than half of what was promised: see whether other work"
+    " competes for the ranks' processors",
+    "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that slow links are"
+    " planned for",
+}
+"""By cause, in the order of urgency."""
+
+
+KEPT_PROMISE, NOISE = 0.5, 0.05
+"""A plan change brought too little if it brought less than this share of its promised gain, and the
+difference is more than this fraction of an iteration."""
+
+
+def undelivered(kind: str, promised: float | None, measured: float | None) -> bool:
+    """Whether a plan change of this kind and these gains brought too little."""
+    if kind != "adapt" or not promised or measured is None:
+        return False
+    return measured < KEPT_PROMISE * promised and promised - measured > NOISE
+
+
+def advice(causes: Iterable[str]) -> list[str]:
+    """The advice for each cause, the most urgent first."""
+    found = set(causes)
+    return [text for cause, text in ADVICE.items() if cause in found]
+
+
 def explain_job(content: Mapping[str, Any]) -> Story:
-    """The explanation of a PipeMorphJob of a cluster. Raises :class:`InputError`, one line, if the
-    object is none."""
+    """The explanation of a PipeMorphJob of a cluster or of a run's report. Raises
+    :class:`InputError`, one line, if the object is neither."""
     return story_of(read_job(content))
 
 
@@ -50,7 +103,15 @@ def story_of(job: ClusterJob) -> Story:
         )
     training = status.training
     story = Story(_outcome(job, status))
+    mesh = job.spec.parallelism.mesh
+    spans = sorted(job.links.slow, key=lambda each: -each.delay)
+    story.seen = [_slow_time(each, mesh) for each in spans]
     for found in wrong(status):
+        if found.reason == "SlowLinks" and spans:
+            continue
+        if job.iterations is not None:
+            story.seen.append(f"{found.message} (at the end)")
+            continue
         slow = training.slow_links if training is not None else []
         when = f"since {_moment(found.last_transition_time)}"
         if found.reason == "SlowLinks":
@@ -58,7 +119,7 @@ def story_of(job: ClusterJob) -> Story:
             told = [f"link {link} since {at}" for link, at in dated[:NAMED]]
             when = ", ".join(told) if len(dated) > 1 else f"since {dated[0][1]}" if dated else when
         story.seen.append(f"{found.message} ({when})")
-    story.decided = list(_decided(status))
+    story.decided = list(_decided(job, status))
     if training is not None:
         story.worth = worth_line(
             training.saved_seconds,
@@ -80,25 +141,37 @@ def _moment(timestamp: str) -> str:
 
 
 def _outcome(job: ClusterJob, status: JobStatus) -> str:
-    training, spec = status.training, job.spec
+    training, spec, ran = status.training, job.spec, job.iterations
     text = f"{job.metadata.namespace}/{job.metadata.name} is {status.state}"
     found = why_not_running(status)
     if found is not None:
-        text += f" ({found.reason}: {found.message})"
+        text += f" ({found.reason}{': ' if found.message else ''}{found.message})"
     text += f"; {spec.parallelism.mesh}"
     if status.ready:
         text += f", {status.ready} pods ready"
-    if training is not None:
+    seconds = training.iteration_seconds if training is not None else None
+    if ran is not None:
+        text += f"; {ran[-1].index + 1 if ran else 0:,} of {spec.trainer.iterations:,} iterations"
+        text += _took(status)
+        seconds = median(each.seconds for each in ran[-NEWEST:]) if ran else None
+    elif training is not None:
         text += f"; iteration {training.iteration:,}"
         text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
-        if training.iteration_seconds:
-            text += f", {training.iteration_seconds:.3g} s each"
-            left = job.left_seconds
-            text += "" if left is None else f", {duration(left)} left"
+    if seconds:
+        text += f", {seconds:.3g} s each"
+        left = job.left_seconds
+        text += "" if left is None else f", {duration(left)} left"
     recovered = status.recoveries is not None and status.recoveries.count > 0
     if status.goodput is not None and (recovered or status.attempts):
         text += f"; goodput {status.goodput:.0%}"
     return text + (" (EMULATED)" if spec.emulation is not None else "")
+
+
+def _took(status: JobStatus) -> str:
+    if status.start_time is None or status.completion_time is None:
+        return ""
+    begin, end = map(datetime.fromisoformat, (status.start_time, status.completion_time))
+    return f" in {duration((end - begin).total_seconds())}"
 
 
 def why_not_running(status: JobStatus) -> Condition | None:
@@ -119,7 +192,14 @@ def wrong(status: JobStatus) -> Iterator[Condition]:
             yield found
 
 
-def _decided(status: JobStatus) -> Iterator[str]:
+def _slow_time(slow: SlowTime, mesh: MeshShape) -> str:
+    name = link_name(slow.link, mesh.column_name(slow.column))
+    when = f"from iteration {slow.begin} "
+    when += "to the end" if slow.end is None else f"to {slow.end}"
+    return f"{name} was late by up to {slow.delay * 1e3:.0f} ms, {when}"
+
+
+def _decided(job: ClusterJob, status: JobStatus) -> Iterator[str]:
     training, recoveries = status.training, status.recoveries
     if status.restarts or status.disruptions:
         last = status.attempts[-1].message if status.attempts else ""
@@ -142,8 +222,36 @@ def _decided(status: JobStatus) -> Iterator[str]:
             f"layers moved ({dashed(move.layers)} per stage) in generation {move.generation}:"
             f" {move.promised:.0%} shorter iterations promised, {got}"
         )
-    if training is not None and training.last_adaptation is not None:
+    for each in job.relayouts:
+        if each.measured is not None:
+            what = "ranks changed places"
+            if each.layers and each.layers_before and each.layers != each.layers_before:
+                before, after = dashed(each.layers_before), dashed(each.layers)
+                what = f"layers moved ({before} became {after} per stage)"
+            yield f"{what} at iteration {each.iteration}: {each.measured:.0%} shorter iterations"
+    if job.adaptations:
+        by_gain = sorted(job.adaptations, key=lambda each: (-each.saved, each.plan_version))
+        yield from map(change_text, by_gain)
+    elif training is not None and training.last_adaptation is not None:
         yield _change(training)
+
+
+def change_text(record: AdaptationRecord) -> str:
+    """One change of plan of a run, what it did and what it brought."""
+    if record.applied_at_iteration is None:
+        return f"plan {record.plan_version} was decided on, but never in force"
+    when = f"plan {record.plan_version} from iteration {record.applied_at_iteration}"
+    if record.kind == "return":
+        return f"{when}: back to the plan for healthy links"
+    if record.kind == "revert":
+        return f"{when}: the plan before returned, since the last one did not bring its promise"
+    effect = brought(
+        record.iteration_seconds_before,
+        record.iteration_seconds_after,
+        record.promised,
+        record.measured,
+    )
+    return f"{when}: {what_changed(record)}{'; ' if effect else ''}{effect}"
 
 
 def _change(training: TrainingStatus) -> str:
@@ -191,5 +299,8 @@ def causes(job: ClusterJob, status: JobStatus) -> Iterator[str]:
             if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
                 yield "disabled"
     newest = status.training.last_adaptation if status.training is not None else None
-    if newest is not None and undelivered(newest.kind, newest.promised, newest.measured):
+    changes: Sequence[AdaptationRecord | AdaptationSummary] = job.adaptations
+    if not changes and newest is not None:
+        changes = [newest]
+    if any(undelivered(each.kind, each.promised, each.measured) for each in changes):
         yield "undelivered"

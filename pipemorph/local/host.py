@@ -410,9 +410,10 @@ def conclude(
         useful=journal.useful,
     )
     try:
+        run.training, run.conditions = service.status()
         run.outlook = service.outlook()
     except TimeoutError:
-        note("the report predicts nothing: the control loop did not answer at the end")
+        note("the report lacks its status: the control loop did not answer at the end")
 
 
 def written(

@@ -16,11 +16,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.control.controller import JobController
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
+from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import AdaptationRecord, LinkHealthReport, LinkState
 
 T = TypeVar("T")
@@ -119,6 +121,17 @@ class ControlService:
 
         async def read() -> Network | None:
             return self._controller.network(time.time())
+
+        return self._call(read())
+
+    def status(self) -> tuple[TrainingStatus, list[Condition]]:
+        """How training goes, as a job's status says on a cluster."""
+
+        async def read() -> tuple[TrainingStatus, list[Condition]]:
+            now = time.time()
+            reported_at = None if self.heard_at is None else now - self.silence()
+            source, view = Source(self._controller, reported_at), self._controller.view(now)
+            return summarize(source, now, view), judge(source, [], now, view)
 
         return self._call(read())
 

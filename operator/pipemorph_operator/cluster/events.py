@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from pipemorph.status.conditions import format_time
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
-from pipemorph_operator.cluster.facts import format_time
 
 log = logging.getLogger("pipemorph.events")
 

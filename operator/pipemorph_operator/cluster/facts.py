@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from pipemorph.api.sections.template import TRAINER_CONTAINER
@@ -30,11 +30,6 @@ MESSAGE_LENGTH = 1024
 def parse_time(text: str | None) -> datetime | None:
     """Parse RFC 3339 as Kubernetes writes it; None for None."""
     return datetime.fromisoformat(text) if text else None
-
-
-def format_time(when: datetime) -> str:
-    """Format as metav1.Time: RFC 3339, whole seconds, UTC."""
-    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True)

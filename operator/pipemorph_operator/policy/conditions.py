@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipemorph.api.status import Condition, ConditionStatus, JobState
+from pipemorph.status.conditions import updated
 from pipemorph_operator import names
-from pipemorph_operator.cluster.facts import format_time
-
-MESSAGE_LENGTH = 4096
 
 STALLS = frozenset(
     {
@@ -28,32 +26,6 @@ UNHEARD: Mapping[str, ConditionStatus] = {
     names.R_STALE: "Unknown",
 }
 """``Ready`` of a job whose pods run while its ranks do not report."""
-
-
-def updated(
-    conditions: Sequence[Condition],
-    kind: str,
-    status: ConditionStatus,
-    reason: str,
-    message: str,
-    *,
-    generation: int | None,
-    now: datetime,
-) -> list[Condition]:
-    """A copy of ``conditions`` with the condition of type ``kind`` set, in the same order."""
-    old = next((c for c in conditions if c.type == kind), None)
-    same = old is not None and old.status == status
-    new = Condition(
-        type=kind,
-        status=status,
-        observed_generation=generation,
-        last_transition_time=old.last_transition_time if old and same else format_time(now),
-        reason=reason,
-        message=message[:MESSAGE_LENGTH],
-    )
-    if old is None:
-        return [*conditions, new]
-    return [new if c.type == kind else c for c in conditions]
 
 
 def for_kstatus(

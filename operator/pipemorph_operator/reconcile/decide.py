@@ -13,6 +13,7 @@ from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodCounts, condition
 from pipemorph.errors import InputError, one_line
+from pipemorph.status.conditions import format_time
 from pipemorph_operator import names
 from pipemorph_operator.children import (
     Attempt,
@@ -22,7 +23,7 @@ from pipemorph_operator.children import (
     objects,
     shares_small_memory,
 )
-from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
+from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, parse_time
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart

@@ -11,10 +11,11 @@ from pipemorph.api.running import Places
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph.api.status_recoveries import Recoveries
+from pipemorph.status.conditions import MESSAGE_LENGTH, format_time, updated
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.cluster.events import Event, Kind
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time, parse_time
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, parse_time
 from pipemorph_operator.cluster.job import operator_part, read_status
 from pipemorph_operator.policy import conditions
 from pipemorph_operator.reconcile.plans import Plannable
@@ -102,7 +103,7 @@ class Draft:
 
     def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""
-        self.status.conditions = conditions.updated(
+        self.status.conditions = updated(
             self.status.conditions,
             kind,
             status,
@@ -179,7 +180,7 @@ class Draft:
             started_at=self.status.attempt_start_time,
             ended_at=format_time(self.now),
             reason=reason,
-            message=message[: conditions.MESSAGE_LENGTH],
+            message=message[:MESSAGE_LENGTH],
             counted=counted,
         )
         self.status.attempts = [*self.status.attempts, record][-MAX_ATTEMPTS_KEPT:]

@@ -16,9 +16,10 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import MAX_REPLACEMENTS_KEPT
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
+from pipemorph.status.conditions import MESSAGE_LENGTH, format_time
 from pipemorph_operator import names
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time, parse_time
-from pipemorph_operator.policy import conditions, restart
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, parse_time
+from pipemorph_operator.policy import restart
 from pipemorph_operator.reconcile.decision import Draft
 
 AT_ONCE, WITHIN_SECONDS = 3, 300.0
@@ -80,7 +81,7 @@ def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
         uid=pod.uid,
         at=format_time(draft.now),
         gone_by=format_time(draft.now if pod.gone_by is None else pod.gone_by),
-        cause=cause[: conditions.MESSAGE_LENGTH],
+        cause=cause[:MESSAGE_LENGTH],
         counted=not by_cluster and pod.exit_code not in (EXIT_SAVED, EXIT_SIGTERM),
     )
     kept = [each for each in draft.status.replacements if each.uid != pod.uid]

@@ -5,12 +5,22 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from statistics import median
 from typing import Any
 
 from pipemorph import __version__
+from pipemorph.api import status
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import (
+    MAX_ATTEMPTS_KEPT,
+    Condition,
+    JobState,
+    JobStatus,
+    TrainingStatus,
+)
+from pipemorph.api.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.worth import worth
@@ -20,9 +30,20 @@ from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
+from pipemorph.status.conditions import MESSAGE_LENGTH, format_time
 from pipemorph.watch.lanes import SlowTime
 from pipemorph.wire import AdaptationRecord, IterationSample
 
+STATES: dict[End, JobState] = {End.COMPLETED: "Complete", End.INTERRUPTED: "Suspended"}
+"""Of a run that ended so; Failed otherwise."""
+REASONS = {
+    End.COMPLETED: "AllRanksFinished",
+    End.FAILED: "RankFailed",
+    End.DEADLINE: "DeadlineExceeded",
+    End.INTERRUPTED: "Interrupted",
+    End.MOVED: "LayersMoved",
+}
+"""Of conditions, for programs."""
 SHOWN_SECONDS = 0.1
 """Least time saved or lost by adaptations that the last line of a run names."""
 
@@ -40,6 +61,16 @@ class AttemptRecord:
         """Record how the attempt ended; returns ``ending``."""
         self.ending, self.ended_at = ending, now
         return ending
+
+    def status(self) -> status.AttemptRecord:
+        assert self.ending is not None and self.ended_at is not None
+        return status.AttemptRecord(
+            attempt=self.number,
+            started_at=_moment(self.started_at),
+            ended_at=_moment(self.ended_at),
+            reason=REASONS[self.ending.end],
+            message=self.ending.reason[:MESSAGE_LENGTH],
+        )
 
     def record(self) -> dict[str, Any]:
         return {
@@ -85,6 +116,21 @@ class Recovery:
         went += f", {self.resumed}" if self.resumed else ""
         return f"{went}; {what} repeated"
 
+    def status(self) -> RecoveryRecord:
+        lost = self.ending.position
+        return RecoveryRecord(
+            attempt=self.attempt,
+            generation=self.generation,
+            lost_at=_moment(self.ending.at),
+            cause=self.ending.reason[:MESSAGE_LENGTH],
+            rank=lost.rank if lost else None,
+            iterations_done=self.done,
+            went_on_with=self.went_on_with,
+            repeated=self.repeated,
+            seconds=self.seconds,
+            state=self.resumed.rung if self.resumed else None,
+        )
+
     def record(self) -> dict[str, Any]:
         lost = self.ending.position
         return {
@@ -124,6 +170,9 @@ class RunRecord:
     """Changes of the ranks' places and layers, for the report."""
     layers: tuple[int, ...] = ()
     """How many each stage held at the end; empty: evenly many."""
+    training: TrainingStatus | None = None
+    conditions: list[Condition] = field(default_factory=list)
+    """How training went at the end; nothing if the control loop did not answer."""
     outlook: Outlook | None = None
     """What the plan in effect at the end can be predicted from; None if it cannot."""
 
@@ -188,7 +237,8 @@ class RunRecord:
         emulation = self.job.spec.emulation
         layers = self.job.spec.parallelism.layers
         better = self.last.stragglers.better_split(layers, self.layers)
-        return {
+        return self.job.model_dump(mode="json", by_alias=True, exclude_none=True) | {
+            "status": self.status().model_dump(mode="json", by_alias=True, exclude_none=True),
             "job": self.job.metadata.name,
             "namespace": self.job.metadata.namespace,
             "completed": self.completed,
@@ -214,8 +264,33 @@ class RunRecord:
             "saved": worth(self.adaptations).record(self.job.spec.parallelism.mesh.world_size),
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
-            "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
         }
+
+    def status(self) -> JobStatus:
+        """Status of the job as on a cluster."""
+        ended = [each for each in self.attempts if each.ending is not None]
+        ended_at = ended[-1].ended_at if ended else None
+        state = STATES.get(self.ending.end, "Failed")
+        over = Condition(
+            type=state,
+            status="True",
+            last_transition_time=_moment(ended_at or self.started_at),
+            reason=REASONS[self.ending.end],
+            message=self.ending.reason[:MESSAGE_LENGTH],
+        )
+        restarts = [each for each in self.recoveries if each.generation > 0]
+        newest = [each.status() for each in restarts[-MAX_RECOVERIES_KEPT:]]
+        return JobStatus(
+            state=state,
+            start_time=_moment(self.started_at),
+            completion_time=None if ended_at is None else _moment(ended_at),
+            restarts=max(0, len(self.attempts) - 1),
+            attempts=[each.status() for each in ended[:-1][-MAX_ATTEMPTS_KEPT:]],
+            conditions=[over, *self.conditions],
+            training=self.training,
+            goodput=self.goodput,
+            recoveries=Recoveries(count=len(restarts), last=newest) if restarts else None,
+        )
 
     def _predicted(self) -> dict[str, Any] | None:
         """An iteration under the plan in effect at the end as predicted from what was measured, and
@@ -267,6 +342,10 @@ def _rails(last: View) -> dict[str, Any]:
         "congested": [port.record() for port in rails.congested],
         "events": [event.record() for event in last.events],
     }
+
+
+def _moment(seconds: float) -> str:
+    return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
 def _versions() -> dict[str, str | None]:

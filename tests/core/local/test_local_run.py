@@ -92,6 +92,9 @@ def test_a_completed_job(runs: Runs) -> None:
     report = run.report()
     assert report["completed"] is True
     assert report["iterations"] == [] and report["adaptations"] == []
+    kinds = {each["type"]: each["reason"] for each in report["status"]["conditions"]}
+    assert (kinds["Complete"], kinds["LinksHealthy"]) == ("AllRanksFinished", "NoReportsYet")
+    assert report["status"]["training"]["state"] == "starting"
     assert [attempt["end"] for attempt in report["attempts"]] == ["completed"]
     assert (run.out / "logs" / "rank-3.log").read_text() == "rank 3 is here\n"
     assert (run.out / "timeline.json").exists()

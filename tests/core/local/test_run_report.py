@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from run_records import (
     HAPPENED,
     RAILS,
@@ -17,12 +18,16 @@ from run_records import (
 )
 from watched_jobs import watched
 
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobStatus
 from pipemorph.control.decide.forecast import Forecast
+from pipemorph.explain import explain_job
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder
-from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.traces import read_splits
+from pipemorph.terminal import render
 from pipemorph.watch.lanes import SlowTime
 
 
@@ -98,3 +103,42 @@ def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> N
     write_report(folder, run_record(emulated()))
     found = json.loads(folder.report.read_text())["split"]
     assert [(each["rank"], each["split"]) for each in found] == [(2, "module"), (10, "module")]
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "reason"),
+    [
+        (End.COMPLETED, "Complete", "AllRanksFinished"),
+        (End.FAILED, "Failed", "RankFailed"),
+        (End.DEADLINE, "Failed", "DeadlineExceeded"),
+        (End.INTERRUPTED, "Suspended", "Interrupted"),
+    ],
+)
+def test_a_report_is_the_job_with_its_status(end: End, state: str, reason: str) -> None:
+    run = run_record(job())
+    first, last = (
+        Ending(End.FAILED, "rank 1 exited with 1", at=2.5),
+        Ending(end, "so \x1b[2J it ended"),
+    )
+    run.attempts[0].end(first, 2.5)
+    run.begin_attempt(3.0).end(last, 61.0)
+    run.recoveries = [
+        Recovery(first, attempt=0, generation=generation, rung="generation", done=4, seconds=1.5)
+        for generation in (1, 0)
+    ]
+    run.finish(last, [sample(i) for i in range(8)], [record()])
+    content = json.loads(json.dumps(run.content([], [])))
+    assert PipeMorphJob.model_validate({k: content[k] for k in ("kind", "metadata", "spec")} | {
+        "apiVersion": content["apiVersion"]
+    }) == job()  # fmt: skip
+    status = JobStatus.model_validate(content["status"])
+    (over,) = status.conditions
+    assert (status.state, over.type, over.reason) == (state, state, reason)
+    assert (status.start_time, status.completion_time) == (
+        "1970-01-01T00:00:01Z", "1970-01-01T00:01:01Z",
+    )  # fmt: skip
+    assert (status.restarts, status.attempts[0].message) == (1, "rank 1 exited with 1")
+    assert status.recoveries is not None and status.recoveries.count == 1
+    shown = render(explain_job(content).page())
+    assert f"is {state}" in shown and "8 of 40 iterations in 1 min" in shown
+    assert "rank 1 exited with 1" in shown and "\x1b" not in shown

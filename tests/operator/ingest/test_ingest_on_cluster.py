@@ -17,13 +17,13 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, JobStatus, TrainingStatus
 from pipemorph.api.status_links import SlowLink
 from pipemorph.control import JobController
+from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import StageProfile
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest.__main__ import count_decision
 from pipemorph_operator.ingest.status import write_schedule, writer
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Overtaken
-from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 from pipemorph_operator.ingest.store import ClusterStore
 
 STALE = 30.0

@@ -9,8 +9,8 @@ from operator_objects import body
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
+from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import ReductionSample
-from pipemorph_operator.ingest.status.summary import Source, judge, summarize
 
 
 def controller_of(replicas: int, seconds: float = 0.02) -> JobController:

@@ -11,9 +11,9 @@ from operator_objects import body
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import TrainingStatus
 from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkState
+from pipemorph.status import words
+from pipemorph.status.summary import Source, summarize
 from pipemorph.wire import FallenLink, TransportsView
-from pipemorph_operator.ingest.status import words
-from pipemorph_operator.ingest.status.summary import Source, summarize
 
 TRAINER = {"module": "a.b", "iterations": 1000}
 

@@ -15,8 +15,8 @@ from pipemorph.api.sections.placement import NodeExclusion
 from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord
 from pipemorph.api.status_links import AttemptNodes, SlowLink
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
+from pipemorph.status.conditions import format_time, updated
 from pipemorph_operator import names
-from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
 
 TWO, FOUR = (Parallelism(stages=n, replicas=n, order=["dp_replicate", "pp"]) for n in (2, 4))
@@ -30,15 +30,15 @@ def test_managed_by() -> None:
 
 def test_a_transition_time_moves_with_the_status_only() -> None:
     later = T0 + timedelta(seconds=9)
-    first = conditions.updated([], "A", "True", "R", "m", generation=1, now=T0)
-    same = conditions.updated(first, "A", "True", "Other", "n", generation=2, now=later)
+    first = updated([], "A", "True", "R", "m", generation=1, now=T0)
+    same = updated(first, "A", "True", "Other", "n", generation=2, now=later)
     assert same[0].last_transition_time == format_time(T0)
     assert (same[0].reason, same[0].observed_generation) == ("Other", 2)
-    turned = conditions.updated(same, "A", "False", "R", "m", generation=2, now=later)
+    turned = updated(same, "A", "False", "R", "m", generation=2, now=later)
     assert turned[0].last_transition_time == format_time(later)
     assert conditions.is_true(first, "A")
     assert not conditions.is_true(turned, "A")
-    assert len(conditions.updated(turned, "B", "True", "R", "", generation=1, now=T0)) == 2
+    assert len(updated(turned, "B", "True", "R", "", generation=1, now=T0)) == 2
 
 
 def test_seconds_left() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from operator_objects import T0, World, body, failed, job_facts, pod
 
-from pipemorph_operator.cluster.facts import JobFacts, format_time
+from pipemorph.status.conditions import format_time
+from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.cluster.job import dump, operator_part
 from pipemorph_operator.reconcile.decide import DRAIN_SECONDS, internal_error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator_objects import World, body, job_facts
 
-from pipemorph_operator.cluster.facts import format_time
+from pipemorph.status.conditions import format_time
 
 
 def test_kueue_holds_and_evicts() -> None:

@@ -13,13 +13,13 @@ from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
+from pipemorph.status.summary import Source
 from pipemorph_operator.cluster.facts import parse_time
 from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
 from pipemorph_operator.ingest.status.recovery_events import RecoveryEvents
-from pipemorph_operator.ingest.status.summary import Source
 
 Key = tuple[str, str]
 """Namespace and name of a job."""

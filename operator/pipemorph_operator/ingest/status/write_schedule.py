@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pipemorph.control import Health, JobView
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
+from pipemorph.status.summary import Source, verdicts
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest.status.summary import Source, verdicts
 
 FIGURES_SECONDS = 5.0
 """Between two updates of a job's metrics, and two visits of one that does not report, whose links

@@ -15,12 +15,13 @@ from functools import partial
 
 from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, UsefulTime
 from pipemorph.control import JobView
+from pipemorph.status import words
+from pipemorph.status.summary import judge, summarize
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.ingest import figures
-from pipemorph_operator.ingest.status import words, write_schedule
+from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.fence import Overtaken
-from pipemorph_operator.ingest.status.summary import judge, summarize
 from pipemorph_operator.ingest.status.tracked import TrackedJob
 from pipemorph_operator.metrics import DIRECTIVES, PERSIST_SECONDS, STATUS_WRITES
 

@@ -19,17 +19,15 @@ from pipemorph.control import (
 )
 from pipemorph.explain.story import link_name
 from pipemorph.planning import Route
-from pipemorph_operator import names
-from pipemorph_operator.cluster.facts import format_time
-from pipemorph_operator.ingest.rails import (
+from pipemorph.status import names, words
+from pipemorph.status.conditions import format_time, updated
+from pipemorph.status.rails import (
     MESSAGE_LENGTH,
     NAMED,
     fallen_link,
     rails_healthy,
     rails_status,
 )
-from pipemorph_operator.ingest.status import words
-from pipemorph_operator.policy.conditions import updated
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Source:
 
     controller: JobController
     reported_at: float | None
-    generation: int | None
+    generation: int | None = None
     ended: bool = False
     taken_over_at: float | None = None
     whole: int | None = None

@@ -12,9 +12,9 @@ from pipemorph.api.status_links import (
 )
 from pipemorph.control import JobView
 from pipemorph.explain.story import link_name
+from pipemorph.status import names
 from pipemorph.wire import FallenLink as Fallen
 from pipemorph.wire import RailHealth, RailsView
-from pipemorph_operator import names
 
 NAMED = 5
 """Most ports or links named in a message; status lists more."""

@@ -1,0 +1,1 @@
+"""Status of a job and its conditions, from what its controller has observed."""
