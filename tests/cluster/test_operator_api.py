@@ -481,7 +481,12 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
     program = Program(
         "namespaced",
         "pipemorph_operator",
-        ["--ingest-url=https://ingest:8443", f"--namespace={jobs.namespace}", lease],
+        [
+            "--ingest-url=https://ingest:8443",
+            f"--namespace={jobs.namespace}",
+            "--namespace=gone",  # Its Roles have gone with it.
+            lease,
+        ],
         tmp_path,
         cluster.kubeconfig_of_token(token, release),
     )
@@ -495,6 +500,8 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
             jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
             jobs.wait("inside", "Failed")
             assert outside.get("outside")["status"] == UNSEEN
+        assert "Jobs of namespace gone: 403 Forbidden" in program.says()
+        assert program.metric("pipemorph_watch_refused", job_namespace="gone") == 3
     finally:
         program.process.stop()
         cluster.helm("uninstall", release, "-n", jobs.namespace)
@@ -588,6 +595,25 @@ def test_what_running_jobs_need_outlives_the_chart(jobs: Jobs) -> None:
     assert kept(**{"crds.keep": False}) == set()
     budgets = [e for e in rendered(jobs) if e["kind"] == "PodDisruptionBudget"]
     assert [e["spec"]["unhealthyPodEvictionPolicy"] for e in budgets] == ["AlwaysAllow"] * 2
+
+
+def test_the_authority_is_the_same_after_an_uninstallation(jobs: Jobs) -> None:
+    """Ranks of jobs that ran meanwhile trust the ingest that comes."""
+    release, where = f"again-{jobs.namespace}", ("-n", jobs.namespace)
+    values = ["--set=crds.enabled=false", f"--set=watchNamespaces={{{jobs.namespace}}}"]
+    found = []
+    for _ in range(2):
+        jobs.cluster.helm("install", release, str(CHART), *where, *values)
+        secret = f"{release}-pipemorph-operator-ingest-tls"
+        found.append(jobs.cluster.client.get("secrets", secret, jobs.namespace)["data"])
+        jobs.cluster.helm("uninstall", release, *where)
+    assert found[0] == found[1]
+    # One under another name has another one.
+    jobs.cluster.helm("install", f"other-{jobs.namespace}", str(CHART), *where, *values)
+    secret = f"other-{jobs.namespace}-pipemorph-operator-ingest-tls"
+    other = jobs.cluster.client.get("secrets", secret, jobs.namespace)["data"]
+    jobs.cluster.helm("uninstall", f"other-{jobs.namespace}", *where)
+    assert other["ca.crt"] != found[0]["ca.crt"]
 
 
 @pytest.mark.parametrize("image", ["", "trainer:1"])

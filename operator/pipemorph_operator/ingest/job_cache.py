@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 from pipemorph_operator.cluster.client import Object
+from pipemorph_operator.ingest.store import ClusterStore
 
 log = logging.getLogger("pipemorph.ingest")
 
 Key = tuple[str, str]
 
 
-class Store(Protocol):
-    """Methods of :class:`~.store.ClusterStore` that this uses."""
-
-    def changed(self, key: Key, body: Object | None) -> None: ...
-
-    def wants(self, key: Key, body: Object) -> bool: ...
-
-    def listed(self) -> None: ...
-
-
 class JobCache:
     """Holds the jobs that ``store`` wants until this process leads, and passes changes on to it
     from then on."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ClusterStore) -> None:
         self._store = store
         self._leads = False
         self._jobs: dict[Key, Object] = {}

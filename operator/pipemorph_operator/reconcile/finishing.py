@@ -57,6 +57,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts) -> list[str] | None
         f"all ranks have finished; {'; '.join(said)}; waited for at most {LATE_POD_SECONDS:g} s"
     )
     draft.mark(names.PODS_READY, "False", names.R_FINISHING, message[:MESSAGE_LENGTH])
+    draft.mark(names.RUNNING, "True", names.R_FINISHING, message[:MESSAGE_LENGTH])
     return None
 
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, cast
 import kopf
 
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
-from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.metrics import WATCH_REFUSED
 from pipemorph_operator.names import (
     API_GROUP,
+    API_VERSION,
     INGEST_CONDITIONS,
     KIND,
     LINKS_HEALTHY,
@@ -37,7 +37,7 @@ from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.watch")
 
-AGAIN_SECONDS = 10.0
+AGAIN_SECONDS = 2.0
 """Delay before the watch of a namespace is started again."""
 
 INACTIVITY_SECONDS = 90.0
@@ -209,23 +209,41 @@ async def watch(
     what = f"{KIND}s of namespace {name}" if name else f"{KIND}s"
     refused = WATCH_REFUSED.labels(kind=KIND, job_namespace=name)
     while not stop.is_set():
-        await until_listed(cluster, stop)
+        problem = await _not_served(cluster)
         try:
-            # kopf would try for long if the namespace is refused.
-            async for _ in cluster.pages(path(KIND, namespace), limit=1):
-                break
-            refused.set(0)
-            await _run_kopf(namespace, queue, watched, stop)
+            if not problem:
+                # kopf would try for long if the namespace is refused.
+                async for _ in cluster.pages(path(KIND, namespace), limit=1):
+                    break
+                refused.set(0)
+                await _run_kopf(namespace, queue, watched, stop)
         except REQUEST_ERRORS as error:
-            watched.refused[name] = f"{what}: {reason_of(error)}"
+            problem = reason_of(error)
             refused.set(isinstance(error, ApiRefused) and namespace is not None)
-            log.warning("the watch of %s", watched.refused[name])
         except Exception as error:
             # kopf does not export its errors. The next list says what is wrong.
-            watched.refused[name] = f"{what}: {reason_of(error)}"
+            problem = reason_of(error)
             log.exception("the watch of %s has ended; it is started again", what)
+        if problem and watched.refused.get(name) != f"{what}: {problem}":
+            watched.refused[name] = f"{what}: {problem}"
+            log.warning("the watch of %s", watched.refused[name])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), AGAIN_SECONDS)
+
+
+async def _not_served(cluster: Cluster) -> str:
+    """Why the kind is not served yet; empty if it is. kopf looks once, when it starts, and never
+    watches a kind that is not there; the API server lists a new CRD with a delay."""
+    try:
+        # The same two requests as kopf's: versions of the group, then kinds of our version.
+        groups = (await cluster.get("/apis") or {}).get("groups") or ()
+        kinds = (await cluster.get(f"/apis/{API_VERSION}") or {}).get("resources") or ()
+    except REQUEST_ERRORS as error:
+        return f"cannot list the API server's resources: {reason_of(error)}"
+    versions = {version["groupVersion"] for group in groups for version in group["versions"]}
+    if API_VERSION in versions and PLURAL in {kind["name"] for kind in kinds}:
+        return ""
+    return f"the API server does not list {PLURAL}.{API_GROUP}; is its CRD installed?"
 
 
 async def _run_kopf(

@@ -149,7 +149,7 @@ def test_a_change_during_the_takeover_is_newer_than_what_was_held(
 
     async def test() -> None:
         store = Store()
-        cache = JobCache(store)
+        cache = JobCache(store)  # type: ignore[arg-type]
 
         def changed(name: str, spec: str) -> None:
             body = {"metadata": {"managedFields": []}, "spec": spec}

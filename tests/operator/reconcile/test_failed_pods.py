@@ -160,6 +160,8 @@ def test_nodes_that_reject_every_pod_end_the_job_at_last() -> None:
 def test_a_sidecar_that_never_ends_keeps_no_finished_job(policy: Any) -> None:
     world = running(**policy)
     world.jobs[0] = replace(world.jobs[0], ready=0)
+    world.turn()
+    assert world.status["state"] == "Starting", "too early to list the pods: not known yet"
     world.pods = [pod(i, "Running", trainer=ended(0), beside=RUNS) for i in range(2)]
     world.later(STUCK_SECONDS + 1)
     decision = world.turn()
