@@ -8,10 +8,12 @@ import random
 from collections.abc import Callable
 
 import pytest
+from fake_api import FakeCluster
 from gate import examples
 from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Api, Host, Ranks, ranks
 
 from pipemorph_operator.ingest.job_cache import JobCache
+from pipemorph_operator.ingest.store import ClusterStore
 
 
 class Standby(Host):
@@ -167,3 +169,12 @@ def test_a_change_during_the_takeover_is_newer_than_what_was_held(
         assert "team/bad could not be taken over" in caplog.text
 
     asyncio.run(test())
+
+
+def test_a_job_of_a_namespace_that_is_not_listed_yet_may_still_come() -> None:
+    """Its pods are asked to come again, not turned away, while the API server refuses the rest."""
+    store = ClusterStore(FakeCluster())
+    store.is_listed = lambda namespace: namespace != "refused"
+    assert store.may_come("team", "gpt")
+    store.listed()
+    assert store.may_come("refused", "gpt") and not store.may_come("team", "gpt")
