@@ -86,6 +86,7 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
         "NAME",
         "STATE",
         "READY",
+        "REASON",
         "ITERATION",
         "DONE",
         "SLOW-LINKS",

@@ -70,7 +70,9 @@ def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
     jobs.wait("held", lambda job: condition(job, "PodsReady") == refused)
     # What a turn leaves that is killed on its way.
     (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
-    left = {"metadata": {"name": attempt_name("held", metadata["uid"], 0, 1)}, "immutable": True}
+    labels = {"pipemorph.io/job-uid": metadata["uid"]}
+    about = {"name": attempt_name("held", metadata["uid"], 0, 1), "labels": labels}
+    left = {"metadata": about, "immutable": True}
 
     def leave() -> bool:
         try:
